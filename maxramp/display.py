@@ -1,0 +1,111 @@
+"""What a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from maxramp.metrics import Record
+from maxramp.rampup import RampupBatchManager, Stage, plain_number
+
+
+def describe_stage(stage: Stage, count: int) -> str:
+    """A stage in one line."""
+    per_device = plain_number(stage.per_device_batch_size)
+    steps = "to the end" if stage.steps is None else f"for {stage.steps} steps"
+    return (
+        f"stage {stage.index + 1} of {count}: global batch {stage.global_batch_size} = {per_device} per "
+        f"device x {stage.devices} device{'s'[: stage.devices > 1]} x "
+        f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """45s, 3m20s, 2h05m, 3d04h."""
+    s = round(seconds)
+    for big, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if s >= big:
+            return f"{s // big}{unit}{s % big // small:02d}{part}"
+    return f"{s}s"
+
+
+class Display:
+    """The progress of a run; a writer of records.
+
+    The time left is what the rows still to come take at the pace of the last steps.
+    """
+
+    def __init__(self, ramp: RampupBatchManager, steps: int, log_period: int, quiet: bool):
+        self._ramp, self._steps, self._log_period, self._quiet = ramp, steps, log_period, quiet
+        self._stages = [s for s in ramp.stages if s.first_step < steps]
+        self._stage_index: int | None = None
+        self._pace: float | None = None  # seconds per sample, averaged over the last steps
+        self._progress = None
+        self._started = time.perf_counter()
+        self._records: list[tuple[float, int, float]] = []  # loss, tokens, seconds of this start
+        self._eval_loss: float | None = None
+        if sys.stdout.isatty() and not quiet:
+            from rich import progress
+
+            self._progress = progress.Progress(
+                progress.BarColumn(30),
+                progress.TextColumn("{task.description}"),
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._task = self._progress.add_task("compiling", total=ramp.samples_before(steps))
+            self._progress.start()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress."""
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not self._quiet:
+            print(line, flush=True)
+
+    def __call__(self, record: Record) -> None:
+        if "eval_loss" in record:
+            self._eval_loss = record["eval_loss"]
+            self.say(
+                f"step {record['step']:>6}  loss on held-out text {record['eval_loss']:.4f} "
+                f"({record['eval_tokens']} tokens in {duration(record['eval_seconds'])})"
+            )
+            return
+        stage = self._ramp.stages[record["stage"]]
+        if stage.index != self._stage_index:
+            self._stage_index = stage.index
+            self.say(describe_stage(stage, len(self._stages)))
+        tokens = record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
+        self._records.append((record["loss"], tokens, record["step_seconds"]))
+        # The first step of a start holds its compile: it says nothing about the pace.
+        if len(self._records) > 1:
+            pace = record["step_seconds"] / record["global_batch_size"]
+            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+        left = self._ramp.samples_before(self._steps) - record["consumed_samples"]
+        eta = f"{duration(left * self._pace)} left" if self._pace else ""
+        line = (
+            f"step {record['step']:>6}  stage {stage.index + 1}/{len(self._stages)}  batch "
+            f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
+        )
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=record["consumed_samples"], description=line
+            )
+        elif record["step"] % self._log_period == 0 or record["step"] == self._steps - 1:
+            self.say(line.rstrip())
+
+    def close(self) -> None:
+        """Takes the live line away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def summary(self) -> str:
+        """The closing line: what this start of the run did."""
+        if not self._records:
+            return "no step was left to do"
+        losses, tokens, seconds = zip(*self._records, strict=True)
+        held_out = f", {self._eval_loss:.4f} on held-out text" if self._eval_loss is not None else ""
+        return (
+            f"{len(losses)} steps, {sum(tokens):,} tokens in {duration(time.perf_counter() - self._started)}"
+            f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{held_out}; "
+            f"{sum(tokens) / sum(seconds):,.0f} tokens/s"
+        )

@@ -1,0 +1,17 @@
+"""The two ways a run says no: one line on stderr, and an exit status that other programs rely on."""
+
+EXIT_CONFIG = 2  # the configuration or the command line is wrong
+EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for the next one
+EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
+
+
+class ConfigError(ValueError):
+    """What is wrong with a key, a file or a cluster, in one line that a person can act on.
+
+    The line names the key or file and its value, the relation it breaks with the numbers, and the
+    remedy. Programs print it as `error: LINE` and exit with status 2.
+    """
+
+
+class TrainingError(RuntimeError):
+    """What stopped a run that had started, in one line. Programs print it and exit with status 1."""

@@ -1,0 +1,101 @@
+"""The processes, the backend and the device mesh.
+
+Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` shards of each layer's
+heads and MLP. Rows of a batch are spread over data x fsdp.
+"""
+
+import math
+import os
+import re
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from maxramp.config import AXES, Config
+from maxramp.errors import ConfigError
+
+BATCH_AXES = ("data", "fsdp")
+
+# Explicit: the sharding of every array is part of its type, and a matrix product whose result could
+# be laid out in two ways does not trace until the code says which.
+AXIS_TYPE = AxisType.Explicit
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def start_backend(config: Config) -> None:
+    """Joins the processes of the job and starts JAX on the asked-for hardware.
+
+    Raises:
+      ConfigError: the hardware is not there, or the processes do not find each other.
+    """
+    if config.hardware != "auto":
+        jax.config.update("jax_platforms", _PLATFORMS[config.hardware])
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # With several CPU devices in a process, programs dispatched asynchronously can each take the
+    # threads that the other's collective waits for, and XLA then aborts the process.
+    if _forced_cpu_devices() > 1:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _join_processes()
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(
+            f"hardware={config.hardware} is not there: {reason}; hardware=auto takes what this "
+            "machine has"
+        ) from None
+
+
+def _forced_cpu_devices() -> int:
+    flag = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    return max([jax.config.jax_num_cpu_devices, *map(int, flag[-1:])])
+
+
+def _join_processes() -> None:
+    """Starts jax.distributed where the environment describes a job of several processes.
+
+    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first,
+    then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has neither.
+    """
+    names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:  # "coordinator_address should be defined": no cluster around us
+            if "coordinator_address" not in str(error):
+                raise ConfigError(f"jax.distributed: {error}") from None
+        return
+    if not (values[0] and values[1].isdigit() and values[2].isdigit()):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise ConfigError(f"{shown}: all three must be set, to host:port and two numbers")
+    jax.distributed.initialize(values[0], int(values[1]), int(values[2]))
+
+
+def num_slices() -> int:
+    """Groups of devices that only the slow network joins: the slices of a TPU multi-slice job."""
+    return len({getattr(device, "slice_index", 0) for device in jax.devices()})
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The device mesh of a resolved config.
+
+    An axis is its dcn part (outer, between slices) times its ici part (inner, inside a slice).
+    """
+    ici = [config[f"ici_{axis}_parallelism"] for axis in AXES]
+    dcn = [config[f"dcn_{axis}_parallelism"] for axis in AXES]
+    if math.prod(dcn) > 1:
+        devices = mesh_utils.create_hybrid_device_mesh(ici, dcn, jax.devices())
+    elif jax.default_backend() == "cpu":
+        devices = np.asarray(jax.devices()).reshape(ici)
+    else:
+        devices = mesh_utils.create_device_mesh(ici, jax.devices())
+    return Mesh(devices, AXES, axis_types=(AXIS_TYPE,) * len(AXES))

@@ -1,0 +1,189 @@
+"""The decoder: Flax NNX modules used as plain pytrees.
+
+A weight's shape, sharding and initial scale stand on one line. Layers are one module whose weights
+have a leading axis L, made by vmap over keys and run by scan.
+
+Shapes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, F MLP width,
+V vocabulary, L layers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from maxramp.attention import causal_attention, rotary_angles, rotate
+from maxramp.config import Config
+from maxramp.mesh import BATCH_AXES
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "linear": lambda x: x,
+}
+_REMAT = {
+    "full": jax.checkpoint,
+    "minimal": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+    "none": lambda function: function,
+}
+X_BTD = P(BATCH_AXES, None, None)  # sharding of the residual stream
+X_BTF = P(BATCH_AXES, None, "tensor")
+X_BTHh = P(BATCH_AXES, None, "tensor", None)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], spec: P, std: float, dtype: str) -> nnx.Param:
+    """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
+    # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
+    x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
+    return nnx.Param((x * (std / 0.87962566)).astype(dtype))
+
+
+def _dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> jax.Array:
+    """An einsum with a weight, computed in x's dtype.
+
+    Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the weight
+    and not the activations.
+    """
+    return jnp.einsum(subscripts, x, weight[...].astype(x.dtype), out_sharding=out_sharding)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, config: Config):
+        self.epsilon = config.normalization_layer_epsilon
+        self.scale_D = nnx.Param(jnp.ones((config.base_emb_dim,), config.weight_dtype))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x = x_BTD.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * self.scale_D[...].astype(jnp.float32)).astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions, no biases."""
+
+    def __init__(self, config: Config, key: jax.Array):
+        D, h, dtype = config.base_emb_dim, config.head_dim, config.weight_dtype
+        H, K = config.base_num_query_heads, config.base_num_kv_heads
+        q, k, v, o = jax.random.split(key, 4)
+        self.query_DHh = _normal(q, (D, H, h), P("fsdp", "tensor", None), D**-0.5, dtype)
+        self.key_DKh = _normal(k, (D, K, h), P("fsdp", "tensor", None), D**-0.5, dtype)
+        self.value_DKh = _normal(v, (D, K, h), P("fsdp", "tensor", None), D**-0.5, dtype)
+        self.out_HhD = _normal(o, (H, h, D), P("tensor", None, "fsdp"), (H * h) ** -0.5, dtype)
+
+    def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BTHh = rotate(_dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh), angles)
+        k_BTKh = rotate(_dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
+        v_BTKh = _dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
+        a_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh)
+        return _dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, X_BTD)
+
+
+class MLP(nnx.Module):
+    """Gated MLP (Shazeer, arXiv 2002.05202): out(f(gate(x)) * g(up(x)))."""
+
+    def __init__(self, config: Config, key: jax.Array):
+        D, F, dtype = config.base_emb_dim, config.base_mlp_dim, config.weight_dtype
+        gate, up, out = jax.random.split(key, 3)
+        self.activations = tuple(config.mlp_activations)
+        self.gate_DF = _normal(gate, (D, F), P("fsdp", "tensor"), D**-0.5, dtype)
+        self.up_DF = _normal(up, (D, F), P("fsdp", "tensor"), D**-0.5, dtype)
+        self.out_FD = _normal(out, (F, D), P("tensor", "fsdp"), F**-0.5, dtype)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        f, g = (_ACTIVATIONS[name] for name in self.activations)
+        gate_BTF = f(_dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
+        up_BTF = g(_dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
+        return _dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, X_BTD)
+
+
+class Llama2Block(nnx.Module):
+    """A pre-norm transformer layer: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, config: Config, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, attention_key)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config, mlp_key)
+
+    def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+_BLOCKS = {"llama2": Llama2Block}
+
+
+class Decoder(nnx.Module):
+    """Token ids -> logits. Build it under `jax.set_mesh` (or an abstract mesh)."""
+
+    def __init__(self, config: Config, key: jax.Array):
+        V, D, L = config.vocab_size, config.base_emb_dim, config.base_num_decoder_layers
+        embedding, head, layers = jax.random.split(key, 3)
+        dtype, block = config.weight_dtype, _BLOCKS[config.decoder_block]
+        # Static fields are compared at every call of a compiled step: a few, and small ones.
+        self.dtype = config.dtype
+        self.rope_max_timescale = config.rope_max_timescale
+        self.remat_policy = config.remat_policy
+        self.unroll = 1 if config.scan_layers else L
+        self.embedding_VD = _normal(embedding, (V, D), P("tensor", "fsdp"), D**-0.5, dtype)
+        self.layers = jax.vmap(lambda key: block(config, key))(jax.random.split(layers, L))
+        self.norm = RMSNorm(config)
+        self.tied = config.logits_via_embedding
+        if not self.tied:
+            self.head_DV = _normal(head, (D, V), P("fsdp", "tensor"), D**-0.5, dtype)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Logits [B, T, V] in float32 of the token after each of tokens [B, T]; padding reads as 0."""
+        # Gathering from a table that is sharded in both directions would make XLA copy it whole.
+        table_VD = jax.reshard(self.embedding_VD[...].astype(self.dtype), P("tensor", None))
+        x_BTD = table_VD.at[jnp.maximum(tokens_BT, 0)].get(out_sharding=X_BTD)
+        head_dim = self.layers.attention.query_DHh.shape[-1]
+        angles = rotary_angles(tokens_BT.shape[1], head_dim, self.rope_max_timescale)
+
+        def layer(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
+            return block(x_BTD, angles), None
+
+        layer = _REMAT[self.remat_policy](layer)
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers, unroll=self.unroll)
+        x_BTD = self.norm(x_BTD)
+        head_DV = (self.embedding_VD if self.tied else self.head_DV)[...].astype(self.dtype)
+        return jnp.einsum(
+            "BTD,VD->BTV" if self.tied else "BTD,DV->BTV",
+            x_BTD,
+            head_DV,
+            out_sharding=X_BTF,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def num_parameters(model: Decoder) -> int:
+    """Weights of a concrete or abstract model."""
+    return sum(x.size for x in jax.tree.leaves(model))
+
+
+def training_flops_per_token(config: Config) -> float:
+    """Floating-point operations of one training step per token: those of the model, remat not counted.
+
+    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
+    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix B,
+    with the causal half as MaxText counts it). The embedding's lookup is no product.
+    """
+    D, h, H, K = (
+        config.base_emb_dim,
+        config.head_dim,
+        config.base_num_query_heads,
+        config.base_num_kv_heads,
+    )
+    layer = D * h * (2 * H + 2 * K) + 3 * D * config.base_mlp_dim
+    products = config.base_num_decoder_layers * layer + D * config.vocab_size
+    attention = config.base_num_decoder_layers * H * h * config.max_target_length
+    return 6.0 * products + 6.0 * attention

@@ -1,0 +1,78 @@
+"""The learning rate as a function of consumed samples, and the optimizer.
+
+One clock decides both the batch and the learning rate, so a ramp bends neither: under a ramp the
+curve over samples is the curve of the constant batch it ends at.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from maxramp.config import Config
+from maxramp.rampup import RampupBatchManager
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+    """MaxText's warmup + cosine and warmup + stable + decay, over samples instead of steps.
+
+    With a constant batch of B rows and s = step * B it is MaxText's schedule exactly, down to its
+    phases of len - 1 intervals: every length below is in whole batches of `quantum` = B rows, and a
+    phase of n samples moves from its first to its last value over n - quantum samples. Under a ramp
+    the quantum is the final batch, so that the curve is the one of the constant-batch run.
+    """
+
+    config: Config
+    quantum: int  # rows of the final global batch
+    total: int  # samples the schedule spans
+
+    @classmethod
+    def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
+        """The schedule of a resolved config: it spans the samples of learning_rate_schedule_steps."""
+        total = ramp.samples_before(config.learning_rate_schedule_steps)
+        return cls(config, ramp.stage_at_sample(max(0, total - 1)).global_batch_size, total)
+
+    def _samples(self, fraction: float) -> int:
+        return math.floor(self.total / self.quantum * fraction) * self.quantum
+
+    def __call__(self, consumed_samples: Any) -> Any:
+        """Learning rate of the step that starts at `consumed_samples` (an array, float32)."""
+        config, s = self.config, jnp.asarray(consumed_samples, jnp.float32)
+        peak = config.learning_rate
+        final = peak * config.learning_rate_final_fraction
+        warmup = self._samples(config.warmup_steps_fraction)
+        decay = self.total - warmup
+        style = "cosine"
+        if config.lr_schedule_type == "wsd":
+            decay = self._samples(config.wsd_decay_steps_fraction)
+            style = config.wsd_decay_style
+        done = self._progress(s - (self.total - decay), decay, 1.0 if style == "cosine" else 0.0)
+        left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if style == "cosine" else 1 - done
+        rate = jnp.where(s < self.total - decay, peak, final + (peak - final) * left)
+        rate = jnp.where(s < warmup, peak * self._progress(s, warmup, 0.0), rate)
+        return jnp.where(s < self.total, rate, 0.0)
+
+    def _progress(self, since: Any, length: int, of_one_batch: float) -> Any:
+        """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""
+        if length <= self.quantum:
+            return of_one_batch
+        return jnp.clip(since / (length - self.quantum), 0.0, 1.0)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """The update before the learning rate: gradients -> direction, for `opt_type`.
+
+    Clipping and the learning rate are in `step.py`: the first needs the norm that is logged, the
+    second the consumed samples.
+    """
+    if config.opt_type == "sgd":
+        return optax.identity()
+    return optax.chain(
+        optax.scale_by_adam(
+            config.adam_b1, config.adam_b2, config.adam_eps, mu_dtype=jnp.dtype(config.mu_dtype)
+        ),
+        optax.add_decayed_weights(config.adam_weight_decay),
+    )

@@ -1,0 +1,112 @@
+"""The output folder of a run and what is said about it."""
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from maxramp.config import Config, mesh_sizes, to_yaml
+from maxramp.data.sources import Corpus
+from maxramp.display import Display
+from maxramp.errors import ConfigError
+from maxramp.metrics import JsonlWriter, Record, TensorBoardWriter, read_records
+from maxramp.model import Decoder, num_parameters
+from maxramp.picture import draw_run
+from maxramp.rampup import RampupBatchManager
+
+
+class Output:
+    """`{base_output_directory}/{run_name}/` and the display, written by the first process alone.
+
+    Use it as a context: on the way out, however the run ended, it closes the files, draws ramp.png
+    and prints the closing line.
+    """
+
+    def __init__(self, config: Config, ramp: RampupBatchManager):
+        """
+        Raises:
+          ConfigError: the folder cannot be written.
+        """
+        self._config, self._ramp = config, ramp
+        self._is_first = jax.process_index() == 0
+        self.folder = pathlib.Path(config.base_output_directory).expanduser() / config.run_name
+        if self._is_first:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "config.yml").write_text(to_yaml(config))
+                (self.folder / "plan.json").write_text(json.dumps(self._plan(), indent=2) + "\n")
+            except OSError as error:
+                raise ConfigError(
+                    f"base_output_directory={config.base_output_directory}: cannot write to "
+                    f"{self.folder}: {error.strerror}"
+                ) from None
+        self._display = Display(ramp, config.steps, config.log_period, quiet=not self._is_first)
+        self._files: list[JsonlWriter | TensorBoardWriter] = []
+
+    def _plan(self) -> dict:
+        config, ramp = self._config, self._ramp
+        samples = ramp.samples_before(config.steps)
+        return {
+            "stages": [stage.to_json() for stage in ramp.stages],
+            "total_steps": config.steps,
+            "total_samples": samples,
+            "total_tokens": samples * config.max_target_length,
+        }
+
+    def writers(self, first_step: int) -> list[Callable[[Record], None]]:
+        """What a record goes to; files that exist are cut back to the first `first_step` steps."""
+        if not self._is_first:
+            return []
+        self._files.append(JsonlWriter(self.folder / "metrics.jsonl", first_step))
+        if self._config.enable_tensorboard:
+            self._files.append(TensorBoardWriter(self.folder / "tensorboard", first_step))
+        return [*self._files, self._display]
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the progress where there is one."""
+        self._display.say(line)
+
+    def say_start(self, corpus: Corpus, model: Decoder, mesh: jax.sharding.Mesh, first_step: int) -> None:
+        """What is about to run."""
+        config, ramp = self._config, self._ramp
+        device = mesh.devices.flat[0]
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(config).items() if size > 1)
+        samples = ramp.samples_before(config.steps)
+        self.say(f"data     {corpus.description} (hash {corpus.hash})")
+        self.say(
+            f"model    {config.model_name}: {num_parameters(model):,} weights, {config.dtype}, on "
+            f"{mesh.size} {device.device_kind} device{'s'[: mesh.size > 1]}"
+            + (f" (mesh {axes})" if axes else "")
+        )
+        self.say(
+            f"run      {self.folder}: {config.steps} steps, {samples:,} samples of "
+            f"{config.max_target_length} tokens in {len(ramp.stages_between(0, config.steps))} stages"
+        )
+        if first_step:
+            self.say(
+                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples consumed"
+            )
+
+    def say_finished(self, first_step: int) -> None:
+        """Says that there is nothing to do."""
+        self.say(
+            f"{self.folder}: finished, {first_step} steps are done and steps={self._config.steps}; for a "
+            "new run give another run_name, to go on more steps"
+        )
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._display.close()
+        for file in self._files:
+            file.close()
+        if self._files:
+            draw_run(
+                read_records(self.folder / "metrics.jsonl"),
+                self.folder / "ramp.png",
+                f"{self._config.run_name}: batch size and loss",
+            )
+            self.say(f"done     {self._display.summary()}")
+            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, config.yml, plan.json")

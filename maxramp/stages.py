@@ -1,0 +1,110 @@
+"""Every stage's program, compiled before it is needed.
+
+A new batch shape is a new program. Tracing and lowering need the mesh of the main thread and take
+tenths of a second; compiling takes seconds to minutes and needs neither, so it runs in one background
+thread, in the order of use (the same order on every host), while earlier stages train.
+"""
+
+import concurrent.futures
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.config import Config
+from maxramp.errors import TrainingError
+from maxramp.optimizer import LearningRate
+from maxramp.rampup import Stage
+from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the train state on a mesh."""
+
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding else P()  # what is not sharded is on every device
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
+
+
+class Programs:
+    """The compiled train step of every stage, and the evaluation step."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        learning_rate: LearningRate,
+        state: TrainState,
+        stages: list[Stage],
+        eval_rows: int,
+    ):
+        """Lowers everything now and starts compiling.
+
+        Args:
+          config: a resolved config.
+          mesh: the mesh that is set.
+          learning_rate: of consumed samples.
+          state: abstract state.
+          stages: the stages that will run, in order.
+          eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
+        """
+        self._mesh = mesh
+        self._row_length = config.max_target_length + 1
+        self._futures: dict[Any, concurrent.futures.Future] = {}
+        work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]] = []
+
+        def add(key: Any, function: Callable, name: str, *arguments: Any, donate: tuple = ()) -> None:
+            if key not in self._futures:  # stages of one shape share a program
+                lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+                self._futures[key] = concurrent.futures.Future()
+                work.append((self._futures[key], lowered.compile, name))
+
+        step = functools.partial(train_step, config=config, learning_rate=learning_rate)
+        for i, stage in enumerate(stages):
+            batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+            add(batch.shape, step, f"stage {stage.index}", state, batch, donate=(0,))
+            if i == 0 and eval_rows:  # an evaluation may come before the second stage
+                sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+                evaluate = functools.partial(eval_step, config=config)
+                add("eval", evaluate, "evaluation", state.model, sums, self._batch(1, eval_rows))
+        threading.Thread(target=_compile_all, args=(work,), name="compile", daemon=True).start()
+
+    def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, BATCH_ABS)
+        shape = (accumulation, rows, self._row_length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    def train_step(self, stage: Stage) -> tuple[Callable, float]:
+        """The compiled step of a stage, and the seconds spent waiting for it."""
+        return self._get(
+            (stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length)
+        )
+
+    def eval_step(self) -> tuple[Callable, float]:
+        """The compiled evaluation step, and the seconds spent waiting for it."""
+        return self._get("eval")
+
+    def _get(self, key: Any) -> tuple[Callable, float]:
+        future = self._futures[key]
+        if future.done():
+            return future.result(), 0.0
+        start = time.perf_counter()
+        return future.result(), time.perf_counter() - start
+
+
+def _compile_all(work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]]) -> None:
+    for future, compile_program, name in work:
+        try:
+            future.set_result(compile_program())
+        except Exception as error:  # whatever the compiler raises is the answer to who asks
+            reason = " ".join(str(error).split())[:300]
+            future.set_exception(TrainingError(f"the program of {name} did not compile: {reason}"))

@@ -1,0 +1,146 @@
+"""The train state and the train step: accumulate sums, divide once, update.
+
+Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the one after it
+(max_target_length + 1).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from maxramp.config import Config
+from maxramp.loss import cross_entropy_sums
+from maxramp.mesh import BATCH_AXES
+from maxramp.model import Decoder
+from maxramp.optimizer import LearningRate, make_optimizer
+
+BATCH_ABS = P(None, BATCH_AXES, None)  # sharding of a batch
+
+Metrics = dict[str, jax.Array]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("consumed_samples", "model", "opt_state"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that training changes.
+
+    `consumed_samples` is the clock: uint32[2], low and high word, because a long run passes 2^32
+    samples and JAX has no 64-bit integers by default.
+    """
+
+    consumed_samples: jax.Array
+    model: Decoder
+    opt_state: Any
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step; run it under jit and a mesh, so that weights are born sharded."""
+    model = Decoder(config, jax.random.key(config.init_weights_seed))
+    return TrainState(jnp.zeros((2,), jnp.uint32), model, make_optimizer(config).init(model))
+
+
+def train_step(
+    state: TrainState, batch_ABS: jax.Array, *, config: Config, learning_rate: LearningRate
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step on A micro batches of B rows.
+
+    Losses and gradients are sums over tokens; they are divided once, by the number of target tokens in
+    the whole batch, so any split of the same rows into A x B gives the same update.
+
+    Args:
+      state: donated by the caller.
+      batch_ABS: int32 token ids, sharded as BATCH_ABS; row r of the step is [r // B, r % B].
+      config: a resolved config.
+      learning_rate: of consumed samples.
+
+    Returns:
+      The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
+      `learning_rate`, and `batch_fingerprint` (uint32[2]).
+    """
+
+    def add_micro_batch(sums: Any, tokens_BS: jax.Array) -> tuple[Any, None]:
+        gradient = jax.grad(_objective, has_aux=True)
+        return jax.tree.map(jnp.add, sums, gradient(state.model, tokens_BS, config)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.model), (jnp.float32(0), jnp.float32(0))
+    (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
+    grad_norm = optax.global_norm(gradients) / tokens
+    scale = 1 / tokens
+    if config.gradient_clipping_threshold:
+        limit = config.gradient_clipping_threshold
+        scale *= jnp.where(grad_norm > limit, limit / grad_norm, 1.0)
+    gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
+
+    low, high = state.consumed_samples
+    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32))
+    direction, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.model)
+    model = jax.tree.map(
+        lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction
+    )
+    new_low = low + jnp.uint32(batch_ABS.shape[0] * batch_ABS.shape[1])
+    consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
+    metrics = {
+        "loss": cross_entropy / tokens,
+        "grad_norm": grad_norm,
+        "learning_rate": rate,
+        "batch_fingerprint": fingerprint(batch_ABS),
+    }
+    return TrainState(consumed, model, opt_state), metrics
+
+
+def _objective(
+    model: Decoder, tokens_BS: jax.Array, config: Config
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What training minimizes on some rows, as a sum; with it the cross-entropy and the tokens."""
+    objective, *sums = cross_entropy_sums(
+        model(tokens_BS[:, :-1]), tokens_BS[:, 1:], config.z_loss_multiplier
+    )
+    return objective, tuple(sums)
+
+
+def eval_step(
+    model: Decoder, sums: tuple[jax.Array, jax.Array], batch_ABS: jax.Array, *, config: Config
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the cross-entropy and the number of target tokens of a batch to `sums`."""
+
+    def add_micro_batch(sums: Any, tokens_BS: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, _objective(model, tokens_BS, config)[1]), None
+
+    return jax.lax.scan(add_micro_batch, sums, batch_ABS)[0]
+
+
+def fingerprint(batch_ABS: jax.Array) -> jax.Array:
+    """An order-sensitive 64-bit hash of a step's rows: uint32[2], high and low word.
+
+    Token t at position i of the step's rows, read in order, adds mix(mix(i + c) ^ t) to each word,
+    modulo 2^32; mix is the finalizer of MurmurHash3 and c the word's constant. A sum, so that shards
+    add up to the same whatever devices hold them; positions are those in the step, so that the split
+    into micro batches does not show either.
+    """
+    A, B, S = batch_ABS.shape
+    # Built from iotas on the batch's own shape, so that every device makes only its part.
+    rows = jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 0, out_sharding=BATCH_ABS) * jnp.uint32(B)
+    rows += jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 1, out_sharding=BATCH_ABS)
+    column = jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 2, out_sharding=BATCH_ABS)
+    index = rows * jnp.uint32(S) + column
+
+    def word(constant: int) -> jax.Array:
+        mixed = _mix(_mix(index + jnp.uint32(constant)) ^ batch_ABS.astype(jnp.uint32))
+        return mixed.sum(dtype=jnp.uint32)
+
+    return jnp.stack([word(0x9E3779B9), word(0x7F4A7C15)])
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

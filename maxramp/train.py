@@ -1,0 +1,114 @@
+"""The training loop.
+
+python -m maxramp.train CONFIG.yml [key=value ...]
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from maxramp import config as config_lib
+from maxramp import mesh as mesh_lib
+from maxramp.checkpoint import Checkpoints
+from maxramp.config import Config
+from maxramp.data.loader import Loader
+from maxramp.data.sources import Corpus, open_corpus
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, ConfigError, TrainingError
+from maxramp.metrics import MetricsLog
+from maxramp.optimizer import LearningRate
+from maxramp.output import Output
+from maxramp.preemption import Preemption
+from maxramp.rampup import RampupBatchManager, exact
+from maxramp.stages import Programs, abstract_state
+from maxramp.step import init_state
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
+    try:
+        config = config_lib.load(sys.argv[1:] if arguments is None else arguments)
+        mesh_lib.start_backend(config)
+        config = config_lib.resolve(
+            config, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
+        )
+        jax.set_mesh(mesh_lib.make_mesh(config))
+        return train(config, RampupBatchManager(config), open_corpus(config))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
+    """Trains from where the run stands to its last step, on the mesh that is set.
+
+    Returns:
+      0, or EXIT_PREEMPTED after a signal (everything is saved).
+
+    Raises:
+      ConfigError: the data or a checkpoint does not fit the configuration.
+      TrainingError: the run cannot go on.
+    """
+    mesh = jax.sharding.get_mesh()
+    preemption = Preemption()
+    with contextlib.ExitStack() as closing:
+        output = closing.enter_context(Output(config, ramp))
+        checkpoints = Checkpoints(config, output.folder / "checkpoints", ramp, corpus.hash)
+        closing.callback(checkpoints.close)
+        position = checkpoints.latest()
+        first_step = position.step if position else 0
+        if first_step >= config.steps:
+            output.say_finished(first_step)
+            return 0
+
+        with_eval = config.eval_interval > 0
+        eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
+        loader = Loader(config, corpus, ramp, mesh, first_step, eval_rows)
+        closing.callback(loader.close)
+        abstract = abstract_state(config, mesh)
+        programs = Programs(
+            *(config, mesh, LearningRate.of(config, ramp), abstract),
+            stages=ramp.stages_between(first_step, config.steps),
+            eval_rows=eval_rows if with_eval else 0,
+        )
+        output.say_start(corpus, abstract.model, mesh, first_step)
+        if position:
+            state = checkpoints.restore(first_step, abstract)
+        else:
+            state = jax.jit(functools.partial(init_state, config))()
+
+        log = MetricsLog(config, output.writers(first_step))
+        for step in range(first_step, config.steps):
+            stage = ramp.stage_at_step(step)
+            batch, data_seconds = loader.batch(step)
+            train_step, compile_seconds = programs.train_step(stage)
+            state, metrics = train_step(state, batch)
+            done, consumed = step + 1, ramp.samples_before(step + 1)
+            log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
+
+            if with_eval and (done % config.eval_interval == 0 or done == config.steps):
+                sums = (jnp.float32(0), jnp.float32(0))
+                eval_step, _ = programs.eval_step()
+                for eval_batch in loader.eval_batches():
+                    sums = eval_step(state.model, sums, eval_batch)
+                log.log_eval(step, consumed, sums)
+
+            stopping = preemption.reached(done)
+            if checkpoints.is_due(done) or done == config.steps or stopping:
+                log.flush()  # a state whose loss ends the run is never saved
+                checkpoints.save(done, state)
+                log.restart_clock()
+            if stopping and done < config.steps:
+                output.say(f"stopped by a signal after step {step}, saved; start again to go on")
+                return EXIT_PREEMPTED
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
