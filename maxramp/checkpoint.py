@@ -31,7 +31,9 @@ class Position:
 class Checkpoints:
     """The checkpoints of a run's folder."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, ramp: RampupBatchManager, corpus_hash: str):
+    def __init__(
+        self, config: Config, folder: pathlib.Path, ramp: RampupBatchManager, corpus_hash: str
+    ):
         self._config, self._ramp, self._corpus_hash = config, ramp, corpus_hash
         self._checkpointer = None
         if config.enable_checkpointing:
@@ -54,7 +56,10 @@ class Checkpoints:
         newest = self._checkpointer.latest
         saved = self._checkpointer.checkpointables_metadata(newest).custom_metadata
         position = Position(
-            newest.step, saved["consumed_samples"], saved["corpus_hash"], json.loads(saved["config"])
+            newest.step,
+            saved["consumed_samples"],
+            saved["corpus_hash"],
+            json.loads(saved["config"]),
         )
         if position.corpus_hash != self._corpus_hash:
             raise ConfigError(

@@ -87,7 +87,11 @@ for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("int", r"[-+]?[0-9]+(?:[eE]\+?[0-9]+)?", "-+0123456789"),
-    ("float", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
+        "-+.0123456789",
+    ),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
 ):
     _Loader.add_implicit_resolver(
@@ -98,7 +102,9 @@ for _tag, _pattern, _first in (
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     mantissa, _, exponent = loader.construct_scalar(node).lower().partition("e")
     if exponent and int(exponent) > 30:
-        raise yaml.constructor.ConstructorError(problem="number too large", problem_mark=node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            problem="number too large", problem_mark=node.start_mark
+        )
     return int(mantissa) * 10 ** int(exponent or 0)
 
 
@@ -200,7 +206,9 @@ def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     seen = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError(f"{files[-1][0]}: base_config={path} closes a circle; name another file")
+            raise ConfigError(
+                f"{files[-1][0]}: base_config={path} closes a circle; name another file"
+            )
         seen.append(path.resolve())
         values = _read_yaml(path)
         base = values.pop("base_config", None)
@@ -335,7 +343,9 @@ def _check(config: ml_collections.ConfigDict) -> None:
             "text out; use eval_fraction=0.02, or eval_interval=-1"
         )
     for group in ("ici", "dcn"):
-        sizes = {f"{group}_{axis}_parallelism": config[f"{group}_{axis}_parallelism"] for axis in AXES}
+        sizes = {
+            f"{group}_{axis}_parallelism": config[f"{group}_{axis}_parallelism"] for axis in AXES
+        }
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise ConfigError(f"{name}={size} must be 1 or more, or -1 to be filled in")
@@ -376,7 +386,9 @@ def resolve(
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
     _resolve_nodes(config, num_devices, num_processes)
-    _fill_group(config, "dcn", num_slices, f"this job has {num_slices} slice{'s'[: num_slices > 1]}")
+    _fill_group(
+        config, "dcn", num_slices, f"this job has {num_slices} slice{'s'[: num_slices > 1]}"
+    )
     dcn_size = math.prod(config[f"dcn_{axis}_parallelism"] for axis in AXES)
     _fill_group(config, "ici", num_devices // dcn_size, f"this job has {num_devices} devices")
     _check_divides(config)

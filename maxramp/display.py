@@ -21,7 +21,11 @@ def describe_stage(stage: Stage, count: int) -> str:
 def duration(seconds: float) -> str:
     """45s, 3m20s, 2h05m, 3d04h."""
     s = round(seconds)
-    for big, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+    for big, small, unit, part in (
+        (86400, 3600, "d", "h"),
+        (3600, 60, "h", "m"),
+        (60, 1, "m", "s"),
+    ):
         if s >= big:
             return f"{s // big}{unit}{s % big // small:02d}{part}"
     return f"{s}s"
@@ -73,7 +77,9 @@ class Display:
         if stage.index != self._stage_index:
             self._stage_index = stage.index
             self.say(describe_stage(stage, len(self._stages)))
-        tokens = record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
+        tokens = (
+            record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
+        )
         self._records.append((record["loss"], tokens, record["step_seconds"]))
         # The first step of a start holds its compile: it says nothing about the pace.
         if len(self._records) > 1:
@@ -103,7 +109,9 @@ class Display:
         if not self._records:
             return "no step was left to do"
         losses, tokens, seconds = zip(*self._records, strict=True)
-        held_out = f", {self._eval_loss:.4f} on held-out text" if self._eval_loss is not None else ""
+        held_out = (
+            f", {self._eval_loss:.4f} on held-out text" if self._eval_loss is not None else ""
+        )
         return (
             f"{len(losses)} steps, {sum(tokens):,} tokens in {duration(time.perf_counter() - self._started)}"
             f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{held_out}; "

@@ -97,9 +97,7 @@ class MetricsLog:
 
         self._push(_Pending(metrics, finish))
 
-    def log_eval(
-        self, step: int, consumed_samples: int, sums: tuple[jax.Array, jax.Array]
-    ) -> None:
+    def log_eval(self, step: int, consumed_samples: int, sums: tuple[jax.Array, jax.Array]) -> None:
         """Takes over the sums of an evaluation just dispatched, after step `step`."""
 
         def finish(read: dict[str, Any], seconds: float) -> Record:
@@ -197,7 +195,9 @@ class TensorBoardWriter:
         if self._writer is None:  # imported when the first step is done, not before it starts
             import tensorboardX
 
-            self._writer = tensorboardX.SummaryWriter(str(self._folder), purge_step=self._first_step)
+            self._writer = tensorboardX.SummaryWriter(
+                str(self._folder), purge_step=self._first_step
+            )
         for name, value in record.items():
             if name != "step" and not isinstance(value, str):
                 self._writer.add_scalar(name, value, record["step"])

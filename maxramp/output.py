@@ -67,7 +67,9 @@ class Output:
         """Prints a line, above the progress where there is one."""
         self._display.say(line)
 
-    def say_start(self, corpus: Corpus, model: Decoder, mesh: jax.sharding.Mesh, first_step: int) -> None:
+    def say_start(
+        self, corpus: Corpus, model: Decoder, mesh: jax.sharding.Mesh, first_step: int
+    ) -> None:
         """What is about to run."""
         config, ramp = self._config, self._ramp
         device = mesh.devices.flat[0]

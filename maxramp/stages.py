@@ -27,7 +27,6 @@ from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_ste
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the train state on a mesh."""
 
-
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding else P()  # what is not sharded is on every device
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -62,7 +61,9 @@ class Programs:
         self._futures: dict[Any, concurrent.futures.Future] = {}
         work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]] = []
 
-        def add(key: Any, function: Callable, name: str, *arguments: Any, donate: tuple = ()) -> None:
+        def add(
+            key: Any, function: Callable, name: str, *arguments: Any, donate: tuple = ()
+        ) -> None:
             if key not in self._futures:  # stages of one shape share a program
                 lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
                 self._futures[key] = concurrent.futures.Future()

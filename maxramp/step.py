@@ -83,9 +83,7 @@ def train_step(
     low, high = state.consumed_samples
     rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32))
     direction, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.model)
-    model = jax.tree.map(
-        lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction
-    )
+    model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
     new_low = low + jnp.uint32(batch_ABS.shape[0] * batch_ABS.shape[1])
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
@@ -128,7 +126,9 @@ def fingerprint(batch_ABS: jax.Array) -> jax.Array:
     """
     A, B, S = batch_ABS.shape
     # Built from iotas on the batch's own shape, so that every device makes only its part.
-    rows = jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 0, out_sharding=BATCH_ABS) * jnp.uint32(B)
+    rows = jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 0, out_sharding=BATCH_ABS) * jnp.uint32(
+        B
+    )
     rows += jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 1, out_sharding=BATCH_ABS)
     column = jax.lax.broadcasted_iota(jnp.uint32, (A, B, S), 2, out_sharding=BATCH_ABS)
     index = rows * jnp.uint32(S) + column

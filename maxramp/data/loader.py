@@ -111,7 +111,8 @@ class Loader:
             num_threads=1, prefetch_buffer_size=config.grain_prefetch_buffer_size
         )
         self._eval_rows, self._eval_steps = eval_rows, config.eval_steps
-        self._held_out = corpus.held_out
+        # In random order, so that the first eval_steps batches are a fair sample of all.
+        self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
         self._batches = self._read_ahead(
             _StepBatches(rows, ramp, self._local_rows), first_step, config.steps
         )
@@ -131,9 +132,7 @@ class Loader:
 
     def eval_batches(self) -> Iterator[jax.Array]:
         """Batches [1, B, S] of the held-out rows: all of them once, or the first eval_steps."""
-        batches = _EvalBatches(
-            self._held_out, self._eval_rows, self._row_length, self._local_rows
-        )
+        batches = _EvalBatches(self._held_out, self._eval_rows, self._row_length, self._local_rows)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
         for local in self._read_ahead(batches, 0, steps):
             yield self._global(local, self._eval_rows)

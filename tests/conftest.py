@@ -1,0 +1,76 @@
+"""Eight CPU devices for the tests that run in this process, and real subprocesses for the rest."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+DEVICES = 8
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
+
+import jax
+import pytest
+
+from maxramp import config as config_lib
+from maxramp import mesh as mesh_lib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BASE = str(ROOT / "configs" / "base.yml")
+
+# A model of 20,000 weights whose every axis divides over 8 devices, and a short ramp.
+TINY = [
+    *("base_emb_dim=32", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=8"),
+    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=264", "max_target_length=16"),
+    *("learning_rate=1e-2", "enable_tensorboard=False"),
+]
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> str:
+    """One compilation cache for all subprocesses of a session."""
+    return str(tmp_path_factory.mktemp("jax_cache"))
+
+
+def make_config(*arguments: str, devices: int = DEVICES):
+    """A resolved config of the tiny model for a job of `devices` devices."""
+    return config_lib.resolve(config_lib.load([BASE, *TINY, *arguments]), devices, 1, 1)
+
+
+def make_mesh(config):
+    """The mesh of a resolved config over the first devices of this process."""
+    sizes = config_lib.mesh_sizes(config)
+    count = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    types = (mesh_lib.AXIS_TYPE,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=jax.devices()[:count])
+
+
+def command(*arguments: str, module: str = "train") -> list[str]:
+    """A command line of maxramp."""
+    return [sys.executable, "-m", f"maxramp.{module}", *arguments]
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a subprocess that sees `devices` CPU devices and nothing of this process."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH")
+    }
+    flags = (
+        {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {}
+    )
+    return kept | flags | {"PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments: str, devices: int = 1, module: str = "train", timeout: float = 240):
+    """Runs a maxramp command to its end; returns the CompletedProcess with its text output."""
+    return subprocess.run(
+        command(*arguments, module=module),
+        env=environment(devices),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
