@@ -1,7 +1,7 @@
 """Causal grouped-query attention with rotary positions.
 
-Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G query heads
-per key/value head (H = K * G), h head width.
+Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G query
+heads per key/value head (H = K * G), h head width.
 """
 
 import jax

@@ -48,8 +48,8 @@ class Checkpoints:
         """Where the newest checkpoint stands; None without one.
 
         Raises:
-          ConfigError: the checkpoint was trained on other data, or stands where the ramp of the config
-            has no step.
+          ConfigError: the checkpoint was trained on other data, or stands where the ramp of
+            the config has no step.
         """
         if self._checkpointer is None or self._checkpointer.latest is None:
             return None
@@ -70,9 +70,9 @@ class Checkpoints:
         planned = self._ramp.samples_before(position.step)
         if planned != position.consumed_samples:
             raise ConfigError(
-                f"{newest.path}: {position.consumed_samples} samples in {position.step} steps, but the "
-                f"batch sizes of this config make {planned}; give the batch keys (and devices) it was "
-                "trained with, or another run_name"
+                f"{newest.path}: {position.consumed_samples} samples in {position.step} steps, "
+                f"but the batch sizes of this config make {planned}; give the batch keys (and "
+                "devices) it was trained with, or another run_name"
             )
         return position
 
@@ -89,8 +89,9 @@ class Checkpoints:
             if there.get(path) != wanted.get(path):
                 raise ConfigError(
                     f"{self._checkpointer.directory / str(step)}: {path} is "
-                    f"{_shown(there.get(path))}, but this config makes it {_shown(wanted.get(path))}; "
-                    "give the model and optimizer keys it was trained with, or another run_name"
+                    f"{_shown(there.get(path))}, but this config makes it "
+                    f"{_shown(wanted.get(path))}; give the model and optimizer keys it was "
+                    "trained with, or another run_name"
                 )
         return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
 

@@ -1,8 +1,8 @@
 """YAML files and key=value -> one checked, frozen configuration.
 
-`load` reads and checks everything that needs no devices; `resolve` adds what the devices decide. All
-relations between keys are checked here (those of the batch keys in `rampup`, which `load` calls), and
-nothing is built before they hold. What is wrong is a `ConfigError`: one line.
+`load` reads and checks everything that needs no devices; `resolve` adds what the devices decide.
+All relations between keys are checked here (those of the batch keys in `rampup`, which `load`
+calls), and nothing is built before they hold. What is wrong is a `ConfigError`: one line.
 """
 
 import difflib
@@ -317,8 +317,8 @@ def _check(config: ml_collections.ConfigDict) -> None:
     activations = config.mlp_activations
     if len(activations) != 2 or any(name not in _ACTIVATIONS for name in activations):
         raise ConfigError(
-            f"mlp_activations={activations} must be two of {', '.join(_ACTIVATIONS)}: of the gate, and "
-            "of what it gates"
+            f"mlp_activations={activations} must be two of {', '.join(_ACTIVATIONS)}: of the "
+            "gate, and of what it gates"
         )
     if config.dataset_type == "text" and config.vocab_size < 258:
         raise ConfigError(
@@ -328,8 +328,8 @@ def _check(config: ml_collections.ConfigDict) -> None:
     schedule_steps = config.learning_rate_schedule_steps
     if schedule_steps > config.steps:
         raise ConfigError(
-            f"learning_rate_schedule_steps={schedule_steps} exceeds steps={config.steps}; the schedule "
-            "would never end: lower it, or use -1 for all steps"
+            f"learning_rate_schedule_steps={schedule_steps} exceeds steps={config.steps}; the "
+            "schedule would never end: lower it, or use -1 for all steps"
         )
     decay = config.wsd_decay_steps_fraction if config.lr_schedule_type == "wsd" else 0
     if config.warmup_steps_fraction + decay > 1:
@@ -339,8 +339,8 @@ def _check(config: ml_collections.ConfigDict) -> None:
         )
     if config.eval_interval > 0 and config.dataset_type == "text" and config.eval_fraction == 0:
         raise ConfigError(
-            f"eval_interval={config.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
-            "text out; use eval_fraction=0.02, or eval_interval=-1"
+            f"eval_interval={config.eval_interval} asks for evaluation, but eval_fraction=0 "
+            "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
         )
     for group in ("ici", "dcn"):
         sizes = {
@@ -369,8 +369,8 @@ def resolve(
       num_processes: processes of the job.
 
     Returns:
-      A frozen config in which no key is left open: every -1 and "" that stands for something known is
-      replaced by it.
+      A frozen config in which no key is left open: every -1 and "" that stands for something known
+      is replaced by it.
 
     Raises:
       ConfigError: the job has other devices than the keys say, or a batch, a stage or a weight does
@@ -404,8 +404,8 @@ def _resolve_nodes(config: ml_collections.ConfigDict, num_devices: int, num_proc
     if config.num_nodes * config.devices_per_node != num_devices:
         raise ConfigError(
             f"num_nodes={config.num_nodes} x devices_per_node={config.devices_per_node} is "
-            f"{config.num_nodes * config.devices_per_node} devices, but this job has {num_devices}; "
-            "leave both at -1 to take what there is"
+            f"{config.num_nodes * config.devices_per_node} devices, but this job has "
+            f"{num_devices}; leave both at -1 to take what there is"
         )
 
 
@@ -448,8 +448,8 @@ def _check_divides(config: ml_collections.ConfigDict) -> None:
     eval_rows *= config.devices_per_node
     if eval_rows % ranks:
         raise ConfigError(
-            f"eval_per_device_batch_size={config.eval_per_device_batch_size:g} is {eval_rows} rows, "
-            f"which do not divide over {spread}"
+            f"eval_per_device_batch_size={config.eval_per_device_batch_size:g} is {eval_rows} "
+            f"rows, which do not divide over {spread}"
         )
     for axis, names in {
         "fsdp": ("base_emb_dim",),

@@ -12,8 +12,8 @@ def describe_stage(stage: Stage, count: int) -> str:
     per_device = plain_number(stage.per_device_batch_size)
     steps = "to the end" if stage.steps is None else f"for {stage.steps} steps"
     return (
-        f"stage {stage.index + 1} of {count}: global batch {stage.global_batch_size} = {per_device} per "
-        f"device x {stage.devices} device{'s'[: stage.devices > 1]} x "
+        f"stage {stage.index + 1} of {count}: global batch {stage.global_batch_size} = "
+        f"{per_device} per device x {stage.devices} device{'s'[: stage.devices > 1]} x "
         f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
     )
 
@@ -113,7 +113,7 @@ class Display:
             f", {self._eval_loss:.4f} on held-out text" if self._eval_loss is not None else ""
         )
         return (
-            f"{len(losses)} steps, {sum(tokens):,} tokens in {duration(time.perf_counter() - self._started)}"
-            f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{held_out}; "
-            f"{sum(tokens) / sum(seconds):,.0f} tokens/s"
+            f"{len(losses)} steps, {sum(tokens):,} tokens in "
+            f"{duration(time.perf_counter() - self._started)}; loss {losses[0]:.4f} -> "
+            f"{losses[-1]:.4f}{held_out}; {sum(tokens) / sum(seconds):,.0f} tokens/s"
         )

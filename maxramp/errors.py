@@ -1,4 +1,4 @@
-"""The two ways a run says no: one line on stderr, and an exit status that other programs rely on."""
+"""How a run says no: one line on stderr, and an exit status that other programs rely on."""
 
 EXIT_CONFIG = 2  # the configuration or the command line is wrong
 EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for the next one
@@ -14,4 +14,4 @@ class ConfigError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """What stopped a run that had started, in one line. Programs print it and exit with status 1."""
+    """What stopped a run that had started, in one line. Programs exit with status 1."""

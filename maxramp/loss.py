@@ -20,8 +20,8 @@ def cross_entropy_sums(
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
 
     Returns:
-      (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy plus
-      the z-loss) and the cross-entropy alone, both in nats, and the number of targets.
+      (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy
+      plus the z-loss) and the cross-entropy alone, both in nats, and the number of targets.
     """
     counts_BT = targets_BT >= 0
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)

@@ -1,7 +1,7 @@
 """The processes, the backend and the device mesh.
 
-Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` shards of each layer's
-heads and MLP. Rows of a batch are spread over data x fsdp.
+Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` shards of each
+layer's heads and MLP. Rows of a batch are spread over data x fsdp.
 """
 
 import math
@@ -62,8 +62,9 @@ def _forced_cpu_devices() -> int:
 def _join_processes() -> None:
     """Starts jax.distributed where the environment describes a job of several processes.
 
-    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first,
-    then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has neither.
+    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
+    first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
+    neither.
     """
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]

@@ -140,8 +140,9 @@ class MetricsLog:
             ):
                 if bad and self._config[key]:
                     raise TrainingError(
-                        f"{name}={value} at step {step}; {key}=True ends the run, the last checkpoint "
-                        "stands before it; lower learning_rate, or look at the data of this step"
+                        f"{name}={value} at step {step}; {key}=True ends the run, the last "
+                        "checkpoint stands before it; lower learning_rate, or look at the data "
+                        "of this step"
                     )
 
 

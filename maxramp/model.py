@@ -3,8 +3,8 @@
 A weight's shape, sharding and initial scale stand on one line. Layers are one module whose weights
 have a leading axis L, made by vmap over keys and run by scan.
 
-Shapes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, F MLP width,
-V vocabulary, L layers.
+Shapes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, F MLP
+width, V vocabulary, L layers.
 """
 
 import functools
@@ -47,8 +47,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], spec: P, std: float, dtype: 
 def _dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> jax.Array:
     """An einsum with a weight, computed in x's dtype.
 
-    Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the weight
-    and not the activations.
+    Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
+    weight and not the activations.
     """
     return jnp.einsum(subscripts, x, weight[...].astype(x.dtype), out_sharding=out_sharding)
 
@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
             self.head_DV = _normal(head, (D, V), P("fsdp", "tensor"), D**-0.5, dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Logits [B, T, V] in float32 of the token after each of tokens [B, T]; padding reads as 0."""
+        """float32 logits [B, T, V] of the token after each one; padding reads as token 0."""
         # Gathering from a table that is sharded in both directions would make XLA copy it whole.
         table_VD = jax.reshard(self.embedding_VD[...].astype(self.dtype), P("tensor", None))
         x_BTD = table_VD.at[jnp.maximum(tokens_BT, 0)].get(out_sharding=X_BTD)
@@ -171,11 +171,11 @@ def num_parameters(model: Decoder) -> int:
 
 
 def training_flops_per_token(config: Config) -> float:
-    """Floating-point operations of one training step per token: those of the model, remat not counted.
+    """Floating-point operations of a training step per token: the model's, without remat.
 
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
-    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix B,
-    with the causal half as MaxText counts it). The embedding's lookup is no product.
+    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
+    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
     """
     D, h, H, K = (
         config.base_emb_dim,

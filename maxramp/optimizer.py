@@ -31,7 +31,7 @@ class LearningRate:
 
     @classmethod
     def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config: it spans the samples of learning_rate_schedule_steps."""
+        """The schedule of a resolved config, over the samples of its schedule's steps."""
         total = ramp.samples_before(config.learning_rate_schedule_steps)
         return cls(config, ramp.stage_at_sample(max(0, total - 1)).global_batch_size, total)
 

@@ -83,18 +83,20 @@ class Output:
         )
         self.say(
             f"run      {self.folder}: {config.steps} steps, {samples:,} samples of "
-            f"{config.max_target_length} tokens in {len(ramp.stages_between(0, config.steps))} stages"
+            f"{config.max_target_length} tokens in {len(ramp.stages_between(0, config.steps))} "
+            "stages"
         )
         if first_step:
             self.say(
-                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples consumed"
+                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "
+                "consumed"
             )
 
     def say_finished(self, first_step: int) -> None:
         """Says that there is nothing to do."""
         self.say(
-            f"{self.folder}: finished, {first_step} steps are done and steps={self._config.steps}; for a "
-            "new run give another run_name, to go on more steps"
+            f"{self.folder}: finished, {first_step} steps are done and "
+            f"steps={self._config.steps}; for a new run give another run_name, to go on more steps"
         )
 
     def __enter__(self) -> "Output":

@@ -9,9 +9,9 @@ from jax.experimental import multihost_utils
 class Preemption:
     """Notices a signal and lets the loop end after the step it is in.
 
-    The first SIGTERM or SIGINT asks the run to save and end; a second one ends it at once. In a job of
-    several processes JAX's own service passes a SIGTERM of any of them on, and makes all of them stop
-    after the same step.
+    The first SIGTERM or SIGINT asks the run to save and end; a second one ends it at once. In a job
+    of several processes JAX's own service passes a SIGTERM of any of them on, and makes all of them
+    stop after the same step.
     """
 
     def __init__(self):
@@ -28,7 +28,7 @@ class Preemption:
         )
 
     def reached(self, step: int) -> bool:
-        """Whether to save and end now that `step` steps are done; the same answer on every process."""
+        """Whether to save and end after `step` steps; the same answer on every process."""
         if self._several:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._asked

@@ -10,8 +10,8 @@ Glossary
   threshold   the number of samples from which on a global batch size holds
   stage       a run of steps with one batch shape
 
-Every notation becomes a list of thresholds, and one walk over the thresholds gives the stages: a step
-uses the batch size of the last threshold that is not above the samples consumed before it. All
+Every notation becomes a list of thresholds, and one walk over the thresholds gives the stages: a
+step uses the batch size of the last threshold that is not above the samples consumed before it. All
 questions are then answered from the list in closed form, for any step, in any order.
 
 This module imports no jax.
@@ -173,13 +173,13 @@ def check_keys(config: Any) -> None:
         )
     if rise == 0:
         raise ConfigError(
-            f"per_device_batch_size_start={_show(start)} equals per_device_batch_size, which leaves "
-            "nothing to ramp; lower the start, or set enable_rampup_batch_size=False"
+            f"per_device_batch_size_start={_show(start)} equals per_device_batch_size, which "
+            "leaves nothing to ramp; lower the start, or set enable_rampup_batch_size=False"
         )
     if increment <= 0:
         raise ConfigError(
-            f"per_device_batch_size_increment={_show(increment)} must be above 0; the ramp rises by "
-            f"{_show(rise)} in all: use {_divisors(rise)}"
+            f"per_device_batch_size_increment={_show(increment)} must be above 0; the ramp "
+            f"rises by {_show(rise)} in all: use {_divisors(rise)}"
         )
     if rise % increment:
         raise ConfigError(
@@ -189,8 +189,9 @@ def check_keys(config: Any) -> None:
         )
     if config.global_rampup_samples <= 0:
         raise ConfigError(
-            f"global_rampup_samples={config.global_rampup_samples} must be above 0 (the samples over "
-            "which the batch grows); for a constant batch set enable_rampup_batch_size=False"
+            f"global_rampup_samples={config.global_rampup_samples} must be above 0 (the "
+            "samples over which the batch grows); for a constant batch set "
+            "enable_rampup_batch_size=False"
         )
 
 
@@ -216,7 +217,8 @@ def _maxtext_thresholds(config: Any, nodes: int, devices: int) -> list[Threshold
             raise ConfigError(
                 f"per_device_batch_size {_show(size)} on {devices} devices is "
                 f"{_show(size * devices)} rows, not a whole number; "
-                f"per_device_batch_size, its start and its increment must be multiples of 1/{devices}"
+                "per_device_batch_size, its start and its increment must be multiples of "
+                f"1/{devices}"
             )
         thresholds.append(Threshold(first_sample, size, accumulation, nodes, devices))
         batch = int(size * devices) * accumulation

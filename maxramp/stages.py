@@ -1,8 +1,8 @@
 """Every stage's program, compiled before it is needed.
 
 A new batch shape is a new program. Tracing and lowering need the mesh of the main thread and take
-tenths of a second; compiling takes seconds to minutes and needs neither, so it runs in one background
-thread, in the order of use (the same order on every host), while earlier stages train.
+tenths of a second; compiling takes seconds to minutes and needs neither, so it runs in one
+background thread, in the order of use (the same order on every host), while earlier stages train.
 """
 
 import concurrent.futures

@@ -1,7 +1,7 @@
 """The train state and the train step: accumulate sums, divide once, update.
 
-Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the one after it
-(max_target_length + 1).
+Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the one after
+it (max_target_length + 1).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class TrainState:
 
 
 def init_state(config: Config) -> TrainState:
-    """The state before the first step; run it under jit and a mesh, so that weights are born sharded."""
+    """The state before the first step; under jit and a mesh weights are born sharded."""
     model = Decoder(config, jax.random.key(config.init_weights_seed))
     return TrainState(jnp.zeros((2,), jnp.uint32), model, make_optimizer(config).init(model))
 
@@ -53,8 +53,8 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows.
 
-    Losses and gradients are sums over tokens; they are divided once, by the number of target tokens in
-    the whole batch, so any split of the same rows into A x B gives the same update.
+    Losses and gradients are sums over tokens; they are divided once, by the number of target tokens
+    in the whole batch, so any split of the same rows into A x B gives the same update.
 
     Args:
       state: donated by the caller.
@@ -120,9 +120,9 @@ def fingerprint(batch_ABS: jax.Array) -> jax.Array:
     """An order-sensitive 64-bit hash of a step's rows: uint32[2], high and low word.
 
     Token t at position i of the step's rows, read in order, adds mix(mix(i + c) ^ t) to each word,
-    modulo 2^32; mix is the finalizer of MurmurHash3 and c the word's constant. A sum, so that shards
-    add up to the same whatever devices hold them; positions are those in the step, so that the split
-    into micro batches does not show either.
+    modulo 2^32; mix is the finalizer of MurmurHash3 and c the word's constant. A sum, so that
+    shards add up to the same whatever devices hold them; positions are those in the step, so that
+    the split into micro batches does not show either.
     """
     A, B, S = batch_ABS.shape
     # Built from iotas on the batch's own shape, so that every device makes only its part.

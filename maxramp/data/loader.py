@@ -3,8 +3,8 @@
 Glossary
   row r of the run   element r of the shuffled, repeated corpus: what sample r is, for every batch
                      size, host count and restart
-  step k             trains on rows [samples_before(k), samples_before(k + 1)), in order; row r of the
-                     step is row r % B of micro batch r // B (B = micro batch size)
+  step k             trains on rows [samples_before(k), samples_before(k + 1)), in order; row r
+                     of the step is row r % B of micro batch r // B (B = micro batch size)
   local rows         the rows of a micro batch that this process's devices hold; no other is read
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the next one.
@@ -119,9 +119,10 @@ class Loader:
         self._ramp, self._next_step = ramp, first_step
 
     def batch(self, step: int) -> tuple[jax.Array, float]:
-        """The rows of `step`, int32 [A, B, S] sharded as BATCH_ABS, and the seconds waited for them.
+        """The rows of `step` and the seconds waited for them; steps are asked for in order.
 
-        Steps are asked for in order.
+        Returns:
+          int32 [A, B, S] sharded as BATCH_ABS, seconds.
         """
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         self._next_step += 1

@@ -1,7 +1,7 @@
 """Random access to rows of tokens: row i is the same tokens whoever asks.
 
-A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i of
-a text is tokens [i * T, i * T + T] of its stream.
+A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i
+of a text is tokens [i * T, i * T + T] of its stream.
 """
 
 import dataclasses
@@ -92,8 +92,8 @@ def open_corpus(config: Config) -> Corpus:
         if wanted and not len(rows):
             size = cut if rows is train else len(tokens) - cut
             raise ConfigError(
-                f"text_files={config.text_files}: the {part} text has {size} tokens, but one row takes "
-                f"max_target_length + 1 = {length + 1}; give more text or shorter rows"
+                f"text_files={config.text_files}: the {part} text has {size} tokens, but one "
+                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter rows"
                 + ("" if rows is train else ", a larger eval_fraction, or eval_interval=-1")
             )
     digest = hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
