@@ -99,13 +99,10 @@ for _tag, _pattern, _first in (
     )
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    mantissa, _, exponent = loader.construct_scalar(node).lower().partition("e")
-    if exponent and int(exponent) > 30:
-        raise yaml.constructor.ConstructorError(
-            problem="number too large", problem_mark=node.start_mark
-        )
-    return int(mantissa) * 10 ** int(exponent or 0)
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    text = loader.construct_scalar(node)
+    mantissa, _, exponent = text.lower().partition("e")
+    return int(mantissa) * 10 ** int(exponent or 0) if int(exponent or 0) <= 30 else float(text)
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:

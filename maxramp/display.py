@@ -66,6 +66,7 @@ class Display:
             print(line, flush=True)
 
     def __call__(self, record: Record) -> None:
+        """Shows a record."""
         if "eval_loss" in record:
             self._eval_loss = record["eval_loss"]
             self.say(

@@ -159,6 +159,7 @@ class JsonlWriter:
         self._file = path.open("a", buffering=1)
 
     def __call__(self, record: Record) -> None:
+        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
@@ -193,6 +194,7 @@ class TensorBoardWriter:
         self._folder, self._first_step, self._writer = folder, first_step, None
 
     def __call__(self, record: Record) -> None:
+        """Writes the numbers of a record."""
         if self._writer is None:  # imported when the first step is done, not before it starts
             import tensorboardX
 

@@ -61,6 +61,7 @@ class RMSNorm(nnx.Module):
         self.scale_D = nnx.Param(jnp.ones((config.base_emb_dim,), config.weight_dtype))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalizes every token's vector; [B, T, D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
         return (x * self.scale_D[...].astype(jnp.float32)).astype(x_BTD.dtype)
@@ -79,6 +80,7 @@ class Attention(nnx.Module):
         self.out_HhD = _normal(o, (H, h, D), P("tensor", None, "fsdp"), (H * h) ** -0.5, dtype)
 
     def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """[B, T, D] and the rotary angles of T positions -> [B, T, D]."""
         q_BTHh = rotate(_dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh), angles)
         k_BTKh = rotate(_dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
         v_BTKh = _dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
@@ -98,6 +100,7 @@ class MLP(nnx.Module):
         self.out_FD = _normal(out, (F, D), P("tensor", "fsdp"), F**-0.5, dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
         f, g = (_ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(_dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
         up_BTF = g(_dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
@@ -115,6 +118,7 @@ class Llama2Block(nnx.Module):
         self.mlp = MLP(config, mlp_key)
 
     def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """[B, T, D] and the rotary angles of T positions -> [B, T, D]."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 

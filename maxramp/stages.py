@@ -7,10 +7,12 @@ background thread, in the order of use (the same order on every host), while ear
 
 import concurrent.futures
 import functools
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,8 @@ from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
 from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
 
+_THREAD = "compile"
+
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the train state on a mesh."""
@@ -32,6 +36,18 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends the process, also while a program is being compiled.
+
+    A compile cannot be interrupted, and an interpreter that shuts down under one aborts.
+    """
+    if any(thread.name == _THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 class Programs:
@@ -77,7 +93,11 @@ class Programs:
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
                 evaluate = functools.partial(eval_step, config=config)
                 add("eval", evaluate, "evaluation", state.model, sums, self._batch(1, eval_rows))
-        threading.Thread(target=_compile_all, args=(work,), name="compile", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=_compile_all, args=(work, self._closed), name=_THREAD, daemon=True
+        )
+        self._thread.start()
 
     def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, BATCH_ABS)
@@ -94,6 +114,11 @@ class Programs:
         """The compiled evaluation step, and the seconds spent waiting for it."""
         return self._get("eval")
 
+    def close(self) -> None:
+        """Compiles nothing more, and gives the program in work a second to be done."""
+        self._closed.set()
+        self._thread.join(1.0)
+
     def _get(self, key: Any) -> tuple[Callable, float]:
         future = self._futures[key]
         if future.done():
@@ -102,8 +127,12 @@ class Programs:
         return future.result(), time.perf_counter() - start
 
 
-def _compile_all(work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]]) -> None:
+def _compile_all(
+    work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]], closed: threading.Event
+) -> None:
     for future, compile_program, name in work:
+        if closed.is_set():
+            return
         try:
             future.set_result(compile_program())
         except Exception as error:  # whatever the compiler raises is the answer to who asks

@@ -23,7 +23,7 @@ from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
 from maxramp.rampup import RampupBatchManager, exact
-from maxramp.stages import Programs, abstract_state
+from maxramp.stages import Programs, abstract_state, end_process
 from maxramp.step import init_state
 
 
@@ -77,6 +77,7 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
             stages=ramp.stages_between(first_step, config.steps),
             eval_rows=eval_rows if with_eval else 0,
         )
+        closing.callback(programs.close)
         output.say_start(corpus, abstract.model, mesh, first_step)
         if position:
             state = checkpoints.restore(first_step, abstract)
@@ -111,4 +112,4 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

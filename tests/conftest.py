@@ -34,8 +34,10 @@ def cache_dir(tmp_path_factory) -> str:
 
 
 def make_config(*arguments: str, devices: int = DEVICES):
-    """A resolved config of the tiny model for a job of `devices` devices."""
-    return config_lib.resolve(config_lib.load([BASE, *TINY, *arguments]), devices, 1, 1)
+    """A resolved config of the tiny model for a job of `devices` devices; later arguments win."""
+    merged = dict(argument.split("=", 1) for argument in (*TINY, *arguments))
+    loaded = config_lib.load([BASE, *(f"{name}={value}" for name, value in merged.items())])
+    return config_lib.resolve(loaded, devices, 1, 1)
 
 
 def make_mesh(config):
