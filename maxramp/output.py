@@ -34,8 +34,7 @@ class Output:
         if self._is_first:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "config.yml").write_text(to_yaml(config))
-                (self.folder / "plan.json").write_text(json.dumps(self._plan(), indent=2) + "\n")
+                (self.folder / "metrics.jsonl").open("a").close()
             except OSError as error:
                 raise ConfigError(
                     f"base_output_directory={config.base_output_directory}: cannot write to "
@@ -54,10 +53,16 @@ class Output:
             "total_tokens": samples * config.max_target_length,
         }
 
-    def writers(self, first_step: int) -> list[Callable[[Record], None]]:
-        """What a record goes to; files that exist are cut back to the first `first_step` steps."""
+    def open_files(self, first_step: int) -> list[Callable[[Record], None]]:
+        """Writes config.yml and plan.json; returns what a record goes to.
+
+        Called when nothing can be refused any more: metrics of an earlier start are cut back to the
+        first `first_step` steps.
+        """
         if not self._is_first:
             return []
+        (self.folder / "config.yml").write_text(to_yaml(self._config))
+        (self.folder / "plan.json").write_text(json.dumps(self._plan(), indent=2) + "\n")
         self._files.append(JsonlWriter(self.folder / "metrics.jsonl", first_step))
         if self._config.enable_tensorboard:
             self._files.append(TensorBoardWriter(self.folder / "tensorboard", first_step))

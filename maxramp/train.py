@@ -84,7 +84,7 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
         else:
             state = jax.jit(functools.partial(init_state, config))()
 
-        log = MetricsLog(config, output.writers(first_step))
+        log = MetricsLog(config, output.open_files(first_step))
         for step in range(first_step, config.steps):
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
