@@ -24,17 +24,14 @@ class Position:
 
     step: int  # steps done = the next step
     consumed_samples: int
-    corpus_hash: str
-    config: dict[str, Any]
+    stages: list[dict[str, Any]]  # of the schedule it was trained with, as in plan.json
 
 
 class Checkpoints:
     """The checkpoints of a run's folder."""
 
-    def __init__(
-        self, config: Config, folder: pathlib.Path, ramp: RampupBatchManager, corpus_hash: str
-    ):
-        self._config, self._ramp, self._corpus_hash = config, ramp, corpus_hash
+    def __init__(self, config: Config, folder: pathlib.Path, corpus_hash: str):
+        self._config, self._corpus_hash = config, corpus_hash
         self._checkpointer = None
         if config.enable_checkpointing:
             keep = config.max_num_checkpoints_to_keep
@@ -48,33 +45,19 @@ class Checkpoints:
         """Where the newest checkpoint stands; None without one.
 
         Raises:
-          ConfigError: the checkpoint was trained on other data, or stands where the ramp of
-            the config has no step.
+          ConfigError: the checkpoint was trained on other data.
         """
         if self._checkpointer is None or self._checkpointer.latest is None:
             return None
         newest = self._checkpointer.latest
         saved = self._checkpointer.checkpointables_metadata(newest).custom_metadata
-        position = Position(
-            newest.step,
-            saved["consumed_samples"],
-            saved["corpus_hash"],
-            json.loads(saved["config"]),
-        )
-        if position.corpus_hash != self._corpus_hash:
+        if saved["corpus_hash"] != self._corpus_hash:
             raise ConfigError(
-                f"{newest.path}: trained on other data (hash {position.corpus_hash}, now "
+                f"{newest.path}: trained on other data (hash {saved['corpus_hash']}, now "
                 f"{self._corpus_hash}), whose rows cannot be continued; restore the data, or take "
                 "another run_name"
             )
-        planned = self._ramp.samples_before(position.step)
-        if planned != position.consumed_samples:
-            raise ConfigError(
-                f"{newest.path}: {position.consumed_samples} samples in {position.step} steps, "
-                f"but the batch sizes of this config make {planned}; give the batch keys (and "
-                "devices) it was trained with, or another run_name"
-            )
-        return position
+        return Position(newest.step, saved["consumed_samples"], saved["stages"])
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state after `step` steps, with the shapes, dtypes and shardings of `abstract`.
@@ -99,8 +82,8 @@ class Checkpoints:
         """Whether checkpoint `step` is one of every checkpoint_period."""
         return self._checkpointer is not None and step % self._config.checkpoint_period == 0
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves the state after `step` steps, unless that checkpoint is there already.
+    def save(self, step: int, state: TrainState, ramp: RampupBatchManager) -> None:
+        """Saves the state after `step` steps of `ramp`, unless that checkpoint is there already.
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
@@ -110,8 +93,8 @@ class Checkpoints:
         ):
             return
         metadata = {
-            "consumed_samples": self._ramp.samples_before(step),
-            "stages": [stage.to_json() for stage in self._ramp.stages],
+            "consumed_samples": ramp.samples_before(step),
+            "stages": [stage.to_json() for stage in ramp.stages],
             "corpus_hash": self._corpus_hash,
             "config": json.dumps(self._config.to_dict()),
             "versions": {"jax": jax.__version__},

@@ -6,19 +6,18 @@ calls), and nothing is built before they hold. What is wrong is a `ConfigError`:
 """
 
 import difflib
-import glob
 import math
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
 import yaml
 
-from maxramp import rampup
+from maxramp import layout, notations
 from maxramp.errors import ConfigError
+from maxramp.yamlfile import parse_value, read_yaml
 
 Config = ml_collections.FrozenConfigDict
 
@@ -27,7 +26,26 @@ _HERE = pathlib.Path(__file__).resolve().parent
 CONFIGS = next((d for d in (_HERE / "configs", _HERE.parent / "configs") if d.is_dir()), _HERE)
 
 # Keys that may be unset, and their type where they are set.
-_OPTIONAL = {"max_num_checkpoints_to_keep": int}
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+
+# Groups of alternatives: family -> (keys that choose it, keys that only it uses). A file or command
+# line that chooses a family takes the place of what stood below it: the keys that choose the others
+# are unset, and the keys that only they use go back to their defaults.
+_ALTERNATIVES = (
+    {
+        "maxtext": (
+            ("enable_rampup_batch_size",),
+            (
+                *("per_device_batch_size_start", "per_device_batch_size_increment"),
+                *("global_rampup_samples", "gradient_accumulation_steps"),
+            ),
+        ),
+        "nemo": (("rampup_batch_size", "global_batch_size"), ()),
+        "megatron": (("step_batch_size_schedule",), ("step_batch_size_unit",)),
+    },
+    {name: ((name,), ()) for name in ("steps", "total_samples", "total_tokens")},
+    {name: ((name,), ()) for name in ("per_device_batch_size", "micro_batch_size")},
+)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES = {
@@ -41,13 +59,18 @@ _CHOICES = {
     "lr_schedule_type": ("cosine", "wsd"),
     "wsd_decay_style": ("linear", "cosine"),
     "remat_policy": ("full", "minimal", "none"),
+    "step_batch_size_unit": ("tokens", "samples"),
+    "node_schedule": ("best", "nemo", "fixed"),
+    "learning_rate_by": ("samples", "steps"),
+    "batch_size_lr_scaling": ("none", "sqrt", "linear"),
 }
 _ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
 # Inclusive lower bounds.
 _AT_LEAST = {
     1: (
-        *("steps", "log_period", "max_target_length", "num_epoch", "grain_prefetch_buffer_size"),
+        *("log_period", "max_target_length", "num_epoch", "grain_prefetch_buffer_size"),
+        *("min_nodes",),
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
         *("base_num_decoder_layers", "vocab_size", "checkpoint_period"),
         *("max_num_checkpoints_to_keep",),
@@ -60,7 +83,7 @@ _AT_LEAST = {
 }
 _POSITIVE_OR_MINUS_ONE = (
     *("num_nodes", "devices_per_node", "eval_interval", "eval_steps"),
-    *("learning_rate_schedule_steps",),
+    *("learning_rate_schedule_steps", "steps", "total_samples", "total_tokens"),
 )
 _FRACTIONS = ("warmup_steps_fraction", "wsd_decay_steps_fraction")  # from 0 to 1
 _BELOW_ONE = ("eval_fraction", "adam_b1", "adam_b2")  # from 0 to below 1
@@ -73,56 +96,6 @@ Values are YAML: steps=100, learning_rate=3e-4, enable_rampup_batch_size=False. 
 default:
 
 {base}"""
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML (no object construction) with the numbers of YAML 1.2, refusing duplicate keys.
-
-    3e-4 is a number, 1e6 an integer, 010 is ten; dates and 1:30 are text.
-    """
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9]+(?:[eE]\+?[0-9]+)?", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
-        "-+.0123456789",
-    ),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
-    )
-
-
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
-    text = loader.construct_scalar(node)
-    mantissa, _, exponent = text.lower().partition("e")
-    return int(mantissa) * 10 ** int(exponent or 0) if int(exponent or 0) <= 30 else float(text)
-
-
-def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-    seen = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark
-            )
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                problem=f'the key "{key}" stands twice; keep one', problem_mark=key_node.start_mark
-            )
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def load(arguments: Sequence[str], program: str = "train") -> ml_collections.ConfigDict:
@@ -148,7 +121,7 @@ def load(arguments: Sequence[str], program: str = "train") -> ml_collections.Con
         raise ConfigError(
             f"no config file given: python -m maxramp.{program} CONFIG.yml [key=value ...]"
         )
-    defaults = _read_yaml(CONFIGS / "base.yml")
+    defaults = read_yaml(CONFIGS / "base.yml")
     config = ml_collections.ConfigDict(defaults, type_safe=True, convert_dict=False)
     config.lock()
     command_line = dict(_split_argument(argument, defaults) for argument in arguments[1:])
@@ -167,34 +140,10 @@ def load(arguments: Sequence[str], program: str = "train") -> ml_collections.Con
                 f"model_name={model_name} has no file configs/models/{model_name}.yml; "
                 f"there are default, {', '.join(names)}"
             )
-        _update(config, defaults, _read_yaml(path), path)
+        _update(config, defaults, read_yaml(path), path)
     _update(config, defaults, command_line, None)
-    _check(config)
+    _check(config, defaults)
     return config
-
-
-def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(str(path), glob.glob(f"{path.parent}/*.yml"), 1)
-        raise ConfigError(
-            f"{path}: no such config file" + (f"; did you mean {near[0]}?" if near else "")
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a config file: {error}") from None
-    try:
-        values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(problem.split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a config file is a list of `key: value` lines")
-    return values
 
 
 def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
@@ -207,7 +156,7 @@ def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
                 f"{files[-1][0]}: base_config={path} closes a circle; name another file"
             )
         seen.append(path.resolve())
-        values = _read_yaml(path)
+        values = read_yaml(path)
         base = values.pop("base_config", None)
         files.append((path, values))
         if base in (None, "", "none"):
@@ -225,7 +174,7 @@ def _split_argument(argument: str, defaults: dict[str, Any]) -> tuple[str, Any]:
     if isinstance(defaults.get(name), str):
         return name, text  # as written: run_name=007 or 1e5 is a name
     try:
-        return name, yaml.load(text, _Loader)
+        return name, parse_value(text)
     except yaml.YAMLError:
         raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
 
@@ -247,6 +196,44 @@ def _update(
         value = _typed(f"{where}{name}={value}", name, value, defaults[name])
         with config.ignore_type():
             config[name] = value
+    for group in _ALTERNATIVES:
+        _choose(config, defaults, values, group, where)
+
+
+def _choose(
+    config: ml_collections.ConfigDict,
+    defaults: dict[str, Any],
+    given: dict[str, Any],
+    group: dict[str, tuple[tuple[str, ...], tuple[str, ...]]],
+    where: str,
+) -> None:
+    """Lets the family of alternatives that a file or command line gives take its place."""
+    chosen = {
+        family: name
+        for family, (names, _) in group.items()
+        for name in names
+        if name in given and config[name] != _unset(config[name])
+    }
+    if len(chosen) > 1:
+        shown = " and ".join(f"{name}={config[name]}" for name in chosen.values())
+        raise ConfigError(f"{where}{shown} say the same thing in two ways; keep one of them")
+    for family, (names, used_by_it) in group.items() if chosen else ():
+        if family not in chosen:
+            for name in names:
+                with config.ignore_type():
+                    config[name] = _unset(config[name])
+            for name in used_by_it:
+                if name not in given:
+                    config[name] = defaults[name]
+
+
+def _unset(value: Any) -> Any:
+    """What a key of the type of `value` is where it is not given."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return ""
+    return type(value)(-1) if isinstance(value, int | float) else None
 
 
 def _typed(shown: str, name: str, value: Any, default: Any) -> Any:
@@ -277,7 +264,7 @@ def _kind_of(value: Any) -> str:
     return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _check(config: ml_collections.ConfigDict) -> None:
+def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     """All relations between keys that need no devices."""
     for name, choices in _CHOICES.items():
         if config[name] not in choices:
@@ -296,7 +283,22 @@ def _check(config: ml_collections.ConfigDict) -> None:
     for name in _BELOW_ONE:
         if not 0 <= config[name] < 1:
             raise ConfigError(f"{name}={config[name]} must be at least 0 and below 1")
-    rampup.check_keys(config)
+    keys = notations.BatchKeys.of(config)
+    notations.check(keys)
+    families = _ALTERNATIVES[0]
+    active = [
+        (family, f"{name}={config[name]}")
+        for family, (names, _) in families.items()
+        for name in names
+        if config[name] != _unset(config[name])
+    ]
+    for family, (names, used_by_it) in families.items() if active else ():
+        for name in used_by_it:
+            if active[0][0] != family and config[name] != defaults[name]:
+                raise ConfigError(
+                    f"{name}={config[name]} goes with {names[0]}, but the batch is given by "
+                    f"{active[0][1]}; leave one of them out"
+                )
     if config.run_name in (".", "..") or "/" in config.run_name:
         raise ConfigError(
             f"run_name={config.run_name} must name one folder below base_output_directory; "
@@ -322,8 +324,13 @@ def _check(config: ml_collections.ConfigDict) -> None:
             f"vocab_size={config.vocab_size} is too small for dataset_type=text: 256 bytes and two "
             "marks make 258; use 320 (a multiple of 64) or more"
         )
+    if config.steps == config.total_samples == config.total_tokens == -1:
+        raise ConfigError(
+            "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; give "
+            "one of them"
+        )
     schedule_steps = config.learning_rate_schedule_steps
-    if schedule_steps > config.steps:
+    if config.steps != -1 and schedule_steps > config.steps:
         raise ConfigError(
             f"learning_rate_schedule_steps={schedule_steps} exceeds steps={config.steps}; the "
             "schedule would never end: lower it, or use -1 for all steps"
@@ -333,6 +340,11 @@ def _check(config: ml_collections.ConfigDict) -> None:
         raise ConfigError(
             f"warmup_steps_fraction={config.warmup_steps_fraction} and "
             f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
+        )
+    if config.stop_at_stage_end and not config.enable_checkpointing:
+        raise ConfigError(
+            "stop_at_stage_end=True with enable_checkpointing=False would lose every stage; enable "
+            "checkpointing"
         )
     if config.eval_interval > 0 and config.dataset_type == "text" and config.eval_fraction == 0:
         raise ConfigError(
@@ -376,10 +388,8 @@ def resolve(
     config = config.copy_and_resolve_references()
     if not config.run_name:
         config.run_name = config.model_name
-    if config.learning_rate_schedule_steps == -1:
-        config.learning_rate_schedule_steps = config.steps
     if config.eval_per_device_batch_size == 0:
-        config.eval_per_device_batch_size = config.per_device_batch_size
+        config.eval_per_device_batch_size = float(layout.rows_per_device_limit(config))
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
     _resolve_nodes(config, num_devices, num_processes)
@@ -388,7 +398,7 @@ def resolve(
     )
     dcn_size = math.prod(config[f"dcn_{axis}_parallelism"] for axis in AXES)
     _fill_group(config, "ici", num_devices // dcn_size, f"this job has {num_devices} devices")
-    _check_divides(config)
+    _check_divides(config, num_devices)
     return ml_collections.FrozenConfigDict(config)
 
 
@@ -398,12 +408,6 @@ def _resolve_nodes(config: ml_collections.ConfigDict, num_devices: int, num_proc
         config.num_nodes = num_processes if per_node == -1 else max(1, num_devices // per_node)
     if config.devices_per_node == -1:
         config.devices_per_node = max(1, num_devices // config.num_nodes)
-    if config.num_nodes * config.devices_per_node != num_devices:
-        raise ConfigError(
-            f"num_nodes={config.num_nodes} x devices_per_node={config.devices_per_node} is "
-            f"{config.num_nodes * config.devices_per_node} devices, but this job has "
-            f"{num_devices}; leave both at -1 to take what there is"
-        )
 
 
 def _fill_group(config: ml_collections.ConfigDict, group: str, wanted: int, has: str) -> None:
@@ -428,21 +432,15 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     }
 
 
-def _check_divides(config: ml_collections.ConfigDict) -> None:
-    """Rows over data x fsdp, weights over fsdp and tensor: every shard is of equal size."""
+def _check_divides(config: ml_collections.ConfigDict, num_devices: int) -> None:
+    """Rows over data x fsdp, weights over fsdp and tensor: every shard is of equal size.
+
+    The batches of the stages are checked when it is known which of them will run.
+    """
     sizes = mesh_sizes(config)
     ranks = sizes["data"] * sizes["fsdp"]
     spread = f"data={sizes['data']} x fsdp={sizes['fsdp']} = {ranks} groups of devices"
-    for stage in rampup.RampupBatchManager(config).stages:
-        if stage.micro_batch_size % ranks:
-            size = rampup.plain_number(stage.per_device_batch_size)
-            raise ConfigError(
-                f"per_device_batch_size {size} (stage {stage.index}) on {stage.devices} devices is "
-                f"{stage.micro_batch_size} rows, which do not divide over {spread}; use a "
-                f"multiple of {ranks / stage.devices:g}, or more ici_tensor_parallelism"
-            )
-    eval_rows = rampup.exact(config.eval_per_device_batch_size) * config.num_nodes
-    eval_rows *= config.devices_per_node
+    eval_rows = notations.exact(config.eval_per_device_batch_size) * num_devices
     if eval_rows % ranks:
         raise ConfigError(
             f"eval_per_device_batch_size={config.eval_per_device_batch_size:g} is {eval_rows} "
@@ -463,5 +461,5 @@ def _check_divides(config: ml_collections.ConfigDict) -> None:
 def to_yaml(config: Config) -> str:
     """The configuration as a config file that gives it again, in the order of base.yml."""
     values = config.to_dict()
-    ordered = {name: values[name] for name in _read_yaml(CONFIGS / "base.yml")}
+    ordered = {name: values[name] for name in read_yaml(CONFIGS / "base.yml")}
     return yaml.safe_dump(ordered, sort_keys=False, width=100)

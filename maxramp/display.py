@@ -4,7 +4,8 @@ import sys
 import time
 
 from maxramp.metrics import Record
-from maxramp.rampup import RampupBatchManager, Stage, plain_number
+from maxramp.notations import plain_number
+from maxramp.rampup import RampupBatchManager, Stage
 
 
 def describe_stage(stage: Stage, count: int) -> str:
@@ -37,16 +38,20 @@ class Display:
     The time left is what the rows still to come take at the pace of the last steps.
     """
 
-    def __init__(self, ramp: RampupBatchManager, steps: int, log_period: int, quiet: bool):
-        self._ramp, self._steps, self._log_period, self._quiet = ramp, steps, log_period, quiet
-        self._stages = [s for s in ramp.stages if s.first_step < steps]
+    def __init__(self, log_period: int, quiet: bool):
+        self._log_period, self._quiet = log_period, quiet
         self._stage_index: int | None = None
         self._pace: float | None = None  # seconds per sample, averaged over the last steps
         self._progress = None
         self._started = time.perf_counter()
         self._records: list[tuple[float, int, float]] = []  # loss, tokens, seconds of this start
         self._eval_loss: float | None = None
-        if sys.stdout.isatty() and not quiet:
+
+    def start(self, ramp: RampupBatchManager) -> None:
+        """Shows the live line, on a terminal; records of steps of `ramp` follow."""
+        self._ramp, self._steps = ramp, ramp.total_steps
+        self._count = len(ramp.stages_between(ramp.stages[0].first_step, self._steps))
+        if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
             self._progress = progress.Progress(
@@ -55,7 +60,7 @@ class Display:
                 transient=True,
                 redirect_stdout=False,
             )
-            self._task = self._progress.add_task("compiling", total=ramp.samples_before(steps))
+            self._task = self._progress.add_task("compiling", total=ramp.total_samples)
             self._progress.start()
 
     def say(self, line: str) -> None:
@@ -77,7 +82,7 @@ class Display:
         stage = self._ramp.stages[record["stage"]]
         if stage.index != self._stage_index:
             self._stage_index = stage.index
-            self.say(describe_stage(stage, len(self._stages)))
+            self.say(describe_stage(stage, self._count))
         tokens = (
             record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
         )
@@ -86,10 +91,10 @@ class Display:
         if len(self._records) > 1:
             pace = record["step_seconds"] / record["global_batch_size"]
             self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
-        left = self._ramp.samples_before(self._steps) - record["consumed_samples"]
+        left = self._ramp.total_samples - record["consumed_samples"]
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
-            f"step {record['step']:>6}  stage {stage.index + 1}/{len(self._stages)}  batch "
+            f"step {record['step']:>6}  stage {stage.index + 1}/{self._count}  batch "
             f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )

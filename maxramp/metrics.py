@@ -18,7 +18,8 @@ import jax
 from maxramp.config import Config
 from maxramp.errors import TrainingError
 from maxramp.model import training_flops_per_token
-from maxramp.rampup import Stage, plain_number
+from maxramp.notations import plain_number
+from maxramp.rampup import Stage
 
 Record = dict[str, Any]
 

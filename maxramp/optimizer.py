@@ -23,31 +23,46 @@ class LearningRate:
     phases of len - 1 intervals: every length below is in whole batches of `quantum` = B rows, and a
     phase of n samples moves from its first to its last value over n - quantum samples. Under a ramp
     the quantum is the final batch, so that the curve is the one of the constant-batch run.
+
+    With `learning_rate_by=steps` the clock is the step and the quantum is 1.
     """
 
     config: Config
-    quantum: int  # rows of the final global batch
-    total: int  # samples the schedule spans
+    ramp: RampupBatchManager
+    final_batch_size: int
+    quantum: int
+    total: int  # samples (or steps) that the schedule spans
 
     @classmethod
     def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config, over the samples of its schedule's steps."""
-        total = ramp.samples_before(config.learning_rate_schedule_steps)
-        return cls(config, ramp.stage_at_sample(max(0, total - 1)).global_batch_size, total)
+        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run."""
+        steps = config.learning_rate_schedule_steps
+        steps = ramp.total_steps if steps == -1 else steps
+        samples = ramp.samples_before(steps)
+        final = ramp.stage_at_step(steps - 1).global_batch_size
+        if config.learning_rate_by == "steps":
+            return cls(config, ramp, final, 1, steps)
+        return cls(config, ramp, final, final, samples)
 
-    def _samples(self, fraction: float) -> int:
-        return math.floor(self.total / self.quantum * fraction) * self.quantum
+    def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
+        """Learning rate of the step that starts at `consumed_samples` (an array, float32).
 
-    def __call__(self, consumed_samples: Any) -> Any:
-        """Learning rate of the step that starts at `consumed_samples` (an array, float32)."""
+        `batch_size_lr_scaling` multiplies it by (global_batch_size / final batch)^(1/2 or 1), the
+        square-root rule for Adam (Malladi et al., arXiv 2205.10287) or the linear one for SGD.
+        """
         config, s = self.config, jnp.asarray(consumed_samples, jnp.float32)
+        if config.learning_rate_by == "steps":
+            s = self._step_at(s)
         peak = config.learning_rate
+        if global_batch_size is not None:
+            power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.batch_size_lr_scaling]
+            peak *= (global_batch_size / self.final_batch_size) ** power
         final = peak * config.learning_rate_final_fraction
-        warmup = self._samples(config.warmup_steps_fraction)
+        warmup = self._part(config.warmup_steps_fraction)
         decay = self.total - warmup
         style = "cosine"
         if config.lr_schedule_type == "wsd":
-            decay = self._samples(config.wsd_decay_steps_fraction)
+            decay = self._part(config.wsd_decay_steps_fraction)
             style = config.wsd_decay_style
         done = self._progress(s - (self.total - decay), decay, 1.0 if style == "cosine" else 0.0)
         left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if style == "cosine" else 1 - done
@@ -55,11 +70,25 @@ class LearningRate:
         rate = jnp.where(s < warmup, peak * self._progress(s, warmup, 0.0), rate)
         return jnp.where(s < self.total, rate, 0.0)
 
+    def _part(self, fraction: float) -> int:
+        """A fraction of the schedule in whole quanta."""
+        return math.floor(self.total / self.quantum * fraction) * self.quantum
+
     def _progress(self, since: Any, length: int, of_one_batch: float) -> Any:
         """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""
         if length <= self.quantum:
             return of_one_batch
         return jnp.clip(since / (length - self.quantum), 0.0, 1.0)
+
+    def _step_at(self, samples: Any) -> Any:
+        """The step that starts at so many consumed samples, from the stage list."""
+        stages = self.ramp.stages
+        starts, steps, sizes = (
+            jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)
+            for name in ("first_sample", "first_step", "global_batch_size")
+        )
+        i = jnp.searchsorted(starts, samples, side="right") - 1
+        return jnp.round(steps[i] + (samples - starts[i]) / sizes[i])
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

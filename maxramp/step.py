@@ -81,10 +81,11 @@ def train_step(
     gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
 
     low, high = state.consumed_samples
-    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32))
+    rows = batch_ABS.shape[0] * batch_ABS.shape[1]
+    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), rows)
     direction, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.model)
     model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
-    new_low = low + jnp.uint32(batch_ABS.shape[0] * batch_ABS.shape[1])
+    new_low = low + jnp.uint32(rows)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
         "loss": cross_entropy / tokens,

@@ -17,12 +17,19 @@ from maxramp.checkpoint import Checkpoints
 from maxramp.config import Config
 from maxramp.data.loader import Loader
 from maxramp.data.sources import Corpus, open_corpus
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, ConfigError, TrainingError
+from maxramp.errors import (
+    EXIT_CONFIG,
+    EXIT_PREEMPTED,
+    EXIT_STAGE_END,
+    ConfigError,
+    TrainingError,
+)
 from maxramp.metrics import MetricsLog
+from maxramp.notations import exact
 from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
-from maxramp.rampup import RampupBatchManager, exact
+from maxramp.resume import Schedule
 from maxramp.stages import Programs, abstract_state, end_process
 from maxramp.step import init_state
 
@@ -35,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_lib.resolve(
             config, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
         )
+        Schedule(config, jax.device_count())  # refuses what cannot be run before data is read
         jax.set_mesh(mesh_lib.make_mesh(config))
-        return train(config, RampupBatchManager(config), open_corpus(config))
+        return train(config, open_corpus(config))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -45,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
+def train(config: Config, corpus: Corpus) -> int:
     """Trains from where the run stands to its last step, on the mesh that is set.
 
     Returns:
-      0, or EXIT_PREEMPTED after a signal (everything is saved).
+      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
+      saved).
 
     Raises:
       ConfigError: the data or a checkpoint does not fit the configuration.
@@ -58,13 +67,15 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
     mesh = jax.sharding.get_mesh()
     preemption = Preemption()
     with contextlib.ExitStack() as closing:
-        output = closing.enter_context(Output(config, ramp))
-        checkpoints = Checkpoints(config, output.folder / "checkpoints", ramp, corpus.hash)
+        output = closing.enter_context(Output(config))
+        checkpoints = Checkpoints(config, output.folder / "checkpoints", corpus.hash)
         closing.callback(checkpoints.close)
         position = checkpoints.latest()
         first_step = position.step if position else 0
-        if first_step >= config.steps:
-            output.say_finished(first_step)
+        schedule = Schedule(config, jax.device_count(), position)
+        ramp, last_step = schedule.ramp, schedule.last_step
+        if first_step >= ramp.total_steps:
+            output.say_finished(first_step, ramp)
             return 0
 
         with_eval = config.eval_interval > 0
@@ -74,18 +85,18 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
         abstract = abstract_state(config, mesh)
         programs = Programs(
             *(config, mesh, LearningRate.of(config, ramp), abstract),
-            stages=ramp.stages_between(first_step, config.steps),
+            stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
         )
         closing.callback(programs.close)
-        output.say_start(corpus, abstract.model, mesh, first_step)
+        output.say_start(corpus, abstract.model, mesh, schedule, first_step)
         if position:
             state = checkpoints.restore(first_step, abstract)
         else:
             state = jax.jit(functools.partial(init_state, config))()
 
-        log = MetricsLog(config, output.open_files(first_step))
-        for step in range(first_step, config.steps):
+        log = MetricsLog(config, output.open_files(ramp, first_step))
+        for step in range(first_step, last_step):
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
             train_step, compile_seconds = programs.train_step(stage)
@@ -93,7 +104,7 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
             done, consumed = step + 1, ramp.samples_before(step + 1)
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (done % config.eval_interval == 0 or done == config.steps):
+            if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
                 sums = (jnp.float32(0), jnp.float32(0))
                 eval_step, _ = programs.eval_step()
                 for eval_batch in loader.eval_batches():
@@ -101,13 +112,17 @@ def train(config: Config, ramp: RampupBatchManager, corpus: Corpus) -> int:
                 log.log_eval(step, consumed, sums)
 
             stopping = preemption.reached(done)
-            if checkpoints.is_due(done) or done == config.steps or stopping:
+            if checkpoints.is_due(done) or done == last_step or stopping:
                 log.flush()  # a state whose loss ends the run is never saved
-                checkpoints.save(done, state)
+                checkpoints.save(done, state, ramp)
                 log.restart_clock()
-            if stopping and done < config.steps:
+            if stopping and done < last_step:
                 output.say(f"stopped by a signal after step {step}, saved; start again to go on")
                 return EXIT_PREEMPTED
+        if last_step < ramp.total_steps:
+            checkpoints.close()  # the next job may start as soon as next_stage.json is there
+            output.write_next_stage(schedule.planned.stage_at_step(last_step))
+            return EXIT_STAGE_END
         return 0
 
 

@@ -65,7 +65,9 @@ def test_documents_are_whole_and_marked(texts):
     tokens = np.concatenate([corpus.train._tokens, corpus.held_out._tokens])
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
-    documents = {bytes(tokens[b + 1 : e].astype(np.uint8)) for b, e in zip(begins, ends, strict=True)}
+    documents = {
+        bytes(tokens[b + 1 : e].astype(np.uint8)) for b, e in zip(begins, ends, strict=True)
+    }
     assert documents == {path.read_bytes() for path in texts.rglob("*.txt")}
     held_out_fraction = len(corpus.held_out._tokens) / len(tokens)
     assert abs(held_out_fraction - config.eval_fraction) < 1e-3

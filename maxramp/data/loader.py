@@ -97,11 +97,11 @@ class Loader:
         if config.enable_data_shuffling:
             rows = rows.shuffle(seed=config.data_shuffle_seed)
         rows = rows.repeat(config.num_epoch)
-        needed, there = ramp.samples_before(config.steps), len(rows)
+        needed, there = ramp.total_samples, len(rows)
         if needed > there:
             raise ConfigError(
-                f"steps={config.steps} takes {needed} rows, but the data has {len(corpus.train)} x "
-                f"num_epoch={config.num_epoch} = {there}; use num_epoch="
+                f"steps={ramp.total_steps} takes {needed} rows, but the data has "
+                f"{len(corpus.train)} x num_epoch={config.num_epoch} = {there}; use num_epoch="
                 f"{-(-needed // len(corpus.train))}, or at most steps={ramp.step_at_sample(there)}"
             )
         self._sharding = NamedSharding(mesh, BATCH_ABS)
@@ -114,7 +114,7 @@ class Loader:
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
         self._batches = self._read_ahead(
-            _StepBatches(rows, ramp, self._local_rows), first_step, config.steps
+            _StepBatches(rows, ramp, self._local_rows), first_step, ramp.total_steps
         )
         self._ramp, self._next_step = ramp, first_step
 

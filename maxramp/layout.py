@@ -1,0 +1,129 @@
+"""How a global batch lies on devices: the split into passes, and how many nodes to take.
+
+Glossary
+  rank        the devices that together hold one row: model_parallel_size devices
+  split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
+
+This module imports no jax.
+"""
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.notations import BatchKeys, Threshold, exact, show
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A global batch on some devices."""
+
+    nodes: int
+    devices: int
+    per_device_batch_size: Fraction
+    gradient_accumulation_steps: int
+
+
+def rows_per_device_limit(config: Any) -> Fraction:
+    """The most rows that a device may hold in one pass."""
+    keys = BatchKeys.of(config)
+    if keys.micro_batch_size != -1:
+        return Fraction(keys.micro_batch_size, keys.model_parallel_size)
+    return exact(keys.per_device_batch_size)
+
+
+def _rows_per_rank_limit(keys: BatchKeys, threshold: Threshold) -> int:
+    per_device = threshold.rows_per_device or rows_per_device_limit(keys)
+    return max(1, int(per_device * keys.model_parallel_size))
+
+
+def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
+    """The largest micro batch up to the limit that divides; None where no split does.
+
+    The split that a notation asks for by itself is taken as it is where it makes the batch.
+    """
+    batch, asked = threshold.global_batch_size, threshold.accumulation
+    ranks, rest = divmod(devices, keys.model_parallel_size)
+    if rest or not ranks or batch % ranks:
+        return None
+    rows = batch // ranks
+    if asked and threshold.rows_per_device * devices * asked == batch:
+        if rows % asked:
+            return None
+        return Layout(nodes, devices, threshold.rows_per_device, asked)
+    limit = min(rows, _rows_per_rank_limit(keys, threshold))
+    micro = next(size for size in range(limit, 0, -1) if rows % size == 0)
+    return Layout(nodes, devices, Fraction(micro, keys.model_parallel_size), rows // micro)
+
+
+def refusal(keys: BatchKeys, index: int, threshold: Threshold, devices: int) -> ConfigError:
+    """Why a stage cannot run on some devices, with the nearest sizes that can."""
+    batch, parallel = threshold.global_batch_size, keys.model_parallel_size
+    ranks, rest = divmod(devices, parallel)
+    if rest or not ranks:
+        return ConfigError(
+            f"stage {index}: {devices} devices do not divide into groups of {parallel} "
+            f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
+        )
+    spread_over = f"{ranks} groups of {parallel} devices" if parallel > 1 else f"{ranks} devices"
+    if threshold.rows_per_device:
+        rows = threshold.rows_per_device * devices
+        return ConfigError(
+            f"per_device_batch_size {show(threshold.rows_per_device)} (stage {index}) on {devices} "
+            f"devices is {rows} rows, which do not divide over {spread_over}; use a multiple of "
+            f"{show(Fraction(1, parallel))}, or more ici_tensor_parallelism"
+        )
+    below = batch // ranks * ranks
+    near = f"{below} or {below + ranks}" if below else f"{ranks}"
+    return ConfigError(
+        f"stage {index} with a global batch of {batch} does not divide over {spread_over}; the "
+        f"nearest sizes that do are {near}, or use another number of devices"
+    )
+
+
+def schedule_nodes(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout | None]:
+    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best."""
+    if keys.node_schedule == "nemo":
+        return _nemo_schedule(keys, thresholds)
+    if keys.node_schedule == "best":
+        return [_best(keys, threshold) for threshold in thresholds]
+    nodes, devices = max(1, keys.num_nodes), keys.num_devices
+    return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
+
+
+def node_passes(layout: Layout) -> int:
+    """What a step costs in node-time: nodes times passes, a pass being one micro batch.
+
+    A device is taken for a whole pass however few rows it holds, so this is least where micro
+    batches are full.
+    """
+    return layout.nodes * layout.gradient_accumulation_steps
+
+
+def _best(keys: BatchKeys, threshold: Threshold) -> Layout | None:
+    """The least node-time, and of equal ones the most nodes: the shortest wait."""
+    found = []
+    for nodes in range(min(keys.min_nodes, keys.num_nodes), max(1, keys.num_nodes) + 1):
+        if layout := spread(keys, threshold, nodes, nodes * keys.devices_per_node):
+            found.append(layout)
+    return min(found, key=lambda layout: (node_passes(layout), -layout.nodes), default=None)
+
+
+def _nemo_schedule(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout | None]:
+    """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
+    largest number up to that of the next larger one that gives whole micro batches to every
+    rank."""
+    most, layouts = max(1, keys.num_nodes), []
+    for threshold in reversed(thresholds):
+        layout = None
+        for nodes in range(most, 0, -1):
+            devices = nodes * keys.devices_per_node
+            ranks, rest = divmod(devices, keys.model_parallel_size)
+            rows = _rows_per_rank_limit(keys, threshold)
+            if not rest and ranks and threshold.global_batch_size % (rows * ranks) == 0:
+                layout = spread(keys, threshold, nodes, devices)
+                most = nodes
+                break
+        layouts.append(layout)
+    return layouts[::-1]

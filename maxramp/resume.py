@@ -1,0 +1,67 @@
+"""Where a start of a run takes up its schedule, and where it ends."""
+
+from maxramp.checkpoint import Position
+from maxramp.config import Config
+from maxramp.rampup import RampupBatchManager
+
+
+class Schedule:
+    """The stages of a run as this job takes them up.
+
+    Attributes:
+      ramp: the stages on this job's devices.
+      planned: the same stages on the nodes that the plan gives them.
+      last_step: the end of this job: of the run, or of the stage under `stop_at_stage_end`.
+      change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
+    """
+
+    def __init__(self, config: Config, num_devices: int, position: Position | None = None):
+        """
+        Args:
+          config: a resolved config.
+          num_devices: devices of this job.
+          position: the checkpoint to go on from.
+
+        Raises:
+          ConfigError: a stage that would run cannot be split over its devices.
+        """
+        step, self.change = 0, ""
+        origin = {"first_step": 0, "first_sample": 0}
+        if position:
+            step = position.step
+            # A run whose ramp was changed before has its schedule start where it was changed.
+            origin = {name: position.stages[0][name] for name in origin}
+            ramp = RampupBatchManager(config, num_devices, **origin)
+            before = _sizes_from(position.stages, position.consumed_samples)
+            now = _sizes_from([s.to_json() for s in ramp.stages], position.consumed_samples)
+            if ramp.samples_before(step) != position.consumed_samples or now != before:
+                origin = {"first_step": step, "first_sample": position.consumed_samples}
+                self.change = (
+                    f"from sample {position.consumed_samples} on (step {step}) the batch sizes are "
+                    f"{_shown(now)}; before this start they were to be {_shown(before)}"
+                )
+        self.ramp = RampupBatchManager(config, num_devices, **origin)
+        self.planned = RampupBatchManager(config, **origin)
+        self.last_step = self.ramp.total_steps
+        if step >= self.last_step:
+            return
+        stage = self.ramp.stage_at_step(step)
+        if config.stop_at_stage_end and stage.steps is not None:
+            self.last_step = min(self.last_step, stage.first_step + stage.steps)
+        self.ramp.check(self.ramp.stages_between(step, self.last_step))
+        self.planned.check(self.planned.stages_between(self.last_step, self.planned.total_steps))
+
+
+def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
+    """(from which sample on, global batch size) of what is still to come at `sample`."""
+    return [
+        (max(stage["first_sample"], sample), stage["global_batch_size"])
+        for stage in stages
+        if stage["samples"] is None or stage["first_sample"] + stage["samples"] > sample
+    ]
+
+
+def _shown(sizes: list[tuple[int, int]]) -> str:
+    first, *later = sizes[:6]
+    parts = [str(first[1]), *(f"{size} from {sample}" for sample, size in later)]
+    return ", ".join(parts) + (", ..." if len(sizes) > 6 else "")

@@ -1,0 +1,95 @@
+"""Safe YAML with the numbers of YAML 1.2, and what is wrong with a file in one line."""
+
+import difflib
+import glob
+import pathlib
+import re
+from typing import Any
+
+import yaml
+
+from maxramp.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """Constructs no objects and refuses duplicate keys.
+
+    3e-4 is a number, 1e6 an integer, 010 is ten; dates and 1:30 are text.
+    """
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9]+(?:[eE]\+?[0-9]+)?", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
+        "-+.0123456789",
+    ),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    text = loader.construct_scalar(node)
+    mantissa, _, exponent = text.lower().partition("e")
+    return int(mantissa) * 10 ** int(exponent or 0) if int(exponent or 0) <= 30 else float(text)
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(
+                problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark
+            )
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                problem=f'the key "{key}" stands twice; keep one', problem_mark=key_node.start_mark
+            )
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def parse_value(text: str) -> Any:
+    """A value as it is written after `key=` on the command line; raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
+
+
+def read_yaml(path: pathlib.Path) -> dict[str, Any]:
+    """The keys and values of a config file.
+
+    Raises:
+      ConfigError: the file, the line and what is wrong there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(str(path), glob.glob(f"{path.parent}/*.yml"), 1)
+        raise ConfigError(
+            f"{path}: no such config file" + (f"; did you mean {near[0]}?" if near else "")
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a config file: {error}") from None
+    try:
+        values = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(problem.split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a config file is a list of `key: value` lines")
+    return values
