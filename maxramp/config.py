@@ -6,10 +6,11 @@ calls), and nothing is built before they hold. What is wrong is a `ConfigError`:
 """
 
 import difflib
+import functools
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_collections
@@ -79,31 +80,36 @@ _AT_LEAST = {
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
+        *("planned_pass_overhead",),
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (
     *("num_nodes", "devices_per_node", "eval_interval", "eval_steps"),
     *("learning_rate_schedule_steps", "steps", "total_samples", "total_tokens"),
 )
+_ABOVE_ZERO_OR_MINUS_ONE = ("device_memory_gib", "planned_tflops_per_device")
 _FRACTIONS = ("warmup_steps_fraction", "wsd_decay_steps_fraction")  # from 0 to 1
 _BELOW_ONE = ("eval_fraction", "adam_b1", "adam_b2")  # from 0 to below 1
 
 AXES = ("data", "fsdp", "tensor")
 
 USAGE = """usage: python -m maxramp.{program} CONFIG.yml [key=value ...]
-
+{more}
 Values are YAML: steps=100, learning_rate=3e-4, enable_rampup_batch_size=False. Every key, with its
 default:
 
 {base}"""
 
 
-def load(arguments: Sequence[str], program: str = "train") -> ml_collections.ConfigDict:
+def load(
+    arguments: Sequence[str], program: str = "train", usage: str = ""
+) -> ml_collections.ConfigDict:
     """Reads CONFIG.yml and key=value arguments.
 
     Args:
       arguments: the command line after the program's name.
       program: the module's name, for the usage text.
+      usage: what the usage text says of that program alone.
 
     Returns:
       A locked, type-safe ConfigDict with exactly the keys of configs/base.yml, checked as far as it
@@ -115,7 +121,7 @@ def load(arguments: Sequence[str], program: str = "train") -> ml_collections.Con
     """
     base_text = (CONFIGS / "base.yml").read_text()
     if {"-h", "--help", "help"} & set(arguments):
-        print(USAGE.format(program=program, base=base_text))
+        print(USAGE.format(program=program, more=usage, base=base_text))
         raise SystemExit(0)
     if not arguments or "=" in os.path.basename(arguments[0]):
         raise ConfigError(
@@ -277,6 +283,9 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     for name in _POSITIVE_OR_MINUS_ONE:
         if config[name] < 1 and config[name] != -1:
             raise ConfigError(f"{name}={config[name]} must be 1 or more, or -1 (see --help)")
+    for name in _ABOVE_ZERO_OR_MINUS_ONE:
+        if config[name] <= 0 and config[name] != -1:
+            raise ConfigError(f"{name}={config[name]} must be above 0, or -1 (see --help)")
     for name in _FRACTIONS:
         if not 0 <= config[name] <= 1:
             raise ConfigError(f"{name}={config[name]} must lie between 0 and 1")
@@ -423,6 +432,21 @@ def _fill_group(config: ml_collections.ConfigDict, group: str, wanted: int, has:
         raise ConfigError(
             f"{sizes} does not make a mesh of {wanted} per {group} group: {has}; use {remedy}"
         )
+
+
+def mesh_checker(config: ml_collections.ConfigDict) -> Callable[[int], bool]:
+    """Whether a loaded config resolves for a number of devices: its mesh, and its weights on it."""
+    slices = math.prod(max(1, config[f"dcn_{axis}_parallelism"]) for axis in AXES)
+
+    @functools.cache
+    def usable(num_devices: int) -> bool:
+        try:
+            resolve(config, num_devices, slices, 1)
+        except ConfigError:
+            return False
+        return True
+
+    return usable
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:

@@ -8,6 +8,7 @@ This module imports no jax.
 """
 
 import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -82,12 +83,23 @@ def refusal(keys: BatchKeys, index: int, threshold: Threshold, devices: int) -> 
     )
 
 
-def schedule_nodes(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout | None]:
-    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best."""
+def schedule_nodes(
+    keys: BatchKeys, thresholds: list[Threshold], usable: Callable[[int], bool]
+) -> list[Layout | None]:
+    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
+
+    Args:
+      keys: the batch keys.
+      thresholds: the batch sizes.
+      usable: whether the mesh and the model's weights divide over so many devices; `best` takes no
+        other numbers.
+    """
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds)
     if keys.node_schedule == "best":
-        return [_best(keys, threshold) for threshold in thresholds]
+        least, most = min(keys.min_nodes, keys.num_nodes), max(1, keys.num_nodes)
+        candidates = [n for n in range(least, most + 1) if usable(n * keys.devices_per_node)]
+        return [_best(keys, threshold, candidates) for threshold in thresholds]
     nodes, devices = max(1, keys.num_nodes), keys.num_devices
     return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
 
@@ -101,10 +113,10 @@ def node_passes(layout: Layout) -> int:
     return layout.nodes * layout.gradient_accumulation_steps
 
 
-def _best(keys: BatchKeys, threshold: Threshold) -> Layout | None:
+def _best(keys: BatchKeys, threshold: Threshold, candidates: list[int]) -> Layout | None:
     """The least node-time, and of equal ones the most nodes: the shortest wait."""
     found = []
-    for nodes in range(min(keys.min_nodes, keys.num_nodes), max(1, keys.num_nodes) + 1):
+    for nodes in candidates:
         if layout := spread(keys, threshold, nodes, nodes * keys.devices_per_node):
             found.append(layout)
     return min(found, key=lambda layout: (node_passes(layout), -layout.nodes), default=None)

@@ -1,6 +1,7 @@
-"""ramp.png: batch size and loss over the consumed samples."""
+"""The pictures: a run's batch size and loss, a plan's batch size, nodes and learning rate."""
 
 import pathlib
+from typing import Any
 
 from maxramp.metrics import Record
 
@@ -52,3 +53,41 @@ def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
         axes.spines["top"].set_visible(False)
     batch_axes.set_title(title)
     figure.savefig(path, dpi=130)
+
+
+def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws `maxramp.plan`'s plan: global batch size, nodes and learning rate over samples."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    stages, rate = plan["stages"], plan["learning_rate"]
+    x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
+    figure = Figure(figsize=(7, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    batch, nodes, learning_rate = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
+    for axes, key, color, label in (
+        (batch, "global_batch_size", "tab:blue", "global batch size\n(samples)"),
+        (nodes, "nodes", "tab:green", "nodes"),
+    ):
+        y = [*(s[key] for s in stages), stages[-1][key]]
+        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
+        axes.step(x, y, where="post", color=color, linewidth=1.8)
+        axes.set_ylim(0, max(y) * 1.15)
+        axes.set_ylabel(label)
+    learning_rate.plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
+    learning_rate.set_ylim(0, None)
+    learning_rate.set_ylabel("learning rate")
+    learning_rate.set_xlabel("consumed samples")
+    learning_rate.set_xlim(0, plan["total_samples"])
+    learning_rate.xaxis.set_major_formatter(EngFormatter(sep=""))
+    learning_rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    length = plan["max_target_length"]
+    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
+    tokens.set_xlabel("consumed tokens")
+    tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in (batch, nodes, learning_rate):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.align_ylabels()
+    figure.savefig(path, dpi=150)

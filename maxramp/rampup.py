@@ -20,7 +20,7 @@ This module imports no jax.
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -70,6 +70,7 @@ class RampupBatchManager:
         *,
         first_step: int = 0,
         first_sample: int = 0,
+        usable: Callable[[int], bool] = lambda devices: True,
     ):
         """
         Args:
@@ -80,6 +81,7 @@ class RampupBatchManager:
           first_step, first_sample: where the schedule is taken up. A run whose batch keys changed
           at
             a restart has steps behind it that the keys of today would have made otherwise.
+          usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
 
         Raises:
           ConfigError: a key is out of range. A batch that does not divide over its devices is
@@ -94,7 +96,7 @@ class RampupBatchManager:
         layouts = (
             [layout_lib.spread(keys, t, nodes, num_devices) for t in thresholds]
             if num_devices
-            else layout_lib.schedule_nodes(keys, thresholds)
+            else layout_lib.schedule_nodes(keys, thresholds, usable)
         )
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}

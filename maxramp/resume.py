@@ -1,5 +1,7 @@
 """Where a start of a run takes up its schedule, and where it ends."""
 
+from collections.abc import Callable
+
 from maxramp.checkpoint import Position
 from maxramp.config import Config
 from maxramp.rampup import RampupBatchManager
@@ -15,11 +17,18 @@ class Schedule:
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
-    def __init__(self, config: Config, num_devices: int, position: Position | None = None):
+    def __init__(
+        self,
+        config: Config,
+        num_devices: int,
+        usable: Callable[[int], bool],
+        position: Position | None = None,
+    ):
         """
         Args:
           config: a resolved config.
           num_devices: devices of this job.
+          usable: whether the model's mesh can be made of so many devices, in a later job.
           position: the checkpoint to go on from.
 
         Raises:
@@ -41,7 +50,7 @@ class Schedule:
                     f"{_shown(now)}; before this start they were to be {_shown(before)}"
                 )
         self.ramp = RampupBatchManager(config, num_devices, **origin)
-        self.planned = RampupBatchManager(config, **origin)
+        self.planned = RampupBatchManager(config, usable=usable, **origin)
         self.last_step = self.ramp.total_steps
         if step >= self.last_step:
             return

@@ -6,14 +6,14 @@ python -m maxramp.train CONFIG.yml [key=value ...]
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
-from maxramp.checkpoint import Checkpoints
+from maxramp.checkpoint import Checkpoints, Position
 from maxramp.config import Config
 from maxramp.data.loader import Loader
 from maxramp.data.sources import Corpus, open_corpus
@@ -37,14 +37,17 @@ from maxramp.step import init_state
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     try:
-        config = config_lib.load(sys.argv[1:] if arguments is None else arguments)
-        mesh_lib.start_backend(config)
+        loaded = config_lib.load(sys.argv[1:] if arguments is None else arguments)
+        mesh_lib.start_backend(loaded)
         config = config_lib.resolve(
-            config, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
+            loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
         )
-        Schedule(config, jax.device_count())  # refuses what cannot be run before data is read
+        take_up = functools.partial(
+            Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
+        )
+        take_up()  # refuses a run that cannot be before its data is read
         jax.set_mesh(mesh_lib.make_mesh(config))
-        return train(config, open_corpus(config))
+        return train(config, open_corpus(config), take_up)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -53,8 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def train(config: Config, corpus: Corpus) -> int:
-    """Trains from where the run stands to its last step, on the mesh that is set.
+def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], Schedule]) -> int:
+    """Trains from where the run stands to the end of the run or the stage, on the mesh that is set.
+
+    Args:
+      config: a resolved config.
+      corpus: the rows.
+      take_up: where a checkpoint stands -> the schedule from there.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -72,7 +80,7 @@ def train(config: Config, corpus: Corpus) -> int:
         closing.callback(checkpoints.close)
         position = checkpoints.latest()
         first_step = position.step if position else 0
-        schedule = Schedule(config, jax.device_count(), position)
+        schedule = take_up(position)
         ramp, last_step = schedule.ramp, schedule.last_step
         if first_step >= ramp.total_steps:
             output.say_finished(first_step, ramp)

@@ -1,0 +1,269 @@
+"""What a run will do, before it costs anything.
+
+python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
+"""
+
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxramp import config as config_lib
+from maxramp import mesh as mesh_lib
+from maxramp.config import Config
+from maxramp.errors import EXIT_CONFIG, ConfigError
+from maxramp.fit import largest_per_device_batch_size
+from maxramp.layout import rows_per_device_limit
+from maxramp.memory import estimate
+from maxramp.model import training_flops_per_token
+from maxramp.optimizer import LearningRate
+from maxramp.output import plan_json
+from maxramp.picture import draw_plan
+from maxramp.rampup import RampupBatchManager, Stage
+
+USAGE = """
+Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest
+per_device_batch_size whose compiled step fits a device of this machine.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        as_json, fit = (_take(arguments, flag) for flag in ("--json", "--fit"))
+        plot = _take_value(arguments, "--plot")
+        config = config_lib.load(arguments, "plan", USAGE)
+        if fit:
+            mesh_lib.start_backend(config)
+            config = config_lib.resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
+            print(largest_per_device_batch_size(config))
+            return 0
+        plan = make_plan(config)
+        if plot:
+            draw_plan(plan, pathlib.Path(plot))
+        print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def _take(arguments: list[str], flag: str) -> bool:
+    given = flag in arguments
+    if given:
+        arguments.remove(flag)
+    return given
+
+
+def _take_value(arguments: list[str], flag: str) -> str | None:
+    if flag not in arguments:
+        return None
+    index = arguments.index(flag)
+    if index + 1 == len(arguments) or "=" in arguments[index + 1]:
+        raise ConfigError(f"{flag} needs the name of a file to write")
+    arguments.pop(index)
+    return arguments.pop(index)
+
+
+def make_plan(config: Any) -> dict[str, Any]:
+    """The plan of a loaded config for the nodes that it describes (default: this machine).
+
+    Returns:
+      plan.json's content with, for every stage, its part of the run, node-time and memory; totals,
+      also of constant-batch runs over the same samples; and the learning rate over samples.
+
+    Raises:
+      ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
+    """
+    if config.devices_per_node == -1:
+        config.devices_per_node = jax.local_device_count()
+    config.num_nodes = max(1, config.num_nodes)
+    target = _resolve_for(config, config.num_nodes * config.devices_per_node)
+    ramp = RampupBatchManager(target, usable=config_lib.mesh_checker(config))
+    stages = ramp.stages_between(0, ramp.total_steps)
+    ramp.check(stages)
+    plan = plan_json(ramp) | {
+        "num_nodes": target.num_nodes,
+        "devices_per_node": target.devices_per_node,
+        "max_target_length": target.max_target_length,
+        "warnings": [],
+    }
+    plan["stages"] = plan["stages"][: len(stages)]
+    cost = PassCost(target)
+    passes = [_run_steps(s, ramp) * s.gradient_accumulation_steps for s in stages]
+    times = [
+        count * cost.of(float(s.per_device_batch_size))
+        for count, s in zip(passes, stages, strict=True)
+    ]
+    node_time = sum(time * s.nodes for time, s in zip(times, stages, strict=True))
+    for stage, entry, time in zip(stages, plan["stages"], times, strict=True):
+        steps = _run_steps(stage, ramp)
+        entry |= {
+            "run_steps": steps,
+            "run_samples": steps * stage.global_batch_size,
+            "run_tokens": steps * stage.global_batch_size * target.max_target_length,
+            "share_of_node_time": time * stage.nodes / node_time,
+            "hours": cost.hours(time),
+            "node_hours": cost.hours(time * stage.nodes),
+        }
+        try:
+            entry["memory_gib"] = estimate(_resolve_for(config, stage.devices), stage)
+        except ConfigError as error:
+            entry["memory_gib"] = None
+            plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
+    plan["totals"] = {
+        "node_time": node_time,
+        "hours": cost.hours(sum(times)),
+        "node_hours": cost.hours(node_time),
+        "constant_first_batch": _constant(ramp, stages[0], target, cost),
+        "constant_final_batch": _constant(ramp, stages[-1], target, cost),
+    }
+    rate = LearningRate.of(target, ramp)
+    points = np.unique(np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64))
+    plan["learning_rate"] = {
+        "samples": points.tolist(),
+        "rate": [float(rate(n, ramp.stage_at_sample(int(n)).global_batch_size)) for n in points],
+    }
+    return plan
+
+
+def _resolve_for(config: Any, num_devices: int) -> Config:
+    slices = 1
+    for axis in config_lib.AXES:
+        slices *= max(1, config[f"dcn_{axis}_parallelism"])
+    return config_lib.resolve(config, num_devices, slices, config.num_nodes)
+
+
+def _run_steps(stage: Stage, ramp: RampupBatchManager) -> int:
+    end = ramp.total_steps
+    if stage.steps is not None:
+        end = min(end, stage.first_step + stage.steps)
+    return end - stage.first_step
+
+
+class PassCost:
+    """What a forward and backward pass takes, in passes of the largest micro batch.
+
+    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
+    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
+    """
+
+    def __init__(self, config: Config):
+        self._rows = float(rows_per_device_limit(config))
+        self._overhead = config.planned_pass_overhead
+        self._full_hours = None
+        if config.planned_tflops_per_device != -1:
+            flops = self._rows * config.max_target_length * training_flops_per_token(config)
+            self._full_hours = flops / (config.planned_tflops_per_device * 1e12) / 3600
+
+    def of(self, per_device_batch_size: float) -> float:
+        """A pass with so many rows per device."""
+        return (per_device_batch_size + self._overhead) / (self._rows + self._overhead)
+
+    def hours(self, passes: float) -> float | None:
+        """Hours of so many passes; None where planned_tflops_per_device is not given."""
+        return None if self._full_hours is None else passes * self._full_hours
+
+    def of_step(self, rows_per_device: float) -> float:
+        """A step of so many rows per device, in as few equal passes as the largest allows."""
+        count = math.ceil(rows_per_device / self._rows)
+        return count * self.of(rows_per_device / count)
+
+
+def _constant(
+    ramp: RampupBatchManager, stage: Stage, config: Config, cost: PassCost
+) -> dict[str, Any]:
+    """The same samples at the batch size of one stage throughout, on all nodes."""
+    steps = -(-ramp.total_samples // stage.global_batch_size)
+    devices = config.num_nodes * config.devices_per_node
+    time = steps * cost.of_step(stage.global_batch_size / devices)
+    return {
+        "global_batch_size": stage.global_batch_size,
+        "steps": steps,
+        "node_time": time * config.num_nodes,
+        "hours": cost.hours(time),
+        "node_hours": cost.hours(time * config.num_nodes),
+    }
+
+
+def print_plan(plan: dict[str, Any]) -> None:
+    """The plan as a table and a few lines."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = "stage|first step|steps|samples|tokens|global batch|per device|accum.|nodes|devices"
+    for name in (columns + "|node-time|memory/device").split("|"):
+        table.add_column(name, justify="right")
+    for s in plan["stages"]:
+        memory = s["memory_gib"]
+        table.add_row(
+            *(str(s["index"]), f"{s['first_step']:,}", f"{s['run_steps']:,}"),
+            *(_short(s["run_samples"]), _short(s["run_tokens"]), f"{s['global_batch_size']:,}"),
+            *(f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])),
+            *(str(s["nodes"]), str(s["devices"]), f"{s['share_of_node_time']:.1%}"),
+            f"{memory['total']:.3g} GiB" if memory else "-",
+        )
+    console.print(table)
+    last, totals = plan["stages"][-1], plan["totals"]
+    memory = last["memory_gib"]
+    console.print(
+        f"run       {plan['total_steps']:,} steps, {plan['total_samples']:,} samples, "
+        f"{_short(plan['total_tokens'])} tokens on up to {_count(plan['num_nodes'], 'node')} of "
+        f"{_count(plan['devices_per_node'], 'device')}"
+    )
+    first, final = totals["constant_first_batch"], totals["constant_final_batch"]
+    console.print(
+        f"steps     {_change(plan['total_steps'], first['steps'])} than a constant batch of "
+        f"{first['global_batch_size']:,} takes ({first['steps']:,}); "
+        f"{_change(plan['total_steps'], final['steps'])} than one of "
+        f"{final['global_batch_size']:,} ({final['steps']:,})"
+    )
+    console.print(
+        f"node-time {_change(totals['node_time'], final['node_time'])} than a constant batch of "
+        f"{final['global_batch_size']:,} on all nodes takes"
+        + (
+            f": {totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
+            if totals["hours"]
+            else " (planned_tflops_per_device=N makes it hours)"
+        )
+    )
+    for warning in plan["warnings"]:
+        console.print(f"warning   {warning}")
+    if memory is None:
+        return
+    console.print(
+        f"memory    per device in the last stage, estimated: weights {memory['weights']:.3g}, "
+        f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, activations "
+        f"{memory['activations']:.3g} GiB (--fit asks the compiler)"
+    )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s'[: count > 1]}"
+
+
+def _change(value: float, reference: float) -> str:
+    change = value / reference - 1
+    if abs(change) < 5e-4:
+        return "no fewer"
+    return f"{abs(change):.1%} {'fewer' if change < 0 else 'more'}"
+
+
+def _short(count: float) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
