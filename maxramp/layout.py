@@ -94,13 +94,13 @@ def schedule_nodes(
       usable: whether the mesh and the model's weights divide over so many devices; `best` takes no
         other numbers.
     """
+    nodes, devices = keys.num_nodes, keys.num_devices
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds)
     if keys.node_schedule == "best":
-        least, most = min(keys.min_nodes, keys.num_nodes), max(1, keys.num_nodes)
-        candidates = [n for n in range(least, most + 1) if usable(n * keys.devices_per_node)]
+        least = min(keys.min_nodes, nodes)
+        candidates = [n for n in range(least, nodes + 1) if usable(n * keys.devices_per_node)]
         return [_best(keys, threshold, candidates) for threshold in thresholds]
-    nodes, devices = max(1, keys.num_nodes), keys.num_devices
     return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
 
 
@@ -126,7 +126,7 @@ def _nemo_schedule(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout 
     """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
     largest number up to that of the next larger one that gives whole micro batches to every
     rank."""
-    most, layouts = max(1, keys.num_nodes), []
+    most, layouts = keys.num_nodes, []
     for threshold in reversed(thresholds):
         layout = None
         for nodes in range(most, 0, -1):

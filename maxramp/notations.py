@@ -53,7 +53,8 @@ class BatchKeys:
         if isinstance(config, cls):
             return config
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        return cls(**given | {"num_nodes": max(1, given.get("num_nodes", 1))})
 
     @property
     def model_parallel_size(self) -> int:
@@ -68,7 +69,7 @@ class BatchKeys:
                 f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
                 "devices_per_node"
             )
-        return max(1, self.num_nodes) * self.devices_per_node
+        return self.num_nodes * self.devices_per_node
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,24 +57,24 @@ class LearningRate:
         if global_batch_size is not None:
             power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.batch_size_lr_scaling]
             peak *= (global_batch_size / self.final_batch_size) ** power
-        final = peak * config.learning_rate_final_fraction
+        final, total = peak * config.learning_rate_final_fraction, float(self.total)
         warmup = self._part(config.warmup_steps_fraction)
-        decay = self.total - warmup
+        decay = total - warmup
         style = "cosine"
         if config.lr_schedule_type == "wsd":
             decay = self._part(config.wsd_decay_steps_fraction)
             style = config.wsd_decay_style
-        done = self._progress(s - (self.total - decay), decay, 1.0 if style == "cosine" else 0.0)
+        done = self._progress(s - (total - decay), decay, 1.0 if style == "cosine" else 0.0)
         left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if style == "cosine" else 1 - done
-        rate = jnp.where(s < self.total - decay, peak, final + (peak - final) * left)
+        rate = jnp.where(s < total - decay, peak, final + (peak - final) * left)
         rate = jnp.where(s < warmup, peak * self._progress(s, warmup, 0.0), rate)
-        return jnp.where(s < self.total, rate, 0.0)
+        return jnp.where(s < total, rate, 0.0)
 
-    def _part(self, fraction: float) -> int:
-        """A fraction of the schedule in whole quanta."""
-        return math.floor(self.total / self.quantum * fraction) * self.quantum
+    def _part(self, fraction: float) -> float:
+        """A fraction of the schedule in whole quanta; a float, as samples pass JAX's int32."""
+        return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
-    def _progress(self, since: Any, length: int, of_one_batch: float) -> Any:
+    def _progress(self, since: Any, length: float, of_one_batch: float) -> Any:
         """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""
         if length <= self.quantum:
             return of_one_batch

@@ -59,7 +59,7 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     """Draws `maxramp.plan`'s plan: global batch size, nodes and learning rate over samples."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import FuncFormatter
 
     stages, rate = plan["stages"], plan["learning_rate"]
     x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
@@ -80,14 +80,22 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     learning_rate.set_ylabel("learning rate")
     learning_rate.set_xlabel("consumed samples")
     learning_rate.set_xlim(0, plan["total_samples"])
-    learning_rate.xaxis.set_major_formatter(EngFormatter(sep=""))
+    learning_rate.xaxis.set_major_formatter(FuncFormatter(_short))
     learning_rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     length = plan["max_target_length"]
     tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
     tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
+    tokens.xaxis.set_major_formatter(FuncFormatter(_short))
     for axes in (batch, nodes, learning_rate):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.align_ylabels()
     figure.savefig(path, dpi=150)
+
+
+def _short(count: float, position: int) -> str:
+    """250000000000 -> 250B, as the field writes it."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"

@@ -128,10 +128,12 @@ def make_plan(config: Any) -> dict[str, Any]:
         "constant_final_batch": _constant(ramp, stages[-1], target, cost),
     }
     rate = LearningRate.of(target, ramp)
-    points = np.unique(np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64))
+    points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
+    steps = sorted({ramp.step_at_sample(int(n)) for n in points})
+    starts = [ramp.samples_before(step) for step in steps]
     plan["learning_rate"] = {
-        "samples": points.tolist(),
-        "rate": [float(rate(n, ramp.stage_at_sample(int(n)).global_batch_size)) for n in points],
+        "samples": starts,
+        "rate": [float(rate(n, ramp.stage_at_sample(n).global_batch_size)) for n in starts],
     }
     return plan
 

@@ -73,7 +73,7 @@ def train_step(
 
     zeros = jax.tree.map(jnp.zeros_like, state.model), (jnp.float32(0), jnp.float32(0))
     (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
-    grad_norm = optax.global_norm(gradients) / tokens
+    grad_norm = optax.tree.norm(gradients) / tokens
     scale = 1 / tokens
     if config.gradient_clipping_threshold:
         limit = config.gradient_clipping_threshold

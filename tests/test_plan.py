@@ -1,0 +1,257 @@
+"""`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
+
+import json
+import random
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
+
+from maxramp.errors import EXIT_STAGE_END
+from maxramp.memory import compiled_bytes, estimate
+from maxramp.metrics import read_records
+from maxramp.optimizer import LearningRate
+from maxramp.rampup import RampupBatchManager
+from maxramp.stages import Programs, abstract_state
+
+NEMO_8B = [
+    *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
+    *("rampup_batch_size=[256,256,10000000]", "global_batch_size=2048", "micro_batch_size=4"),
+    *("total_tokens=300e9", "dataset_type=synthetic", "remat_policy=full"),
+    *("ici_fsdp_parallelism=8", "ici_data_parallelism=-1", "node_schedule=nemo"),
+]
+
+
+def plan_of(*arguments, config=BASE):
+    done = run(config, *arguments, "--json", module="plan")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_plan_of_an_8b_model_on_16_nodes():
+    """In under 10 s, with NeMo's node table, every stage's memory and the totals."""
+    start = time.perf_counter()
+    plan = plan_of(*NEMO_8B, "planned_tflops_per_device=400")
+    assert time.perf_counter() - start < 10
+    stages = plan["stages"]
+    assert [s["nodes"] for s in stages] == [8, 8, 8, 8, 10, 12, 14, 16]
+    assert [s["devices"] for s in stages] == [64, 64, 64, 64, 80, 96, 112, 128]
+    for s in stages:
+        rows = s["per_device_batch_size"] * s["devices"] * s["gradient_accumulation_steps"]
+        assert rows == s["global_batch_size"] and s["per_device_batch_size"] == 4
+        # 8.03 billion weights of 4 bytes in 8 shards, and twice that for Adam's moments.
+        assert s["memory_gib"]["weights"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)
+        assert s["memory_gib"]["optimizer"] == pytest.approx(2 * s["memory_gib"]["weights"])
+    assert sum(s["run_samples"] for s in stages) == plan["total_samples"]
+    assert 0 <= plan["total_samples"] - 300e9 / 4096 < 2048
+    assert stages[-1]["steps"] is None and stages[-1]["samples"] is None
+    assert sum(s["share_of_node_time"] for s in stages) == pytest.approx(1)
+    # Micro batches are full in every stage, so node-time is what the operations take.
+    flops = plan["totals"]["node_hours"] * 3600 * 8 * 400e12
+    assert flops == pytest.approx(plan["total_tokens"] * 6 * 8.03e9, rel=0.2)
+
+
+def test_the_table_and_the_picture(tmp_path):
+    done = run(BASE, *NEMO_8B, "--plot", str(tmp_path / "plan.png"), module="plan")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    table = [row for row in rows if row and row[0].isdigit()]
+    assert [row[0] for row in table] == [str(i) for i in range(8)]
+    assert [row[5] for row in table][:4] == ["256", "512", "768", "1,024"]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_totals_against_constant_batches():
+    """By hand: 150 + 75 + 50 + 45 steps for 5040 samples; 630 of 8, 158 of 32."""
+    plan = plan_of("devices_per_node=1", "num_nodes=1")
+    assert [s["run_steps"] for s in plan["stages"]] == [150, 75, 50, 45]
+    assert plan["totals"]["constant_first_batch"]["steps"] == 630
+    assert plan["totals"]["constant_final_batch"]["steps"] == 158
+    cost = [150 * 8.25, 75 * 16.25, 50 * 24.25, 45 * 32.25]  # a quarter row's worth per pass
+    assert plan["totals"]["node_time"] == pytest.approx(sum(cost) / 32.25)
+
+
+@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs" / "schedules").glob("*.yml")])
+def test_every_shipped_schedule_plans(name):
+    plan = plan_of(config=str(ROOT / "configs" / "schedules" / f"{name}.yml"))
+    assert len(plan["stages"]) > 1 and not plan["warnings"]
+
+
+def test_the_learning_rate_does_not_bend():
+    """A ramp's curve over samples is the curve of the constant batch that it ends at."""
+    ramped = make_config("steps=-1", "total_samples=40000", devices=1)
+    constant = make_config(
+        "steps=-1", "total_samples=40000", "enable_rampup_batch_size=False", devices=1
+    )
+    curves = []
+    for config in (ramped, constant):
+        ramp = RampupBatchManager(config)
+        curves.append(LearningRate.of(config, ramp)(jnp.arange(0, ramp.total_samples, 7)))
+    length = min(map(len, curves))
+    # Lengths of the runs differ by less than a batch of 32 in 40000.
+    assert jnp.abs(curves[0][:length] - curves[1][:length]).max() < 1e-2 * ramped.learning_rate
+
+
+def test_learning_rate_by_steps_is_the_other_reading():
+    config = make_config("learning_rate_by=steps", "steps=100", devices=1)
+    ramp = RampupBatchManager(config)
+    rate = LearningRate.of(config, ramp)
+    constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
+    by_step = LearningRate.of(constant, RampupBatchManager(constant))
+    for step in range(100):
+        assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
+
+
+@pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
+    config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
+    rate = LearningRate.of(config, RampupBatchManager(config))
+    assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
+    assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal", "full"])
+def test_the_memory_estimate_is_of_the_right_size(policy):
+    """Weights and optimizer exactly, the whole within a factor of 2 of the compiler's account."""
+    config = make_config(
+        *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=6", "head_dim=32"),
+        *("max_target_length=256", f"remat_policy={policy}", "ici_fsdp_parallelism=2"),
+        *("per_device_batch_size=8", "enable_rampup_batch_size=False", "vocab_size=4096"),
+        devices=2,
+    )
+    ramp, mesh = RampupBatchManager(config), make_mesh(config)
+    with jax.set_mesh(mesh):
+        state = abstract_state(config, mesh)
+        rate = LearningRate.of(config, ramp)
+        programs = Programs(config, mesh, rate, state, ramp.stages, 0)
+        compiled, _ = programs.train_step(ramp.stages[0])
+    found = estimate(config, ramp.stages[0])
+    shards = {
+        name: sum(
+            x.sharding.shard_shape(x.shape)[0] * x.size // x.shape[0] * x.dtype.itemsize
+            if x.shape
+            else 4
+            for x in jax.tree.leaves(tree)
+        )
+        for name, tree in (("weights", state.model), ("optimizer", state.opt_state))
+    }
+    for name, tree in (("weights", state.model), ("optimizer", state.opt_state)):
+        held = sum(
+            x.dtype.itemsize * int(jnp.prod(jnp.array(x.sharding.shard_shape(x.shape))))
+            for x in jax.tree.leaves(tree)
+        )
+        assert found[name] * 2**30 == pytest.approx(held), shards
+    assert 0.5 < found["total"] * 2**30 / compiled_bytes(compiled) < 2
+
+
+def test_fit_finds_the_edge():
+    """What it prints fits by the compiler's account, and one row more does not."""
+    small = (*TINY, "enable_rampup_batch_size=False", "device_memory_gib=0.05")
+    done = run(BASE, *small, "--fit", module="plan")
+    assert done.returncode == 0, done.stderr
+    size, used, limit, above = re.fullmatch(
+        r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)",
+        done.stdout.strip(),
+    ).groups()
+    assert int(size) > 1 and float(used) <= float(limit) == 0.05 < float(above)
+
+
+def steps_of(folder):
+    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+GROWING = [
+    *TINY,
+    *("rampup_batch_size=[8,8,240]", "global_batch_size=24", "micro_batch_size=4", "steps=26"),
+    "eval_interval=-1",
+]
+
+
+def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
+    """Started on 2, 4 and 8 devices for its three stages: the rows of one uninterrupted run."""
+    common = (f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}")
+    whole = run(BASE, *GROWING, *common, "run_name=whole", devices=2)
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "grown"
+    grown = (*GROWING, *common, "run_name=grown", "stop_at_stage_end=True")
+    grown += ("num_nodes=4", "devices_per_node=2")
+    expected = [(1, 16, 120), (2, 24, 248)]
+    for devices, following in ((2, expected[0]), (4, expected[1]), (8, None)):
+        done = run(BASE, *grown, devices=devices)
+        assert done.returncode == (EXIT_STAGE_END if following else 0), done.stderr
+        path = folder / "next_stage.json"
+        assert path.exists() == bool(following)
+        if following:
+            next_stage = json.loads(path.read_text())
+            keys = ("stage", "global_batch_size", "consumed_samples")
+            assert tuple(next_stage[key] for key in keys) == following
+            # Micro batches of 4 rows fill 2 nodes of 2 devices for 16 rows and 3 for 24, but the
+            # weights do not divide over 6 devices: 1 node with full micro batches is next best.
+            assert next_stage["nodes"] == {16: 2, 24: 1}[following[1]]
+            assert next_stage["devices"] == 2 * next_stage["nodes"]
+            assert steps_of(folder)[-1]["consumed_samples"] == following[2]
+    a, b = steps_of(folder), steps_of(tmp_path / "whole")
+    for name in ("step", "stage", "global_batch_size", "batch_fingerprint", "consumed_samples"):
+        assert [r[name] for r in a] == [r[name] for r in b], name
+    for x, y in zip(a, b, strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=2e-4)
+        assert x["learning_rate"] == y["learning_rate"]
+
+
+def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
+    """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
+    line = [
+        *(BASE, *TINY, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"),
+        *("run_name=changed", "eval_interval=-1", "checkpoint_period=7", "micro_batch_size=8"),
+    ]
+    first = run(
+        *line, "step_batch_size_schedule=0:4 50:8", "step_batch_size_unit=samples", "steps=14"
+    )
+    assert first.returncode == 0, first.stderr
+    new = ("step_batch_size_schedule=0:4 50:8 100:16 130:2", "step_batch_size_unit=samples")
+    second = run(*line, *new, "steps=18")
+    assert second.returncode == 0, second.stderr
+    # 13 steps of 4 reach 52, the 14th takes 8: 60 samples.
+    change = [text for text in second.stdout.splitlines() if text.startswith("change")]
+    assert change == [
+        "change   from sample 60 on (step 14) the batch sizes are 8, 16 from 100, 2 from 132; "
+        "before this start they were to be 8"
+    ]
+    third = run(*line, *new, "steps=30")
+    assert third.returncode == 0 and "change " not in third.stdout
+    records = steps_of(tmp_path / "changed")
+    assert [r["step"] for r in records] == list(range(30))
+    sizes = [4] * 13 + [8] * 6 + [16] * 2 + [2] * 9
+    assert [r["global_batch_size"] for r in records] == sizes
+    assert records[-1]["consumed_samples"] == sum(sizes)
+    # The rows are those of any other way to cut the same order.
+    other = run(
+        *(a for a in line if not a.startswith(("run_name", "micro"))),
+        *("run_name=one", "enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=13"),
+    )
+    assert other.returncode == 0
+    prints = [r["batch_fingerprint"] for r in steps_of(tmp_path / "one")]
+    assert prints == [r["batch_fingerprint"] for r in records[:13]]
+
+
+def test_random_changes_keep_the_clock(tmp_path):
+    """Taken up anywhere, the schedule's steps and samples go on without a gap."""
+    rng = random.Random(0)
+    for _ in range(300):
+        step, sample = rng.randrange(1000), rng.randrange(5000)
+        config = make_config(
+            f"rampup_batch_size=[{8 * rng.randint(1, 3)},8,{rng.randint(1, 6000)}]",
+            *("global_batch_size=64", "micro_batch_size=2"),
+        )
+        ramp = RampupBatchManager(config, first_step=step, first_sample=sample)
+        assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
+        for k in range(step, step + 40):
+            stage = ramp.stage_at_step(k)
+            assert ramp.samples_before(k + 1) - ramp.samples_before(k) == stage.global_batch_size
+            assert ramp.stage_at_sample(ramp.samples_before(k)) is stage
+            plain = RampupBatchManager(config).thresholds
+            due = [t for t in plain if t.first_sample <= ramp.samples_before(k)][-1]
+            assert stage.global_batch_size == due.global_batch_size
