@@ -31,15 +31,25 @@ class Checkpoints:
     """The checkpoints of a run's folder."""
 
     def __init__(self, config: Config, folder: pathlib.Path, corpus_hash: str):
-        self._config, self._corpus_hash = config, corpus_hash
+        self._config, self._folder, self._corpus_hash = config, folder.absolute(), corpus_hash
         self._checkpointer = None
         if config.enable_checkpointing:
-            keep = config.max_num_checkpoints_to_keep
-            policies = ocp.training.preservation_policies
-            policy = policies.LatestN(keep) if keep else policies.PreserveAll()
-            self._checkpointer = ocp.training.Checkpointer(
-                folder.absolute(), preservation_policy=policy, cleanup_tmp_directories=True
-            )
+            self._checkpointer = self._open(for_saving=False)
+
+    def _open(self, for_saving: bool) -> ocp.training.Checkpointer:
+        keep = self._config.max_num_checkpoints_to_keep
+        policies = ocp.training.preservation_policies
+        return ocp.training.Checkpointer(
+            self._folder,
+            preservation_policy=policies.LatestN(keep) if keep else policies.PreserveAll(),
+            cleanup_tmp_directories=for_saving,
+        )
+
+    def start_saving(self) -> None:
+        """Removes what killed saves left behind. Before it, nothing in the folder is changed."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = self._open(for_saving=True)
 
     def latest(self) -> Position | None:
         """Where the newest checkpoint stands; None without one.
@@ -50,7 +60,12 @@ class Checkpoints:
         if self._checkpointer is None or self._checkpointer.latest is None:
             return None
         newest = self._checkpointer.latest
-        saved = self._checkpointer.checkpointables_metadata(newest).custom_metadata
+        saved = self._checkpointer.checkpointables_metadata(newest).custom_metadata or {}
+        if "consumed_samples" not in saved:
+            raise ConfigError(
+                f"{newest.path}: not a checkpoint of maxramp; move it away, or take another "
+                "run_name"
+            )
         if saved["corpus_hash"] != self._corpus_hash:
             raise ConfigError(
                 f"{newest.path}: trained on other data (hash {saved['corpus_hash']}, now "

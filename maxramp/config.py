@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import ml_collections
@@ -18,7 +19,7 @@ import yaml
 
 from maxramp import layout, notations
 from maxramp.errors import ConfigError
-from maxramp.yamlfile import parse_value, read_yaml
+from maxramp.yamlfile import dump, parse, read_yaml
 
 Config = ml_collections.FrozenConfigDict
 
@@ -27,6 +28,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 CONFIGS = next((d for d in (_HERE / "configs", _HERE.parent / "configs") if d.is_dir()), _HERE)
 
 # Keys that may be unset, and their type where they are set.
+_OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
 _OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
 
 # Groups of alternatives: family -> (keys that choose it, keys that only it uses). A file or command
@@ -123,7 +125,7 @@ def load(
     if {"-h", "--help", "help"} & set(arguments):
         print(USAGE.format(program=program, more=usage, base=base_text))
         raise SystemExit(0)
-    if not arguments or "=" in os.path.basename(arguments[0]):
+    if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError(
             f"no config file given: python -m maxramp.{program} CONFIG.yml [key=value ...]"
         )
@@ -134,13 +136,14 @@ def load(
     if len(command_line) < len(arguments) - 1:
         names = [argument.partition("=")[0] for argument in arguments[1:]]
         name = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{name} is given twice on the command line; give it once")
+        twice = [argument for argument in arguments[1:] if argument.startswith(f"{name}=")]
+        raise ConfigError(f"{' and '.join(twice)}: a key is given once; keep one of them")
     for path, values in _chain(pathlib.Path(arguments[0])):
         _update(config, defaults, values, path)
     model_name = command_line.get("model_name", config.model_name)
     if model_name != "default":
         path = CONFIGS / "models" / f"{model_name}.yml"
-        if not path.is_file():
+        if len(model_name) > 100 or not path.is_file():
             names = sorted(p.stem for p in path.parent.glob("*.yml"))
             raise ConfigError(
                 f"model_name={model_name} has no file configs/models/{model_name}.yml; "
@@ -170,7 +173,10 @@ def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
         if not isinstance(base, str):
             raise ConfigError(f"{path}: base_config={base} must be the path of a config file")
         beside = path.parent / os.path.expanduser(base)
+        named_by = path
         path = beside if beside.exists() or not (CONFIGS / base).exists() else CONFIGS / base
+        if not path.exists():
+            raise ConfigError(f"{named_by}: base_config={base}: no such config file as {path}")
 
 
 def _split_argument(argument: str, defaults: dict[str, Any]) -> tuple[str, Any]:
@@ -180,7 +186,7 @@ def _split_argument(argument: str, defaults: dict[str, Any]) -> tuple[str, Any]:
     if isinstance(defaults.get(name), str):
         return name, text  # as written: run_name=007 or 1e5 is a name
     try:
-        return name, parse_value(text)
+        return name, parse(text)
     except yaml.YAMLError:
         raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
 
@@ -197,7 +203,7 @@ def _update(
             near = difflib.get_close_matches(name, defaults, 1, 0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"{where}{name}={value} is not a known key; {hint}(--help lists every key)"
+                f"{where}{name}={value} is not a known key; {hint}--help lists every key"
             )
         value = _typed(f"{where}{name}={value}", name, value, defaults[name])
         with config.ignore_type():
@@ -248,17 +254,21 @@ def _typed(shown: str, name: str, value: Any, default: Any) -> Any:
         if value in (None, "none", "None"):
             return None
         default = _OPTIONAL[name]()
-    elif default == "" and value in (None, "none", "None"):
+    elif (default == "" or name in _OPTIONAL_TEXT) and value in (None, "none", "None"):
         return ""
     kind = type(default)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
-    if type(value) is kind and (kind is not float or math.isfinite(value)):
+    if type(value) is kind:
+        if kind is float and not math.isfinite(value):
+            raise ConfigError(f"{shown} must be a finite number")
+        if kind is int and abs(value) >= 2**63:
+            raise ConfigError(f"{shown} must be below 2^63")
         return value
     wanted = {
         bool: "True or False",
         int: "an integer",
-        float: "a finite number",
+        float: "a number",
         str: "text (in a file, quote it)",
         list: "a list such as [a, b]",
     }[kind]
@@ -266,8 +276,9 @@ def _typed(shown: str, name: str, value: Any, default: Any) -> Any:
 
 
 def _kind_of(value: Any) -> str:
-    kinds = {bool: "a bool", int: "an integer", str: "text", list: "a list", dict: "a mapping"}
-    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+    kinds = {bool: "a bool", int: "an integer", float: "a fraction", str: "text"}
+    kinds |= {list: "a list", dict: "a mapping"}
+    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
 
 
 def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
@@ -320,7 +331,8 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     if config.base_num_query_heads % config.base_num_kv_heads:
         raise ConfigError(
             f"base_num_kv_heads={config.base_num_kv_heads} does not divide "
-            f"base_num_query_heads={config.base_num_query_heads}"
+            f"base_num_query_heads={config.base_num_query_heads}: every key and value head serves "
+            "equally many query heads; use a divisor"
         )
     activations = config.mlp_activations
     if len(activations) != 2 or any(name not in _ACTIVATIONS for name in activations):
@@ -355,6 +367,9 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             "stop_at_stage_end=True with enable_checkpointing=False would lose every stage; enable "
             "checkpointing"
         )
+    for name in ("init_weights_seed", "data_shuffle_seed", "num_epoch"):
+        if config[name] >= 2**32:
+            raise ConfigError(f"{name}={config[name]} must be below 2^32 = {2**32}")
     if config.eval_interval > 0 and config.dataset_type == "text" and config.eval_fraction == 0:
         raise ConfigError(
             f"eval_interval={config.eval_interval} asks for evaluation, but eval_fraction=0 "
@@ -397,8 +412,6 @@ def resolve(
     config = config.copy_and_resolve_references()
     if not config.run_name:
         config.run_name = config.model_name
-    if config.eval_per_device_batch_size == 0:
-        config.eval_per_device_batch_size = float(layout.rows_per_device_limit(config))
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
     _resolve_nodes(config, num_devices, num_processes)
@@ -407,6 +420,8 @@ def resolve(
     )
     dcn_size = math.prod(config[f"dcn_{axis}_parallelism"] for axis in AXES)
     _fill_group(config, "ici", num_devices // dcn_size, f"this job has {num_devices} devices")
+    if config.eval_per_device_batch_size == 0:
+        config.eval_per_device_batch_size = float(layout.whole_rows_per_device(config))
     _check_divides(config, num_devices)
     return ml_collections.FrozenConfigDict(config)
 
@@ -423,15 +438,18 @@ def _fill_group(config: ml_collections.ConfigDict, group: str, wanted: int, has:
     """Replaces the -1 of a group of axes so that its product is `wanted`."""
     names = [f"{group}_{axis}_parallelism" for axis in AXES]
     known = math.prod(config[name] for name in names if config[name] != -1)
-    sizes = " x ".join(f"{name}={config[name]}" for name in names)
     open_name = next((name for name in names if config[name] == -1), None)
-    if open_name and wanted % known == 0 and wanted:
+    if open_name and wanted and wanted % known == 0:
         config[open_name] = wanted // known
     elif open_name or known != wanted:
-        remedy = f"numbers whose product divides {wanted}" if open_name else "one of them as -1"
-        raise ConfigError(
-            f"{sizes} does not make a mesh of {wanted} per {group} group: {has}; use {remedy}"
-        )
+        sizes = " x ".join(f"{name}={config[name]}" for name in names)
+        if not open_name:
+            remedy = "let one of them be -1"
+        elif wanted == 1:
+            remedy = "give 1 or -1"
+        else:
+            remedy = f"give sizes whose product divides {wanted}"
+        raise ConfigError(f"{sizes} makes no mesh of {wanted}, and {has}; {remedy}")
 
 
 def mesh_checker(config: ml_collections.ConfigDict) -> Callable[[int], bool]:
@@ -467,8 +485,10 @@ def _check_divides(config: ml_collections.ConfigDict, num_devices: int) -> None:
     eval_rows = notations.exact(config.eval_per_device_batch_size) * num_devices
     if eval_rows % ranks:
         raise ConfigError(
-            f"eval_per_device_batch_size={config.eval_per_device_batch_size:g} is {eval_rows} "
-            f"rows, which do not divide over {spread}"
+            f"eval_per_device_batch_size={config.eval_per_device_batch_size:g} is "
+            f"{notations.show(eval_rows)} rows on {num_devices} device{'s'[: num_devices > 1]}, "
+            f"which do not divide over {spread}; use a multiple of "
+            f"{notations.show(Fraction(ranks, num_devices))}"
         )
     for axis, names in {
         "fsdp": ("base_emb_dim",),
@@ -486,4 +506,6 @@ def to_yaml(config: Config) -> str:
     """The configuration as a config file that gives it again, in the order of base.yml."""
     values = config.to_dict()
     ordered = {name: values[name] for name in read_yaml(CONFIGS / "base.yml")}
-    return yaml.safe_dump(ordered, sort_keys=False, width=100)
+    # The sizes are written out: naming their file again would let it override them.
+    ordered["model_name"] = "default"
+    return f"# model_name: {config.model_name}\n{dump(ordered)}"

@@ -1,5 +1,8 @@
 """How a run says no: one line on stderr, and an exit status that other programs rely on."""
 
+import sys
+
+EXIT_FAILED = 1  # the run could not go on
 EXIT_CONFIG = 2  # the configuration or the command line is wrong
 EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for the next one
 EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
@@ -15,3 +18,12 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """What stopped a run that had started, in one line. Programs exit with status 1."""
+
+
+def report(error: Exception) -> int:
+    """Prints an error in one line on stderr; returns the exit status that goes with it."""
+    text = str(error).strip()
+    if not isinstance(error, ConfigError | TrainingError):
+        text = text.partition("\n")[0][:300]  # JAX's own, such as too little memory: its first line
+    print(f"error: {' '.join(text.splitlines())}", file=sys.stderr)
+    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

@@ -34,6 +34,13 @@ def rows_per_device_limit(config: Any) -> Fraction:
     return exact(keys.per_device_batch_size)
 
 
+def whole_rows_per_device(config: Any) -> Fraction:
+    """The same in whole rows of a rank, at least one: a size that any mesh of the job divides."""
+    keys = BatchKeys.of(config)
+    rows = max(1, int(rows_per_device_limit(keys) * keys.model_parallel_size))
+    return Fraction(rows, keys.model_parallel_size)
+
+
 def _rows_per_rank_limit(keys: BatchKeys, threshold: Threshold) -> int:
     per_device = threshold.rows_per_device or rows_per_device_limit(keys)
     return max(1, int(per_device * keys.model_parallel_size))
@@ -67,13 +74,14 @@ def refusal(keys: BatchKeys, index: int, threshold: Threshold, devices: int) -> 
             f"stage {index}: {devices} devices do not divide into groups of {parallel} "
             f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
         )
-    spread_over = f"{ranks} groups of {parallel} devices" if parallel > 1 else f"{ranks} devices"
+    spread_over = f"data x fsdp = {ranks}" + (f" groups of {parallel}" if parallel > 1 else "")
     if threshold.rows_per_device:
         rows = threshold.rows_per_device * devices
         return ConfigError(
             f"per_device_batch_size {show(threshold.rows_per_device)} (stage {index}) on {devices} "
-            f"devices is {rows} rows, which do not divide over {spread_over}; use a multiple of "
-            f"{show(Fraction(1, parallel))}, or more ici_tensor_parallelism"
+            f"devices is {show(rows)} rows, which do not divide over {spread_over}; make "
+            "per_device_batch_size, its start and its increment multiples of "
+            f"{show(Fraction(1, parallel))}, or use more ici_tensor_parallelism"
         )
     below = batch // ranks * ranks
     near = f"{below} or {below + ranks}" if below else f"{ranks}"

@@ -34,6 +34,13 @@ def start_backend(config: Config) -> None:
     if config.hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[config.hardware])
     if config.jax_cache_dir:
+        try:
+            os.makedirs(os.path.expanduser(config.jax_cache_dir), exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"jax_cache_dir={config.jax_cache_dir}: cannot write there: {error.strerror}; use "
+                'another folder, or "" for none'
+            ) from None
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -44,12 +51,14 @@ def start_backend(config: Config) -> None:
     _join_processes()
     try:
         jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ConfigError(
-            f"hardware={config.hardware} is not there: {reason}; hardware=auto takes what this "
-            "machine has"
-        ) from None
+    except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
+        reason = str(error).partition("(")[0].strip().rstrip(".:")[:200] or "no such backend"
+        remedy = (
+            "hardware=auto takes what this machine has"
+            if config.hardware != "auto"
+            else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
+        )
+        raise ConfigError(f"hardware={config.hardware}: {reason}; {remedy}") from None
 
 
 def _forced_cpu_devices() -> int:
@@ -75,9 +84,14 @@ def _join_processes() -> None:
             if "coordinator_address" not in str(error):
                 raise ConfigError(f"jax.distributed: {error}") from None
         return
-    if not (values[0] and values[1].isdigit() and values[2].isdigit()):
+    port = values[0].rpartition(":")[2]
+    numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
+    if not (":" in values[0] and port.isdigit() and numbers):
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise ConfigError(f"{shown}: all three must be set, to host:port and two numbers")
+        raise ConfigError(
+            f"{shown}: all three must be set, to host:port, the number of processes and this one's "
+            "place among them, from 0 on"
+        )
     jax.distributed.initialize(values[0], int(values[1]), int(values[2]))
 
 

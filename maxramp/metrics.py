@@ -178,7 +178,8 @@ def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
     A last line that was torn by a kill is left out.
     """
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:

@@ -232,17 +232,16 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
     if keys.enable_rampup_batch_size:
         start = exact(keys.per_device_batch_size_start)
         increment = exact(keys.per_device_batch_size_increment)
-        increments = int((final - start) / increment)
+        increments = _limited(int((final - start) / increment), "per_device_batch_size_increment")
         sizes = [start + i * increment for i in range(increments + 1)]
         share = Fraction(keys.global_rampup_samples, increments)
     found, first_sample = [], 0
     for size in sizes:
         if (size * devices).denominator != 1:
             raise ConfigError(
-                f"per_device_batch_size {show(size)} on {devices} devices is "
-                f"{show(size * devices)} rows, not a whole number; "
-                "per_device_batch_size, its start and its increment must be multiples of "
-                f"1/{devices}"
+                f"per_device_batch_size {show(size)} on {devices} device{'s'[: devices > 1]} is "
+                f"{show(size * devices)} rows, not a whole number; per_device_batch_size, its "
+                f"start and its increment must be multiples of {show(Fraction(1, devices))}"
             )
         accumulation = keys.gradient_accumulation_steps
         batch = int(size * devices) * accumulation
@@ -297,6 +296,7 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
     consumed < samples, with share = samples / increments, and the final size from then on."""
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment
+    _limited(increments, "rampup_batch_size")
     # consumed is whole, so it reaches i * samples / increments when it reaches the next integer.
     return [
         Threshold(-(-i * samples // increments), start + i * increment)
@@ -354,6 +354,17 @@ def _count(text: str) -> int | None:
 def _megatron(keys: BatchKeys) -> list[Threshold]:
     """Megatron's list: a step uses the last pair whose threshold is not above consumed samples."""
     return [Threshold(samples, batch) for samples, batch in _parse_schedule(keys)]
+
+
+_MOST_STAGES = 100_000
+
+
+def _limited(increments: int, key: str) -> int:
+    if increments >= _MOST_STAGES:
+        raise ConfigError(
+            f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
+        )
+    return increments
 
 
 # --- Words for errors ----------------------------------------------------------------------------

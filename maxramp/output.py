@@ -43,15 +43,21 @@ class Output:
         """
         self._config = config
         self._is_first = jax.process_index() == 0
-        self.folder = pathlib.Path(config.base_output_directory).expanduser() / config.run_name
+        self.folder = pathlib.Path(config.base_output_directory) / config.run_name
         if self._is_first:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "metrics.jsonl").open("a").close()
-            except OSError as error:
+                self.folder = self.folder.expanduser()
+                (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                (self.folder / ".writable").touch()
+                (self.folder / ".writable").unlink()
+                for name in ("metrics.jsonl", "config.yml", "plan.json"):
+                    if (self.folder / name).exists():
+                        (self.folder / name).open("a").close()
+            except (OSError, RuntimeError) as error:
                 raise ConfigError(
                     f"base_output_directory={config.base_output_directory}: cannot write to "
-                    f"{self.folder}: {error.strerror}"
+                    f"{getattr(error, 'filename', None) or self.folder}: "
+                    f"{getattr(error, 'strerror', None) or error}"
                 ) from None
         self._display = Display(config.log_period, quiet=not self._is_first)
         self._files: list[JsonlWriter | TensorBoardWriter] = []

@@ -19,7 +19,7 @@ from rich.table import Table
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.config import Config
-from maxramp.errors import EXIT_CONFIG, ConfigError
+from maxramp.errors import ConfigError, report
 from maxramp.fit import largest_per_device_batch_size
 from maxramp.layout import rows_per_device_limit
 from maxramp.memory import estimate
@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_plan(plan, pathlib.Path(plot))
         print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
         return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:
+        return report(error)
 
 
 def _take(arguments: list[str], flag: str) -> bool:

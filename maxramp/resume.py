@@ -54,11 +54,13 @@ class Schedule:
         self.last_step = self.ramp.total_steps
         if step >= self.last_step:
             return
-        stage = self.ramp.stage_at_step(step)
-        if config.stop_at_stage_end and stage.steps is not None:
-            self.last_step = min(self.last_step, stage.first_step + stage.steps)
-        self.ramp.check(self.ramp.stages_between(step, self.last_step))
-        self.planned.check(self.planned.stages_between(self.last_step, self.planned.total_steps))
+        here, *later = self.ramp.stages[self.ramp.stage_at_step(step).index :]
+        if config.stop_at_stage_end and later:
+            self.last_step = min(self.last_step, later[0].first_step)
+            self.ramp.check([here])
+            self.planned.check(later)
+        else:
+            self.ramp.check([here, *later])
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:

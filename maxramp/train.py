@@ -18,11 +18,11 @@ from maxramp.config import Config
 from maxramp.data.loader import Loader
 from maxramp.data.sources import Corpus, open_corpus
 from maxramp.errors import (
-    EXIT_CONFIG,
     EXIT_PREEMPTED,
     EXIT_STAGE_END,
     ConfigError,
     TrainingError,
+    report,
 )
 from maxramp.metrics import MetricsLog
 from maxramp.notations import exact
@@ -48,12 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         take_up()  # refuses a run that cannot be before its data is read
         jax.set_mesh(mesh_lib.make_mesh(config))
         return train(config, open_corpus(config), take_up)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:
+        return report(error)
 
 
 def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], Schedule]) -> int:
@@ -103,6 +99,7 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
         else:
             state = jax.jit(functools.partial(init_state, config))()
 
+        checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))
         for step in range(first_step, last_step):
             stage = ramp.stage_at_step(step)

@@ -1,7 +1,6 @@
 """Safe YAML with the numbers of YAML 1.2, and what is wrong with a file in one line."""
 
 import difflib
-import glob
 import pathlib
 import re
 from typing import Any
@@ -61,9 +60,26 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
-def parse_value(text: str) -> Any:
-    """A value as it is written after `key=` on the command line; raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that _Loader would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump(values: dict[str, Any]) -> str:
+    """A config file that `read_yaml` reads back as `values`."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def parse(text: str) -> Any:
+    """What a YAML text says; raises yaml.YAMLError whatever is wrong with it."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # From constructors, for a tag that does not fit its value: !!int abc.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise yaml.YAMLError(f"{text.strip()[:60]}: {reason[:120]}") from None
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
@@ -75,14 +91,14 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(str(path), glob.glob(f"{path.parent}/*.yml"), 1)
-        raise ConfigError(
-            f"{path}: no such config file" + (f"; did you mean {near[0]}?" if near else "")
-        ) from None
+        there = [other.name for other in path.parent.glob("*.yml")]
+        near = difflib.get_close_matches(path.name, there, 1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config file: {error}") from None
     try:
-        values = yaml.load(text, _Loader)
+        values = parse(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -91,5 +107,5 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a config file is a list of `key: value` lines")
+        raise ConfigError(f"{path}: a config file holds `key: value` lines, one key to a line")
     return values

@@ -54,7 +54,7 @@ def command(*arguments: str, module: str = "train") -> list[str]:
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """The environment of a subprocess that sees `devices` CPU devices and nothing of this process."""
+    """The environment of a subprocess that sees so many CPU devices and nothing of this one."""
     kept = {
         k: v
         for k, v in os.environ.items()

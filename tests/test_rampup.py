@@ -25,7 +25,7 @@ def settings(**changes):
 
 
 def test_documented_example():
-    """Per-device 1 -> 4 by 1 over 60 samples on 4 devices: 5 steps of 4, 3 of 8, 2 of 12, then 16."""
+    """1 -> 4 by 1 per device over 60 samples on 4 devices: 5 steps of 4, 3 of 8, 2 of 12, 16."""
     stages = RampupBatchManager(settings()).stages
     assert [(s.steps, s.global_batch_size) for s in stages] == [(5, 4), (3, 8), (2, 12), (None, 16)]
     assert [s.first_step for s in stages] == [0, 5, 8, 10]
@@ -34,7 +34,7 @@ def test_documented_example():
 
 
 def test_accumulation_counts():
-    """With 3 accumulation steps the same ramp takes a third of the steps: samples are what counts."""
+    """With 3 accumulation steps the same ramp takes fewer steps: samples are what counts."""
     stages = RampupBatchManager(settings(gradient_accumulation_steps=3)).stages
     # 20 samples per increment in batches of 12, 24, 36.
     assert [(s.steps, s.global_batch_size) for s in stages] == [
@@ -44,7 +44,7 @@ def test_accumulation_counts():
 
 
 def test_fractions_are_exact():
-    """0.1 -> 0.7 by 0.2 on 10 devices is 1, 3, 5, 7 rows; in binary fractions it would not divide."""
+    """0.1 -> 0.7 by 0.2 on 10 devices is 1, 3, 5, 7 rows; binary fractions would not divide."""
     ramp = RampupBatchManager(
         settings(
             per_device_batch_size=0.7,

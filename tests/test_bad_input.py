@@ -1,0 +1,403 @@
+"""What a person can get wrong, each as a real run: one line that says what, and nothing else."""
+
+import concurrent.futures
+import dataclasses
+import glob
+import os
+import pathlib
+import subprocess
+import threading
+
+import pytest
+from conftest import BASE, TINY, command, environment
+
+CPU_SECONDS = 5  # of processor time, which other work on the machine does not lengthen
+
+# Eight rows a step, of data that needs no files: a case adds what it is about.
+PLAIN = dict(
+    argument.split("=", 1)
+    for argument in (
+        *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=2"),
+        *("dataset_type=synthetic", "eval_interval=-1", "jax_cache_dir="),
+    )
+)
+# 8, 16, 24, 32 rows per device.
+RAMP = ["enable_rampup_batch_size=True", "per_device_batch_size=32"]
+RAMP += ["per_device_batch_size_start=8", "per_device_batch_size_increment=8"]
+
+FILES = {
+    "tabs.yml": "steps: 3\n\tlog_period: 3\n",
+    "bracket.yml": "steps: 3\nmlp_activations: [silu, linear\n",
+    "list.yml": "- steps: 3\n- log_period: 3\n",
+    "word.yml": "steps\n",
+    "duplicate.yml": "steps: 3\nlog_period: 3\nsteps: 4\n",
+    "unknown.yml": "stepz: 3\n",
+    "type.yml": "steps: three\n",
+    "number_name.yml": "run_name: 007\n",
+    "number_key.yml": "3: steps\n",
+    "documents.yml": "steps: 3\n---\nsteps: 4\n",
+    "object.yml": "run_name: !!python/object/apply:os.system [ls]\n",
+    "tagged.yml": "steps: !!int three\n",
+    "latin.yml": b"run_name: caf\xe9\n",
+    "binary.yml": b"\x00\x01\x02",
+    "far_base.yml": "base_config: nowhere/far.yml\n",
+    "base_number.yml": "base_config: 3\n",
+    "base_folder.yml": "base_config: empty_folder\n",
+    "circle.yml": "base_config: circle2.yml\n",
+    "circle2.yml": "base_config: circle.yml\n",
+    "a_file": "in the way of a folder",
+    "empty/a.txt": "",
+    "empty/b.txt": "",
+    "binary/model.bin": b"text\x00",
+    "short.txt": "x" * 14,  # with its marks 16 tokens, and a row takes 17
+    "some.txt": "x" * 9998,  # 10000 tokens, 200 of them held out: (9800 - 1) // 16 = 612 rows
+    "hidden/.only": "x" * 9998,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A command line, and what its line must name. {files} is the folder that holds FILES."""
+
+    arguments: list[str]
+    names: tuple[str, ...]
+    devices: int = 1
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def file(name: str, *names: str) -> Case:
+    """A config file alone; without `names` the line names it."""
+    return Case([f"{{files}}/{name}"], names or (name,))
+
+
+def keys(arguments: str, *names: str, **more) -> Case:
+    """PLAIN with some keys changed; without `names` the line names every one of them as written."""
+    given = arguments.split()
+    changed = {argument.partition("=")[0] for argument in given}
+    kept = [f"{key}={value}" for key, value in PLAIN.items() if key not in changed]
+    return Case([BASE, *kept, *given], names or tuple(given), **more)
+
+
+def ramp(arguments: str, *names: str, **more) -> Case:
+    """PLAIN and RAMP with some keys changed."""
+    changed = {argument.partition("=")[0] for argument in arguments.split()}
+    kept = [argument for argument in RAMP if argument.partition("=")[0] not in changed]
+    return keys(" ".join([*kept, arguments]), *(names or arguments.split()), **more)
+
+
+def text(path: str, *names: str, more: str = "") -> Case:
+    """PLAIN on text files."""
+    return keys(f"dataset_type=text text_files={{files}}/{path} {more}", path, *names)
+
+
+CASES = {
+    # The config file.
+    "no arguments": Case([], ("no config file", "CONFIG.yml")),
+    "no config file": Case(["steps=3"], ("no config file", "CONFIG.yml")),
+    "missing file": file("nothing.yml", "nothing.yml", "no such config file"),
+    "missing file, near": file("duplicat.yml", "duplicat.yml", "did you mean", "duplicate.yml"),
+    "folder": file("empty_folder", "empty_folder", "irectory"),
+    "tabs": file("tabs.yml", "tabs.yml:2", r"\t"),
+    "bracket": file("bracket.yml", "bracket.yml:"),
+    "list": file("list.yml", "list.yml", "key: value"),
+    "word": file("word.yml", "word.yml", "key: value"),
+    "duplicate key in a file": file("duplicate.yml", "duplicate.yml:3", '"steps"', "twice"),
+    "unknown key in a file": file("unknown.yml", "unknown.yml", "stepz=3", "did you mean steps?"),
+    "wrong type in a file": file("type.yml", "type.yml", "steps=three", "an integer"),
+    "number as a name in a file": file(
+        "number_name.yml", "number_name.yml", "run_name", "quote it"
+    ),
+    "key that is a number": file("number_key.yml", "number_key.yml:1", "3"),
+    "two documents": file("documents.yml", "documents.yml:2", "document"),
+    "object": file("object.yml", "object.yml:1", "python/object"),
+    "tag that does not fit": file("tagged.yml", "tagged.yml", "three"),
+    "not UTF-8": file("latin.yml", "latin.yml", "utf-8"),
+    "not text": file("binary.yml"),
+    "missing base_config": file("far_base.yml", "nowhere/far.yml", "no such config file"),
+    "base_config is a number": file("base_number.yml", "base_number.yml", "base_config=3"),
+    "base_config is a folder": file("base_folder.yml", "empty_folder", "irectory"),
+    "circle of base_configs": file("circle.yml", "circle.yml", "circle2.yml", "closes a circle"),
+    "unknown model": keys("model_name=llama9-1t", "model_name=llama9-1t", "llama3-8b", "default"),
+    # The command line.
+    "key twice": keys("log_period=3 log_period=4", "log_period=3", "log_period=4", "once"),
+    "no equals sign": keys("steps", '"steps"', "key=value"),
+    "double dash": keys("--log_period=3", '"--log_period=3"', "key=value"),
+    "second config file": keys("configs/other.yml", "configs/other.yml", "key=value"),
+    "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
+    "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help"),
+    "broken value": keys("mlp_activations=[silu"),
+    "text for int": keys("log_period=ten", "log_period=ten", "an integer", "text"),
+    "float for int": keys("log_period=1.5", "log_period=1.5", "an integer", "fraction"),
+    "list for int": keys("log_period=[1]", "log_period=[1]", "an integer", "list"),
+    "nothing for int": keys("log_period=", "log_period=", "an integer", "nothing"),
+    "none for int": keys("log_period=none", "log_period=none", "an integer"),
+    "mapping for float": keys("learning_rate={a:1}", "learning_rate=", "a number", "mapping"),
+    "bool for int": keys("log_period=true", "log_period=True", "an integer", "bool"),
+    "bool for float": keys("learning_rate=true", "learning_rate=True", "a number", "bool"),
+    "int for bool": keys("scan_layers=1", "scan_layers=1", "True or False", "an integer"),
+    "text for bool": keys("scan_layers=yes", "scan_layers=yes", "True or False", "text"),
+    "nan": keys("learning_rate=.nan", "learning_rate=nan", "a finite number"),
+    "inf": keys("adam_eps=.inf", "adam_eps=inf", "a finite number"),
+    "nan as Python writes it": keys("learning_rate=nan", "learning_rate=nan", "a number", "text"),
+    "number too large": keys("learning_rate=1e400", "learning_rate=", "a finite number"),
+    "text for list": keys("mlp_activations=gelu,linear", "mlp_activations=gelu,linear", "[a, b]"),
+    # Single keys out of range.
+    "seed of the weights": keys(
+        "init_weights_seed=1e20", "init_weights_seed=100000000000000000000"
+    ),
+    "seed of the data": keys("data_shuffle_seed=1e20", "data_shuffle_seed=100000000000000000000"),
+    "too many epochs": keys("num_epoch=1e12", "num_epoch=1000000000000"),
+    "slash in run_name": keys("run_name=a/b", "run_name=a/b", "base_output_directory"),
+    "run_name is dots": keys("run_name=.."),
+    "no steps": keys("steps=0"),
+    "negative learning rate": keys("learning_rate=-0.1"),
+    "Adam's b2 is one": keys("adam_b2=1", "adam_b2=1"),
+    "warmup above one": keys("warmup_steps_fraction=1.5"),
+    "eval_steps": keys("eval_steps=0"),
+    "dtype": keys("dtype=int8", "dtype=int8", "bfloat16"),
+    "schedule": keys("lr_schedule_type=linear", "lr_schedule_type=linear", "cosine, wsd"),
+    "remat": keys("remat_policy=some", "remat_policy=some", "minimal"),
+    "dataset": keys("dataset_type=hf", "dataset_type=hf", "text, synthetic"),
+    "hardware": keys("hardware=cuda", "hardware=cuda", "gpu"),
+    "one activation": keys("mlp_activations=[silu]", "mlp_activations=['silu']", "two"),
+    "unknown activation": keys("mlp_activations=[tanh,linear]", "tanh", "silu, gelu"),
+    "odd head_dim": keys("head_dim=7", "head_dim=7", "even"),
+    "rope": keys("rope_max_timescale=0", "rope_max_timescale=0"),
+    "key/value heads": keys("base_num_kv_heads=3", "base_num_kv_heads=3", "base_num_query_heads=8"),
+    "vocabulary below bytes": keys("vocab_size=257 dataset_type=text", "vocab_size=257", "258"),
+    "schedule longer than run": keys("learning_rate_schedule_steps=3 steps=2"),
+    "warmup and decay": keys(
+        "lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5",
+        *("warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"),
+    ),
+    "nothing held out": keys(
+        "eval_interval=1 eval_fraction=0 dataset_type=text", "eval_fraction=0"
+    ),
+    # The batch and its ramp.
+    "no rows": keys("per_device_batch_size=0"),
+    "negative rows": keys("per_device_batch_size=-8"),
+    "no accumulation steps": keys("gradient_accumulation_steps=0"),
+    "batch below its start": ramp(
+        "per_device_batch_size=4", "per_device_batch_size=4", "per_device_batch_size_start=8"
+    ),
+    "batch equal to its start": ramp(
+        "per_device_batch_size_start=32",
+        "per_device_batch_size_start=32",
+        "enable_rampup_batch_size",
+    ),
+    "start 0": ramp("per_device_batch_size_start=0"),
+    "increment 0": ramp("per_device_batch_size_increment=0"),
+    "increment negative": ramp("per_device_batch_size_increment=-8"),
+    "increment does not divide": ramp(
+        *("per_device_batch_size_increment=7", "per_device_batch_size_increment=7"),
+        *("per_device_batch_size - per_device_batch_size_start = 24", "1, 2, 3"),
+    ),
+    "fraction does not divide": ramp(
+        "per_device_batch_size=1 per_device_batch_size_start=0.5 "
+        "per_device_batch_size_increment=0.3",
+        *("per_device_batch_size_increment=0.3", "per_device_batch_size_start = 0.5"),
+    ),
+    "ramp over no samples": ramp("global_rampup_samples=0"),
+    "ramp over negative samples": ramp("global_rampup_samples=-60"),
+    "no whole number of rows": keys(
+        "per_device_batch_size=0.3", "per_device_batch_size 0.3", "2.4 rows", "0.125", devices=8
+    ),
+    "stage without whole rows": ramp(
+        "per_device_batch_size=2 per_device_batch_size_start=0.5 "
+        "per_device_batch_size_increment=0.5",
+        *("per_device_batch_size 0.5", "0.5 rows"),
+    ),
+    "first stage does not divide over the mesh": ramp(
+        "per_device_batch_size=1 per_device_batch_size_start=0.5 "
+        "per_device_batch_size_increment=0.5",
+        *("stage 0", "4 rows", "fsdp = 8"),
+        devices=8,
+    ),
+    "second stage does not divide over the mesh": ramp(
+        "per_device_batch_size=2 per_device_batch_size_start=1 per_device_batch_size_increment=0.5",
+        *("stage 1", "12 rows", "fsdp = 8"),
+        devices=8,
+    ),
+    "constant batch does not divide over the mesh": keys(
+        "per_device_batch_size=0.5 ici_fsdp_parallelism=4 ici_data_parallelism=-1",
+        *("per_device_batch_size 0.5", "4 rows", "data x fsdp = 8"),
+        devices=8,
+    ),
+    "evaluation batch": keys(
+        "eval_per_device_batch_size=1.5", "eval_per_device_batch_size=1.5", "12 rows", devices=8
+    ),
+    "evaluation batch without whole rows": keys("eval_per_device_batch_size=0.3"),
+    # The mesh.
+    "mesh of other devices": keys(
+        "ici_fsdp_parallelism=4", "ici_fsdp_parallelism=4", "8 devices", devices=8
+    ),
+    "mesh that cannot be filled in": keys(
+        "ici_tensor_parallelism=3", "ici_tensor_parallelism=3", "8 devices", devices=8
+    ),
+    "two open axes": keys("ici_data_parallelism=-1 ici_fsdp_parallelism=-1"),
+    "axis of nothing": keys("ici_tensor_parallelism=0"),
+    "negative axis": keys("dcn_fsdp_parallelism=-2"),
+    "slices that are not there": keys(
+        "dcn_data_parallelism=2", "dcn_data_parallelism=2", "1 slice"
+    ),
+    "slices that cannot be filled in": keys("dcn_tensor_parallelism=2"),
+    "no nodes": keys("num_nodes=0"),
+    "query heads over tensor": keys(
+        "ici_tensor_parallelism=8 base_num_query_heads=4 base_num_kv_heads=4",
+        *("base_num_query_heads=4", "tensor", "8"),
+        devices=8,
+    ),
+    "key/value heads over tensor": keys(
+        "ici_tensor_parallelism=8 base_num_kv_heads=4", "base_num_kv_heads=4", "tensor", devices=8
+    ),
+    "vocabulary over tensor": keys(
+        "ici_tensor_parallelism=8 vocab_size=260", "vocab_size=260", "tensor", devices=8
+    ),
+    "model width over fsdp": keys("base_emb_dim=36", "base_emb_dim=36", "fsdp", devices=8),
+    "hardware that is not there, gpu": keys("hardware=gpu", "hardware=gpu", "hardware=auto"),
+    "hardware that is not there, tpu": keys("hardware=tpu", "hardware=tpu", "hardware=auto"),
+    "half a job": keys(
+        "log_period=3",
+        *("MAXRAMP_COORDINATOR=localhost:1234", "MAXRAMP_NUM_PROCESSES=", "all three"),
+        environment={"MAXRAMP_COORDINATOR": "localhost:1234"},
+    ),
+    "process that the job does not have": keys(
+        "log_period=3",
+        *("MAXRAMP_NUM_PROCESSES=1", "MAXRAMP_PROCESS_ID=5"),
+        environment={"MAXRAMP_COORDINATOR": "localhost:1234"}
+        | {"MAXRAMP_NUM_PROCESSES": "1", "MAXRAMP_PROCESS_ID": "5"},
+    ),
+    "coordinator without a port": keys(
+        "log_period=3",
+        *("MAXRAMP_COORDINATOR=localhost", "host:port"),
+        environment={"MAXRAMP_COORDINATOR": "localhost"}
+        | {"MAXRAMP_NUM_PROCESSES": "1", "MAXRAMP_PROCESS_ID": "0"},
+    ),
+    # The data.
+    "missing text_files": text("no/such", "no such file"),
+    "empty glob": text("*.rst", "no such file"),
+    "empty folder": text("empty_folder", "no such file"),
+    "folder of hidden files": text("hidden", "no such file"),
+    "empty files": keys(
+        "dataset_type=text text_files={files}/empty/*.txt", "empty/a.txt", "2 files"
+    ),
+    "binary file": text("binary", "model.bin", "zero byte at 4"),
+    "text shorter than a row": text("short.txt", "16 tokens", "17", more="eval_fraction=0"),
+    "no rows held out": text(
+        *("some.txt", "held-out", "10 tokens", "17", "eval_fraction"),
+        more="eval_interval=1 eval_fraction=0.001",
+    ),
+    # 100 steps of 8 rows; ceil(800 / 612) = 2 and floor(612 / 8) = 76.
+    "more rows than there are": keys(
+        "dataset_type=text text_files={files}/some.txt steps=100",
+        *("steps=100", "800 rows", "612", "num_epoch=2", "steps=76"),
+    ),
+    # Where the output goes.
+    "file in the way of the output": keys("base_output_directory={files}/a_file"),
+    "nobody's home": keys("base_output_directory=~nobody-here/runs"),
+    "file in the way of the run": keys(
+        "base_output_directory={files} run_name=a_file", "base_output_directory={files}", "a_file"
+    ),
+}
+
+# Hardware that may be there after all.
+SKIPPED = {
+    "hardware that is not there, gpu": bool(glob.glob("/dev/nvidia[0-9]*")),
+    "hardware that is not there, tpu": bool(
+        glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a command line."""
+
+    status: int
+    stdout: str
+    stderr: str
+    cpu_seconds: float
+    trained: bool  # whether a step was logged or saved
+
+
+def execute(case: Case, files: pathlib.Path, folder: pathlib.Path) -> Outcome:
+    """Runs a case by itself in an empty folder."""
+    folder.mkdir()
+    output = folder / "output"
+    arguments = [argument.replace("{files}", str(files)) for argument in case.arguments]
+    if arguments and not any(a.startswith("base_output_directory=") for a in arguments):
+        arguments.append(f"base_output_directory={output}")
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            command(*arguments),
+            stdout=stdout,
+            stderr=stderr,
+            env=environment(case.devices) | case.environment,
+            cwd=folder,
+        )
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        _, status, used = os.wait4(process.pid, 0)  # subprocess would not say what it used
+        killer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Outcome(
+        process.returncode,
+        *((folder / name).read_text() for name in ("stdout", "stderr")),
+        used.ru_utime + used.ru_stime,
+        any(p.name == "metrics.jsonl" or p.name.isdigit() for p in folder.rglob("*")),
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "empty_folder").mkdir()
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, files, tmp_path_factory) -> dict[str, concurrent.futures.Future]:
+    """The outcome of every case that was asked for, two at a time."""
+    folder = tmp_path_factory.mktemp("runs")
+    wanted = {item.callspec.params["name"] for item in request.session.items if is_case(item)}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(execute, case, files, folder / str(index))
+            for index, (name, case) in enumerate(CASES.items())
+            if name in wanted and not SKIPPED.get(name)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def is_case(item: pytest.Item) -> bool:
+    return getattr(item, "originalname", None) == "test_refused"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name, outcomes, files):
+    if SKIPPED.get(name):
+        pytest.skip("this machine has it")
+    case, outcome = CASES[name], outcomes[name].result()
+    assert outcome.status == 2, outcome.stderr
+    assert outcome.stdout == ""
+    line = outcome.stderr.removesuffix("\n")
+    assert line.startswith("error: ") and len(line.splitlines()) == 1, outcome.stderr
+    assert len(line) < 500  # a screen's width a few times over, not a dump
+    for part in case.names:
+        assert part.replace("{files}", str(files)) in line
+    assert not outcome.trained
+    assert outcome.cpu_seconds < CPU_SECONDS
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 40
+
+
+def test_a_good_line_is_not_refused(files, tmp_path):
+    """What every case is built on trains: a case fails for its own reason alone."""
+    folder = tmp_path / "run"
+    outcome = execute(keys("log_period=1"), files, folder)
+    assert (outcome.status, outcome.trained) == (0, True), outcome.stderr
