@@ -15,6 +15,7 @@ from conftest import DEVICES, make_mesh
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
+from maxramp import config as config_lib
 from maxramp.loss import PADDING, cross_entropy_sums
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
