@@ -65,9 +65,27 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
     return Layout(nodes, devices, Fraction(micro, keys.model_parallel_size), rows // micro)
 
 
-def refusal(keys: BatchKeys, index: int, threshold: Threshold, devices: int) -> ConfigError:
-    """Why a stage cannot run on some devices, with the nearest sizes that can."""
+def refusal(
+    keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
+) -> ConfigError:
+    """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
     batch, parallel = threshold.global_batch_size, keys.model_parallel_size
+    if num_devices is None and keys.node_schedule != "fixed":
+        unit = Fraction(keys.devices_per_node, parallel)
+        what = f"divides it over {show(unit)} data-parallel ranks a node"
+        remedy = f"use a multiple of {show(max(Fraction(1), unit))}, or fewer devices_per_node"
+        if keys.node_schedule == "nemo":
+            rows = _rows_per_rank_limit(keys, threshold)
+            what = f"gives each of {show(unit)} ranks a node whole micro batches of {rows}"
+            remedy = (
+                f"use a multiple of {show(max(Fraction(1), unit) * rows)}, a smaller "
+                "micro_batch_size, or node_schedule=best"
+            )
+        return ConfigError(
+            f"stage {index} with a global batch of {batch}: no number of nodes from "
+            f"{keys.min_nodes} to num_nodes={keys.num_nodes} {what}; {remedy}"
+        )
+    devices = num_devices or keys.num_devices
     ranks, rest = divmod(devices, parallel)
     if rest or not ranks:
         return ConfigError(

@@ -113,6 +113,7 @@ def make_plan(config: Any) -> dict[str, Any]:
             "share_of_node_time": time * stage.nodes / node_time,
             "hours": cost.hours(time),
             "node_hours": cost.hours(time * stage.nodes),
+            **_against_all_nodes(stage, steps, time, target, cost),
         }
         try:
             entry["memory_gib"] = estimate(_resolve_for(config, stage.devices), stage)
@@ -180,6 +181,19 @@ class PassCost:
         return count * self.of(rows_per_device / count)
 
 
+def _against_all_nodes(
+    stage: Stage, steps: int, time: float, config: Config, cost: PassCost
+) -> dict[str, float]:
+    """What a stage's choice of nodes costs and saves, against all nodes (if its rows divided)."""
+    all_nodes = config.num_nodes
+    rows = stage.global_batch_size / (all_nodes * config.devices_per_node)
+    time_of_all = steps * cost.of_step(rows)
+    return {
+        "hours_against_all_nodes": time / time_of_all,
+        "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * all_nodes),
+    }
+
+
 def _constant(
     ramp: RampupBatchManager, stage: Stage, config: Config, cost: PassCost
 ) -> dict[str, Any]:
@@ -198,10 +212,10 @@ def _constant(
 
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as a table and a few lines."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = "stage|first step|steps|samples|tokens|global batch|per device|accum.|nodes|devices"
-    for name in (columns + "|node-time|memory/device").split("|"):
+    for name in (columns + "|node-time|cost, time of all nodes|memory/device").split("|"):
         table.add_column(name, justify="right")
     for s in plan["stages"]:
         memory = s["memory_gib"]
@@ -210,6 +224,9 @@ def print_plan(plan: dict[str, Any]) -> None:
             *(_short(s["run_samples"]), _short(s["run_tokens"]), f"{s['global_batch_size']:,}"),
             *(f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])),
             *(str(s["nodes"]), str(s["devices"]), f"{s['share_of_node_time']:.1%}"),
+            "-"
+            if s["nodes"] == plan["num_nodes"]
+            else f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x",
             f"{memory['total']:.3g} GiB" if memory else "-",
         )
     console.print(table)

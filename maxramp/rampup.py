@@ -106,8 +106,8 @@ class RampupBatchManager:
         ):
             index = len(self.stages)
             if layout is None:
+                self._refusals[index] = layout_lib.refusal(keys, index, threshold, num_devices)
                 devices = num_devices or keys.num_devices
-                self._refusals[index] = layout_lib.refusal(keys, index, threshold, devices)
                 passes = threshold.accumulation or 1
                 size = Fraction(threshold.global_batch_size, devices * passes)
                 layout = layout_lib.Layout(nodes or keys.num_nodes, devices, size, passes)

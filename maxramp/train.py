@@ -45,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         take_up = functools.partial(
             Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
         )
-        take_up()  # refuses a run that cannot be before its data is read
         jax.set_mesh(mesh_lib.make_mesh(config))
         return train(config, open_corpus(config), take_up)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:

@@ -62,6 +62,7 @@ class Case:
     arguments: list[str]
     names: tuple[str, ...]
     devices: int = 1
+    module: str = "train"
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -83,6 +84,19 @@ def ramp(arguments: str, *names: str, **more) -> Case:
     changed = {argument.partition("=")[0] for argument in arguments.split()}
     kept = [argument for argument in RAMP if argument.partition("=")[0] not in changed]
     return keys(" ".join([*kept, arguments]), *(names or arguments.split()), **more)
+
+
+def nemo(arguments: str, *names: str, **more) -> Case:
+    """PLAIN without a per-device batch, with some keys changed."""
+    case = keys(arguments, *names, **more)
+    left_out = ("per_device_batch_size=", "enable_rampup_batch_size=")
+    case.arguments[:] = [a for a in case.arguments if not a.startswith(left_out)]
+    return case
+
+
+def plan(arguments: str, *names: str) -> Case:
+    """A command line of maxramp.plan."""
+    return dataclasses.replace(nemo(arguments, *names), module="plan")
 
 
 def text(path: str, *names: str, more: str = "") -> Case:
@@ -295,6 +309,102 @@ CASES = {
     # Where the output goes.
     "file in the way of the output": keys("base_output_directory={files}/a_file"),
     "nobody's home": keys("base_output_directory=~nobody-here/runs"),
+    # A ramp in two notations, or the length of a run in two ways.
+    "MaxText and NeMo": ramp("rampup_batch_size=[8,8,100]", "rampup_batch_size=", "enable_rampup"),
+    "MaxText and a list": ramp("step_batch_size_schedule=0:8", "schedule=0:8", "enable_rampup"),
+    "NeMo and a list": keys(
+        "rampup_batch_size=[8,8,100] step_batch_size_schedule=0:8",
+        *("rampup_batch_size=", "step_batch_size_schedule=0:8"),
+    ),
+    "MaxText to a global batch": ramp(
+        "global_batch_size=64", "global_batch_size=64", "enable_ramp"
+    ),
+    "list to a global batch": keys("global_batch_size=64 step_batch_size_schedule=0:8"),
+    "steps and samples": keys("steps=2 total_samples=99"),
+    "samples and tokens": keys("total_samples=99 total_tokens=999 steps=-1", "total_samples=99"),
+    "no length": keys("steps=-1", "steps=-1", "total_samples", "total_tokens"),
+    "no samples": keys("total_samples=0 steps=-1", "total_samples=0"),
+    "two sizes of a pass": keys(
+        "per_device_batch_size=8 micro_batch_size=4 global_batch_size=8",
+        *("per_device_batch_size=8", "micro_batch_size=4"),
+    ),
+    "micro batch of no batch": nemo(
+        "micro_batch_size=4", "micro_batch_size=4", "global_batch_size"
+    ),
+    "accumulation of a global batch": nemo(
+        "global_batch_size=8 gradient_accumulation_steps=2", "gradient_accumulation_steps=2"
+    ),
+    "MaxText's samples in NeMo's ramp": nemo(
+        "rampup_batch_size=[8,8,100] global_batch_size=16 global_rampup_samples=99",
+        "global_rampup_samples=99",
+        "rampup_batch_size",
+    ),
+    # NeMo's ramp.
+    "ramp without its end": nemo("rampup_batch_size=[8,8,100]", "[8, 8, 100]", "global_batch_size"),
+    **{
+        f"ramp {ramp_batch}": nemo(
+            f"rampup_batch_size={ramp_batch} global_batch_size=32", "rampup_batch_size=", word
+        )
+        for ramp_batch, word in {
+            "[8,8]": "three",
+            "[8,8,100,1]": "three",
+            "[8,8,1.5]": "integers",
+            "[8,eight,100]": "integers",
+            "8,8,100": "a list",
+            "[40,8,100]": "40 is above",
+            "[32,8,100]": "equals",
+            "[0,8,100]": "start 0",
+            "[8,0,100]": "increment 0",
+            "[8,-8,100]": "increment -8",
+            "[8,9,100]": "does not divide",
+            "[8,8,0]": "samples 0",
+            "[8,8,-1]": "samples -1",
+        }.items()
+    },
+    # Megatron's list; in tokens, a row is 16 of them.
+    **{
+        f"list {schedule}": nemo(
+            f"step_batch_size_schedule={schedule}", "step_batch_size_schedule", word
+        )
+        for schedule, word in {
+            "0:8,8.2X:16": "8.2X:16",
+            "0:8,160:16,80:32": "80:32",
+            "0:8,160:16,170:32": "170:32",
+            "16:8,160:16": "must be 0",
+            "0:8,160": '"160"',
+            "0:8,160:0": "160:0",
+            "0:8,160:x": "160:x",
+            "0:8,-160:16": "-160:16",
+            "0:8,1.5:16": "1.5:16",
+            ",": "no threshold",
+        }.items()
+    },
+    "unit": keys("step_batch_size_unit=words"),
+    # Batches on devices and nodes.
+    "no split": nemo("global_batch_size=12", "stage 0", "batch of 12", "8 or 16", devices=8),
+    "no split of a later stage": nemo(
+        "rampup_batch_size=[8,4,100] global_batch_size=16", "stage 1", "12", "8 or 16", devices=8
+    ),
+    "no batch": nemo("global_batch_size=0"),
+    "no micro batch": nemo("global_batch_size=8 micro_batch_size=0", "micro_batch_size=0"),
+    "no devices": keys("devices_per_node=0"),
+    "no fewest nodes": keys("min_nodes=0"),
+    "node schedule": keys("node_schedule=greedy", "node_schedule=greedy", "nemo"),
+    "too many stages": ramp(
+        "per_device_batch_size=1e6 per_device_batch_size_increment=1",
+        *("per_device_batch_size_increment", "100000"),
+    ),
+    "stages without checkpoints": keys("stop_at_stage_end=True enable_checkpointing=False"),
+    "learning rate by": keys("learning_rate_by=tokens"),
+    "learning rate scaling": keys("batch_size_lr_scaling=cube"),
+    "planned speed": keys("planned_tflops_per_device=0", "planned_tflops_per_device=0"),
+    # The other program.
+    "plan without nodes for a stage": plan(
+        "node_schedule=nemo num_nodes=2 devices_per_node=8 global_batch_size=24 micro_batch_size=4",
+        *("stage 0", "batch of 24", "num_nodes=2", "multiple of 32"),
+    ),
+    "plan without a picture's name": plan("--plot", "--plot"),
+    "fit without memory": plan("--fit", "device_memory_gib=-1"),
     "file in the way of the run": keys(
         "base_output_directory={files} run_name=a_file", "base_output_directory={files}", "a_file"
     ),
@@ -329,7 +439,7 @@ def execute(case: Case, files: pathlib.Path, folder: pathlib.Path) -> Outcome:
         arguments.append(f"base_output_directory={output}")
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
-            command(*arguments),
+            command(*arguments, module=case.module),
             stdout=stdout,
             stderr=stderr,
             env=environment(case.devices) | case.environment,
@@ -376,7 +486,14 @@ def is_case(item: pytest.Item) -> bool:
     return getattr(item, "originalname", None) == "test_refused"
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every third case in the default tests, the others among the slow ones: a second of CPU each.
+EVERY_THIRD = [
+    pytest.param(name, marks=[] if index % 3 == 0 else pytest.mark.slow)
+    for index, name in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("name", EVERY_THIRD)
 def test_refused(name, outcomes, files):
     if SKIPPED.get(name):
         pytest.skip("this machine has it")

@@ -288,3 +288,67 @@ def test_olmo_saves_the_published_steps():
     ramp = RampupBatchManager(config)
     assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
     assert config.batch_size_lr_scaling == "sqrt"
+
+
+def loaded(*arguments):
+    return config_lib.load([str(ROOT / "configs" / "base.yml"), *arguments])
+
+
+def sizes(config, devices=8):
+    ramp = RampupBatchManager(config, devices)
+    return [(s.global_batch_size, s.gradient_accumulation_steps) for s in ramp.stages]
+
+
+def test_nemos_names_alone_are_a_constant_batch():
+    """Its batching page: micro batch 4, global batch 16, accumulation 1 on four ranks."""
+    config = loaded("global_batch_size=16", "micro_batch_size=4")
+    assert sizes(config, 4) == [(16, 1)]
+    assert sizes(config, 2) == [(16, 2)]
+    assert sizes(loaded("global_batch_size=1024", "micro_batch_size=4")) == [(1024, 32)]
+
+
+def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
+    """base.yml < file < command line; what only the old notation used is forgotten with it."""
+    file = tmp_path / "nemo.yml"
+    file.write_text("rampup_batch_size: [8, 8, 100]\nglobal_batch_size: 32\nmicro_batch_size: 2\n")
+
+    def over(*arguments):
+        return config_lib.load([str(file), *arguments])
+
+    assert [b for b, _ in sizes(over())] == [8, 16, 24, 32]
+    assert [b for b, _ in sizes(over("global_batch_size=16"))] == [8, 16]
+    listed = over("step_batch_size_schedule=0:8 1M:64")
+    assert [b for b, _ in sizes(listed)] == [8, 64]
+    assert listed.global_batch_size == -1 and listed.micro_batch_size == 2
+    maxtext = over("enable_rampup_batch_size=True", "per_device_batch_size=32")
+    assert [b for b, _ in sizes(maxtext)] == [64, 128, 192, 256]
+    assert maxtext.rampup_batch_size is None and maxtext.micro_batch_size == -1
+    maxtext_file = tmp_path / "maxtext.yml"
+    maxtext_file.write_text("gradient_accumulation_steps: 4\nglobal_rampup_samples: 99\n")
+    nemo = config_lib.load([str(maxtext_file), "global_batch_size=64"])
+    assert nemo.gradient_accumulation_steps == 1 and not nemo.enable_rampup_batch_size
+
+
+def test_the_length_of_a_run_in_three_ways():
+    """5040 samples end with step 320; 5041 need one more, and so do tokens past the last sample."""
+    for arguments, steps in (
+        (["steps=77"], 77),
+        (["total_samples=5040"], 320),
+        (["total_samples=5041"], 321),
+        ([f"total_tokens={5040 * 128}"], 320),
+        ([f"total_tokens={5040 * 128 + 1}"], 321),
+        (["total_samples=1"], 1),
+    ):
+        ramp = RampupBatchManager(loaded(*arguments), 1)
+        assert ramp.total_steps == steps
+        assert ramp.total_samples == ramp.samples_before(steps)
+
+
+def test_the_global_batch_does_not_depend_on_the_job():
+    """Planned for 16 devices, MaxText's ramp has the same batches on 1, 2 and 16 of them."""
+    config = loaded("num_nodes=2", "devices_per_node=8")
+    assert sizes(config, 16) == [(128, 1), (256, 1), (384, 1), (512, 1)]
+    for devices in (1, 2, 4, 8):
+        split = sizes(config, devices)
+        assert [b for b, _ in split] == [128, 256, 384, 512]
+        assert [a for _, a in split] == [16 // devices] * 4

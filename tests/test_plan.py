@@ -13,6 +13,7 @@ from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
+from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
 from maxramp.stages import Programs, abstract_state
@@ -237,15 +238,13 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
 
 
-def test_random_changes_keep_the_clock(tmp_path):
+def test_random_changes_keep_the_clock():
     """Taken up anywhere, the schedule's steps and samples go on without a gap."""
     rng = random.Random(0)
     for _ in range(300):
         step, sample = rng.randrange(1000), rng.randrange(5000)
-        config = make_config(
-            f"rampup_batch_size=[{8 * rng.randint(1, 3)},8,{rng.randint(1, 6000)}]",
-            *("global_batch_size=64", "micro_batch_size=2"),
-        )
+        ramp_batch = [8 * rng.randint(1, 3), 8, rng.randint(1, 6000)]
+        config = BatchKeys(rampup_batch_size=ramp_batch, global_batch_size=64, devices_per_node=8)
         ramp = RampupBatchManager(config, first_step=step, first_sample=sample)
         assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
         for k in range(step, step + 40):
