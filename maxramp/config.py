@@ -419,7 +419,12 @@ def resolve(
         config, "dcn", num_slices, f"this job has {num_slices} slice{'s'[: num_slices > 1]}"
     )
     dcn_size = math.prod(config[f"dcn_{axis}_parallelism"] for axis in AXES)
-    _fill_group(config, "ici", num_devices // dcn_size, f"this job has {num_devices} devices")
+    _fill_group(
+        config,
+        "ici",
+        num_devices // dcn_size,
+        f"this job has {num_devices} device{'s'[: num_devices > 1]}",
+    )
     if config.eval_per_device_batch_size == 0:
         config.eval_per_device_batch_size = float(layout.whole_rows_per_device(config))
     _check_divides(config, num_devices)
