@@ -44,13 +44,15 @@ class Display:
         self._pace: float | None = None  # seconds per sample, averaged over the last steps
         self._progress = None
         self._started = time.perf_counter()
-        self._records: list[tuple[float, int, float]] = []  # loss, tokens, seconds of this start
+        # Of this start: steps, tokens, the seconds they took, the first and the last loss.
+        self._steps_done, self._tokens, self._seconds = 0, 0, 0.0
+        self._first_loss = self._last_loss = 0.0
         self._eval_loss: float | None = None
 
     def start(self, ramp: RampupBatchManager) -> None:
         """Shows the live line, on a terminal; records of steps of `ramp` follow."""
         self._ramp, self._steps = ramp, ramp.total_steps
-        self._count = len(ramp.stages_between(ramp.stages[0].first_step, self._steps))
+        self._stage_count = len(ramp.stages_between(ramp.stages[0].first_step, self._steps))
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
@@ -82,19 +84,23 @@ class Display:
         stage = self._ramp.stages[record["stage"]]
         if stage.index != self._stage_index:
             self._stage_index = stage.index
-            self.say(describe_stage(stage, self._count))
+            self.say(describe_stage(stage, self._stage_count))
         tokens = (
             record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
         )
-        self._records.append((record["loss"], tokens, record["step_seconds"]))
-        # The first step of a start holds its compile: it says nothing about the pace.
-        if len(self._records) > 1:
+        self._last_loss = record["loss"]
+        if not self._steps_done:
+            self._first_loss = record["loss"]
+        else:  # the first step of a start holds its compile: it says nothing about the pace
             pace = record["step_seconds"] / record["global_batch_size"]
             self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+        self._steps_done += 1
+        self._tokens += tokens
+        self._seconds += record["step_seconds"]
         left = self._ramp.total_samples - record["consumed_samples"]
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
-            f"step {record['step']:>6}  stage {stage.index + 1}/{self._count}  batch "
+            f"step {record['step']:>6}  stage {stage.index + 1}/{self._stage_count}  batch "
             f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
@@ -112,14 +118,11 @@ class Display:
 
     def summary(self) -> str:
         """The closing line: what this start of the run did."""
-        if not self._records:
+        if not self._steps_done:
             return "no step was left to do"
-        losses, tokens, seconds = zip(*self._records, strict=True)
-        held_out = (
-            f", {self._eval_loss:.4f} on held-out text" if self._eval_loss is not None else ""
-        )
+        held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         return (
-            f"{len(losses)} steps, {sum(tokens):,} tokens in "
-            f"{duration(time.perf_counter() - self._started)}; loss {losses[0]:.4f} -> "
-            f"{losses[-1]:.4f}{held_out}; {sum(tokens) / sum(seconds):,.0f} tokens/s"
+            f"{self._steps_done} steps, {self._tokens:,} tokens in "
+            f"{duration(time.perf_counter() - self._started)}; loss {self._first_loss:.4f} -> "
+            f"{self._last_loss:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

@@ -156,7 +156,9 @@ class JsonlWriter:
 
     def __init__(self, path: pathlib.Path, first_step: int):
         kept = [json.dumps(record) + "\n" for record in read_records(path, first_step)]
-        path.write_text("".join(kept))
+        shortened = path.with_suffix(".tmp")
+        shortened.write_text("".join(kept))
+        shortened.replace(path)  # at once: a kill leaves the old file or the new one
         self._file = path.open("a", buffering=1)
 
     def __call__(self, record: Record) -> None:

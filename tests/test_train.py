@@ -169,12 +169,14 @@ def test_stopped_in_every_stage_it_is_the_same_run(uninterrupted, tmp_path, cach
 def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cache_dir):
     """kill -9 loses the steps since the last checkpoint and nothing else."""
     rng = random.Random(2)
-    line, folder = arguments(tmp_path, cache_dir, "killed"), tmp_path / "killed"
+    line = arguments(tmp_path, cache_dir, "killed", "max_num_checkpoints_to_keep=2")
+    folder = tmp_path / "killed"
     for first, end in ((60, 190), (230, 350), (380, 440)):
         process = start_until(rng.randrange(first, end), folder, signal.SIGKILL, *line)
         assert process.returncode == -signal.SIGKILL
     assert run(*line).returncode == 0
     assert_same_run(folder, uninterrupted[0])
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"450", "460"}
 
 
 def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):
