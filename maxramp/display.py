@@ -122,7 +122,7 @@ class Display:
             return "no step was left to do"
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         return (
-            f"{self._steps_done} steps, {self._tokens:,} tokens in "
+            f"{self._steps_done} step{'s'[: self._steps_done > 1]}, {self._tokens:,} tokens in "
             f"{duration(time.perf_counter() - self._started)}; loss {self._first_loss:.4f} -> "
             f"{self._last_loss:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

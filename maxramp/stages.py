@@ -8,6 +8,7 @@ background thread, in the order of use (the same order on every host), while ear
 import concurrent.futures
 import functools
 import os
+import queue
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from maxramp.rampup import Stage
 from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
 
 _THREAD = "compile"
+_Work = tuple[concurrent.futures.Future, Callable[[], Any], str]
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
@@ -62,7 +64,7 @@ class Programs:
         stages: list[Stage],
         eval_rows: int,
     ):
-        """Lowers everything now and starts compiling.
+        """Lowers everything now; each program is handed to the compiler as soon as it is lowered.
 
         Args:
           config: a resolved config.
@@ -75,7 +77,11 @@ class Programs:
         self._mesh = mesh
         self._row_length = config.max_target_length + 1
         self._futures: dict[Any, concurrent.futures.Future] = {}
-        work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]] = []
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_compile_all, args=(self._work,), name=_THREAD, daemon=True
+        )
+        self._thread.start()
 
         def add(
             key: Any, function: Callable, name: str, *arguments: Any, donate: tuple = ()
@@ -83,7 +89,7 @@ class Programs:
             if key not in self._futures:  # stages of one shape share a program
                 lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
                 self._futures[key] = concurrent.futures.Future()
-                work.append((self._futures[key], lowered.compile, name))
+                self._work.put((self._futures[key], lowered.compile, name))
 
         step = functools.partial(train_step, config=config, learning_rate=learning_rate)
         for i, stage in enumerate(stages):
@@ -93,11 +99,7 @@ class Programs:
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
                 evaluate = functools.partial(eval_step, config=config)
                 add("eval", evaluate, "evaluation", state.model, sums, self._batch(1, eval_rows))
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=_compile_all, args=(work, self._closed), name=_THREAD, daemon=True
-        )
-        self._thread.start()
+        self._work.put(None)
 
     def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, BATCH_ABS)
@@ -116,7 +118,8 @@ class Programs:
 
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
-        self._closed.set()
+        for future in self._futures.values():
+            future.cancel()
         self._thread.join(1.0)
 
     def _get(self, key: Any) -> tuple[Callable, float]:
@@ -127,12 +130,11 @@ class Programs:
         return future.result(), time.perf_counter() - start
 
 
-def _compile_all(
-    work: list[tuple[concurrent.futures.Future, Callable[[], Any], str]], closed: threading.Event
-) -> None:
-    for future, compile_program, name in work:
-        if closed.is_set():
-            return
+def _compile_all(work: "queue.SimpleQueue[_Work | None]") -> None:
+    while item := work.get():
+        future, compile_program, name = item
+        if not future.set_running_or_notify_cancel():
+            continue
         try:
             future.set_result(compile_program())
         except Exception as error:  # whatever the compiler raises is the answer to who asks
