@@ -195,7 +195,8 @@ def _check_maxtext(keys: BatchKeys) -> None:
     if rise < 0:
         raise ConfigError(
             f"per_device_batch_size={show(keys.per_device_batch_size)} is below "
-            f"per_device_batch_size_start={show(start)}; a ramp grows: lower the start"
+            f"per_device_batch_size_start={show(start)}; a ramp grows: lower the start, or set "
+            "enable_rampup_batch_size=False"
         )
     if rise == 0:
         raise ConfigError(
