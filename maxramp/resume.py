@@ -37,19 +37,21 @@ class Schedule:
         step, self.change = 0, ""
         origin = {"first_step": 0, "first_sample": 0}
         if position:
-            step = position.step
+            step, consumed = position.step, position.consumed_samples
             # A run whose ramp was changed before has its schedule start where it was changed.
             origin = {name: position.stages[0][name] for name in origin}
-            ramp = RampupBatchManager(config, num_devices, **origin)
-            before = _sizes_from(position.stages, position.consumed_samples)
-            now = _sizes_from([s.to_json() for s in ramp.stages], position.consumed_samples)
-            if ramp.samples_before(step) != position.consumed_samples or now != before:
-                origin = {"first_step": step, "first_sample": position.consumed_samples}
-                self.change = (
-                    f"from sample {position.consumed_samples} on (step {step}) the batch sizes are "
-                    f"{_shown(now)}; before this start they were to be {_shown(before)}"
-                )
         self.ramp = RampupBatchManager(config, num_devices, **origin)
+        if position:
+            before = _sizes_from(position.stages, consumed)
+            same = _sizes_from(_json(self.ramp), consumed) == before
+            if self.ramp.samples_before(step) != consumed or not same:
+                origin = {"first_step": step, "first_sample": consumed}
+                self.ramp = RampupBatchManager(config, num_devices, **origin)
+                self.change = (
+                    f"from sample {consumed} on (step {step}) the batch sizes are "
+                    f"{_shown(_sizes_from(_json(self.ramp), consumed))}; before this start they "
+                    f"were to be {_shown(before)}"
+                )
         self.planned = RampupBatchManager(config, usable=usable, **origin)
         self.last_step = self.ramp.total_steps
         if step >= self.last_step:
@@ -61,6 +63,10 @@ class Schedule:
             self.planned.check(later)
         else:
             self.ramp.check([here, *later])
+
+
+def _json(ramp: RampupBatchManager) -> list[dict]:
+    return [stage.to_json() for stage in ramp.stages]
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:

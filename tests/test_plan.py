@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import pytest
 from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
 
+from maxramp.checkpoint import Position
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
+from maxramp.resume import Schedule
 from maxramp.stages import Programs, abstract_state
 
 NEMO_8B = [
@@ -221,6 +223,7 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
         "change   from sample 60 on (step 14) the batch sizes are 8, 16 from 100, 2 from 132; "
         "before this start they were to be 8"
     ]
+    # 5 steps of 8 from 60 reach 100, 2 of 16 reach 132.
     third = run(*line, *new, "steps=30")
     assert third.returncode == 0 and "change " not in third.stdout
     records = steps_of(tmp_path / "changed")
@@ -236,6 +239,29 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert other.returncode == 0
     prints = [r["batch_fingerprint"] for r in steps_of(tmp_path / "one")]
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
+
+
+def taken_up(schedule: str, position: Position | None):
+    config = make_config(
+        *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
+        devices=1,
+    )
+    return Schedule(config, 1, lambda devices: True, position)
+
+
+def test_what_is_said_of_a_change_is_what_will_be():
+    """Steps of 7 from sample 60 pass 100 at 102, although from sample 0 they would at 105."""
+    old = taken_up("0:4 50:8", None)
+    saved = [stage.to_json() for stage in old.ramp.stages]
+    new = taken_up("0:7 100:16 130:2", Position(14, 60, saved))
+    assert new.change == (
+        "from sample 60 on (step 14) the batch sizes are 7, 16 from 102, 2 from 134; before this "
+        "start they were to be 8"
+    )
+    assert [s.first_sample for s in new.ramp.stages] == [60, 102, 134]
+    saved = [stage.to_json() for stage in new.ramp.stages]
+    again = taken_up("0:7 100:16 130:2", Position(17, 81, saved))
+    assert not again.change and again.ramp.stages == new.ramp.stages
 
 
 def test_random_changes_keep_the_clock():
