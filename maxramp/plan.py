@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         plan = make_plan(config)
         if plot:
-            draw_plan(plan, pathlib.Path(plot))
+            try:
+                draw_plan(plan, pathlib.Path(plot))
+            except (OSError, ValueError) as error:  # no such folder; a format that is none
+                raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
         print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
         return 0
     except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:

@@ -404,6 +404,8 @@ CASES = {
         *("stage 0", "batch of 24", "num_nodes=2", "multiple of 32"),
     ),
     "plan without a picture's name": plan("--plot", "--plot"),
+    "plan to no folder": plan("--plot {files}/nowhere/plan.png", "nowhere/plan.png"),
+    "plan as no picture": plan("--plot {files}/plan.xyz", "plan.xyz"),
     "fit without memory": plan("--fit", "device_memory_gib=-1"),
     "file in the way of the run": keys(
         "base_output_directory={files} run_name=a_file", "base_output_directory={files}", "a_file"
