@@ -1,20 +1,17 @@
 """Reading, checking, resolving and writing back the configuration."""
 
 import ast
-import functools
 import pathlib
 import re
 
-import jax
 import ml_collections
 import pytest
 import yaml
-from conftest import BASE, ROOT, make_mesh, run
+from conftest import BASE, ROOT, run
 
 from maxramp import config as config_lib
 from maxramp.config import AXES, load, resolve, to_yaml
 from maxramp.errors import ConfigError
-from maxramp.model import Decoder, num_parameters
 
 # Read by PyYAML itself: an answer that the loader under test has no part in.
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
@@ -318,26 +315,11 @@ def test_unknown_key_cannot_be_read():
 
 # --- Model files ---------------------------------------------------------------------------------
 
-# Weights of the published models.
-PUBLISHED = {
-    "llama2-7b": 6_738_415_616,
-    "llama2-13b": 13_015_864_320,
-    "llama2-70b": 68_976_648_192,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-}
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_file(name):
-    """It loads, sets sizes alone, and the decoder has as many weights as was published."""
-    config = resolved(f"model_name={name}", "dataset_type=synthetic")
-    with jax.set_mesh(make_mesh(config)):
-        model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
-    assert num_parameters(model) == PUBLISHED[name]
+    """It loads, and sets sizes alone."""
+    resolved(f"model_name={name}", "dataset_type=synthetic")
     values = yaml.safe_load((ROOT / "configs" / "models" / f"{name}.yml").read_text())
     allowed = {
         *("head_dim", "vocab_size", "logits_via_embedding", "normalization_layer_epsilon"),
