@@ -61,6 +61,7 @@ _CHOICES = {
     "opt_type": ("adamw", "sgd"),
     "lr_schedule_type": ("cosine", "wsd"),
     "wsd_decay_style": ("linear", "cosine"),
+    "attention": ("autoselected", "dot_product", "cudnn_flash", "splash"),
     "remat_policy": ("full", "minimal", "none"),
     "step_batch_size_unit": ("tokens", "samples"),
     "node_schedule": ("best", "nemo", "fixed"),
@@ -80,7 +81,7 @@ _AT_LEAST = {
     ),
     0: (
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
-        *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay"),
+        *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
         *("planned_pass_overhead",),
     ),

@@ -69,11 +69,15 @@ def _activation_bytes(config: Config, stage: Stage, sizes: dict[str, int]) -> fl
     tokens = rows * T
     stream = tokens * D * itemsize
     products = tokens * ((2 * heads + 2 * kv_heads) * config.head_dim + 2 * F) * itemsize
-    scores = rows * heads * T * T * (4 + itemsize)
+    # A kernel makes no scores; autoselected is taken to find one where the dtype is an accelerator's.
+    kernel = config.attention in ("cudnn_flash", "splash")
+    kernel |= config.attention == "autoselected" and config.dtype != "float32"
+    scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
     everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
     kept = {"full": stream, "minimal": 3 * stream + products, "none": everything}
     one_layer = 0 if config.remat_policy == "none" else everything
-    logits = 2 * tokens * config.vocab_size / tensor * 4
+    block = min(tokens, config.loss_block_tokens or tokens)
+    logits = (block * (2 * 4 + itemsize) + D * 4) * config.vocab_size / tensor
     layers = config.base_num_decoder_layers
     return layers * kept[config.remat_policy] + max(one_layer, logits)
 

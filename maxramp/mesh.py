@@ -95,6 +95,12 @@ def _join_processes() -> None:
     jax.distributed.initialize(values[0], int(values[1]), int(values[2]))
 
 
+def platform() -> str | None:
+    """What the devices of the mesh that is set are: "cpu", "gpu", "tpu"; None where it has none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else None
+
+
 def num_slices() -> int:
     """Groups of devices that only the slow network joins: the slices of a TPU multi-slice job."""
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})

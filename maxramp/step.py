@@ -69,7 +69,9 @@ def train_step(
 
     def add_micro_batch(sums: Any, tokens_BS: jax.Array) -> tuple[Any, None]:
         gradient = jax.grad(_objective, has_aux=True)
-        return jax.tree.map(jnp.add, sums, gradient(state.model, tokens_BS, config)), None
+        return jax.tree.map(jnp.add, sums, gradient(model, tokens_BS, config)), None
+
+    model = state.model.cast()  # once, whatever the number of micro batches
 
     zeros = jax.tree.map(jnp.zeros_like, state.model), (jnp.float32(0), jnp.float32(0))
     (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
@@ -83,8 +85,10 @@ def train_step(
     low, high = state.consumed_samples
     rows = batch_ABS.shape[0] * batch_ABS.shape[1]
     rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), rows)
-    direction, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.model)
-    model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
+    with jax.named_scope("optimizer"):
+        update = make_optimizer(config).update
+        direction, opt_state = update(gradients, state.opt_state, state.model)
+        model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
     new_low = low + jnp.uint32(rows)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
@@ -100,9 +104,12 @@ def _objective(
     model: Decoder, tokens_BS: jax.Array, config: Config
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What training minimizes on some rows, as a sum; with it the cross-entropy and the tokens."""
-    objective, *sums = cross_entropy_sums(
-        model(tokens_BS[:, :-1]), tokens_BS[:, 1:], config.z_loss_multiplier
-    )
+    x_BTD = model.hidden(tokens_BS[:, :-1])
+    with jax.named_scope("loss"):
+        objective, *sums = cross_entropy_sums(
+            *(x_BTD, model.head(), tokens_BS[:, 1:]),
+            *(config.z_loss_multiplier, config.loss_block_tokens),
+        )
     return objective, tuple(sums)
 
 

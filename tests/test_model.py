@@ -86,7 +86,9 @@ def gradient_flops(config):
     """Operations of the matrix products in the gradient of two rows, per token."""
 
     def loss(model, tokens_BS):
-        return cross_entropy_sums(model(tokens_BS[:, :-1]), tokens_BS[:, 1:], 0.0)[0]
+        return cross_entropy_sums(
+            model.hidden(tokens_BS[:, :-1]), model.head(), tokens_BS[:, 1:], 0.0, 0
+        )[0]
 
     B, T = 2, config.max_target_length
     tokens_BS = jax.ShapeDtypeStruct((B, T + 1), jnp.int32)

@@ -278,7 +278,9 @@ def test_causality():
 
     def loss_at(model, position):
         targets_1T = jnp.where(jnp.arange(LENGTH) == position, tokens_1S[:, 1:], PADDING)
-        return cross_entropy_sums(model(tokens_1S[:, :-1]), targets_1T, 0.0)[0]
+        return cross_entropy_sums(
+            model.hidden(tokens_1S[:, :-1]), model.head(), targets_1T, 0.0, 0
+        )[0]
 
     gradient = jax.jit(jax.grad(loss_at))
     with jax.set_mesh(make_mesh(config)):
@@ -295,7 +297,9 @@ def loss_and_gradients():
     """Loss and gradients of the first weights, for settings of how they are computed."""
 
     def objective(model, rows_RS):
-        return cross_entropy_sums(model(rows_RS[:, :-1]), rows_RS[:, 1:], 0.0)[0]
+        return cross_entropy_sums(
+            model.hidden(rows_RS[:, :-1]), model.head(), rows_RS[:, 1:], 0.0, 0
+        )[0]
 
     @functools.cache
     def of(*arguments):
