@@ -62,6 +62,7 @@ _CHOICES = {
     "lr_schedule_type": ("cosine", "wsd"),
     "wsd_decay_style": ("linear", "cosine"),
     "attention": ("autoselected", "dot_product", "cudnn_flash", "splash"),
+    "profiler": ("", "xplane"),
     "remat_policy": ("full", "minimal", "none"),
     "step_batch_size_unit": ("tokens", "samples"),
     "node_schedule": ("best", "nemo", "fixed"),
@@ -77,13 +78,13 @@ _AT_LEAST = {
         *("min_nodes",),
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
         *("base_num_decoder_layers", "vocab_size", "checkpoint_period"),
-        *("max_num_checkpoints_to_keep",),
+        *("max_num_checkpoints_to_keep", "profiler_steps"),
     ),
     0: (
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
-        *("planned_pass_overhead",),
+        *("planned_pass_overhead", "skip_first_n_steps_for_profiler"),
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from maxramp import mesh as mesh_lib
 from maxramp.config import Config
 from maxramp.errors import ConfigError
-from maxramp.memory import GIB, compiled_bytes
+from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.notations import BatchKeys, plain_number
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
@@ -27,15 +27,12 @@ def largest_per_device_batch_size(config: Config) -> str:
     Raises:
       ConfigError: the device does not say how much memory it has, or one row is too much.
     """
-    device = jax.devices()[0]
-    limit = config.device_memory_gib * GIB
-    if config.device_memory_gib == -1:
-        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-        if not limit:
-            raise ConfigError(
-                f"device_memory_gib=-1: {device.device_kind} does not report its memory; give "
-                "device_memory_gib"
-            )
+    limit = device_memory(config)
+    if not limit:
+        raise ConfigError(
+            f"device_memory_gib=-1: {jax.devices()[0].device_kind} does not report its memory; "
+            "give device_memory_gib"
+        )
     mesh = mesh_lib.make_mesh(config)
     jax.set_mesh(mesh)
     state = abstract_state(config, mesh)

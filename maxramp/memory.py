@@ -42,7 +42,7 @@ def estimate(config: Config, stage: Stage) -> dict[str, float]:
     Returns:
       `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums and the
       weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps for its
-      backward pass, plus the logits; `total`.
+      backward pass, plus a block of logits; `total`.
     """
     state, sizes = abstract_train_state(config)
     weights = bytes_per_device(state.model, sizes)
@@ -69,7 +69,7 @@ def _activation_bytes(config: Config, stage: Stage, sizes: dict[str, int]) -> fl
     tokens = rows * T
     stream = tokens * D * itemsize
     products = tokens * ((2 * heads + 2 * kv_heads) * config.head_dim + 2 * F) * itemsize
-    # A kernel makes no scores; autoselected is taken to find one where the dtype is an accelerator's.
+    # A kernel makes no scores; autoselected is taken to find one for an accelerator's dtype.
     kernel = config.attention in ("cudnn_flash", "splash")
     kernel |= config.attention == "autoselected" and config.dtype != "float32"
     scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
@@ -80,6 +80,13 @@ def _activation_bytes(config: Config, stage: Stage, sizes: dict[str, int]) -> fl
     logits = (block * (2 * 4 + itemsize) + D * 4) * config.vocab_size / tensor
     layers = config.base_num_decoder_layers
     return layers * kept[config.remat_policy] + max(one_layer, logits)
+
+
+def device_memory(config: Config) -> int:
+    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where it does not."""
+    if config.device_memory_gib != -1:
+        return int(config.device_memory_gib * GIB)
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
 def compiled_bytes(compiled: Any) -> int:

@@ -1,5 +1,6 @@
 """Stopping when somebody asks: SIGTERM from a scheduler, SIGINT from a person."""
 
+import os
 import signal
 
 import jax
@@ -20,6 +21,10 @@ class Preemption:
         signals = (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM)
         for number in signals:
             signal.signal(number, self._ask)
+
+    def ask(self) -> None:
+        """Asks for the end as a scheduler would: every process of the job hears of it."""
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _ask(self, number: int, frame) -> None:
         self._asked = True

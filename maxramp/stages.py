@@ -1,11 +1,14 @@
 """Every stage's program, compiled before it is needed.
 
-A new batch shape is a new program. Tracing and lowering need the mesh of the main thread and take
-tenths of a second; compiling takes seconds to minutes and needs neither, so it runs in one
-background thread, in the order of use (the same order on every host), while earlier stages train.
+A new batch shape is a new program. Lowering needs the mesh of the main thread and takes tenths of a
+second: one program after each step, while the devices are busy with it. Compiling takes seconds to
+minutes and needs no mesh: one background thread does it, in the order of use, which is the same on
+every host, while earlier stages train.
 """
 
+import collections
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import queue
@@ -22,12 +25,37 @@ from jax.sharding import PartitionSpec as P
 
 from maxramp.config import Config
 from maxramp.errors import TrainingError
+from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
 from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
 
 _THREAD = "compile"
-_Work = tuple[concurrent.futures.Future, Callable[[], Any], str]
+# What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
+# arithmetic. A flag that the user sets in XLA_FLAGS stays as it is.
+_GPU_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+}
+
+
+@dataclasses.dataclass
+class _Program:
+    """A program on its way: lowered, then compiled."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    compiled: concurrent.futures.Future
+
+
+def compiler_options(platform: str | None) -> dict[str, bool]:
+    """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...)."""
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    ours = _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
+    return {name: value for name, value in ours.items() if name not in set_by_user}
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
@@ -46,6 +74,8 @@ def end_process(status: int) -> NoReturn:
     A compile cannot be interrupted, and an interpreter that shuts down under one aborts.
     """
     if any(thread.name == _THREAD for thread in threading.enumerate()):
+        if jax.process_count() > 1:
+            jax.distributed.shutdown()  # as the interpreter would: the others wait for it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -63,8 +93,10 @@ class Programs:
         state: TrainState,
         stages: list[Stage],
         eval_rows: int,
+        say: Callable[[str], None],
+        on_failure: Callable[[], None],
     ):
-        """Lowers everything now; each program is handed to the compiler as soon as it is lowered.
+        """Lowers the first program, and hands it to the compiler.
 
         Args:
           config: a resolved config.
@@ -73,41 +105,40 @@ class Programs:
           state: abstract state.
           stages: the stages that will run, in order.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
+          say: takes a line about each program when it is compiled, in the background thread.
+          on_failure: called in the background thread when a program does not compile.
         """
         self._mesh = mesh
         self._row_length = config.max_target_length + 1
-        self._futures: dict[Any, concurrent.futures.Future] = {}
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_compile_all, args=(self._work,), name=_THREAD, daemon=True
-        )
-        self._thread.start()
-
-        def add(
-            key: Any, function: Callable, name: str, *arguments: Any, donate: tuple = ()
-        ) -> None:
-            if key not in self._futures:  # stages of one shape share a program
-                lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-                self._futures[key] = concurrent.futures.Future()
-                self._work.put((self._futures[key], lowered.compile, name))
+        self._memory_limit = device_memory(config)
+        self._options = compiler_options(mesh.devices.flat[0].platform)
+        self._say, self._on_failure = say, on_failure
+        self._failure: TrainingError | None = None
+        self._programs: dict[Any, _Program] = {}
+        self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
+        self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
 
         step = functools.partial(train_step, config=config, learning_rate=learning_rate)
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
-            add(batch.shape, step, f"stage {stage.index}", state, batch, donate=(0,))
+            name = f"stage {stage.index + 1} (batch {stage.global_batch_size})"
+            self._plan(batch.shape, name, step, state, batch, donate=(0,))
             if i == 0 and eval_rows:  # an evaluation may come before the second stage
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
                 evaluate = functools.partial(eval_step, config=config)
-                add("eval", evaluate, "evaluation", state.model, sums, self._batch(1, eval_rows))
-        self._work.put(None)
+                batch = self._batch(1, eval_rows)
+                self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
 
-    def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self._mesh, BATCH_ABS)
-        shape = (accumulation, rows, self._row_length)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        self._thread = threading.Thread(target=self._compile_all, name=_THREAD, daemon=True)
+        self._thread.start()
+        self._lower_next()
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
-        """The compiled step of a stage, and the seconds spent waiting for it."""
+        """The compiled step of a stage, and the seconds spent waiting for it.
+
+        Raises:
+          TrainingError: it does not compile.
+        """
         return self._get(
             (stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length)
         )
@@ -116,27 +147,82 @@ class Programs:
         """The compiled evaluation step, and the seconds spent waiting for it."""
         return self._get("eval")
 
+    def lower_ahead(self) -> None:
+        """Lowers one program more: what to do while the devices work on a step."""
+        if self._ahead:
+            self._lower_next()
+
+    def raise_failure(self) -> None:
+        """Says why a program that was compiled ahead did not compile, if there is one.
+
+        Raises:
+          TrainingError: there is one.
+        """
+        if self._failure:
+            raise self._failure
+
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
-        for future in self._futures.values():
-            future.cancel()
+        self._ahead.clear()
+        self._work.put(None)
+        for program in self._programs.values():
+            program.compiled.cancel()
         self._thread.join(1.0)
 
+    def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, BATCH_ABS)
+        shape = (accumulation, rows, self._row_length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    def _plan(
+        self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
+    ) -> None:
+        if key not in self._programs:  # stages of one shape share a program
+            lower = functools.partial(jax.jit(function, donate_argnums=donate).lower, *arguments)
+            self._programs[key] = _Program(name, lower, concurrent.futures.Future())
+            self._ahead.append(self._programs[key])
+
     def _get(self, key: Any) -> tuple[Callable, float]:
-        future = self._futures[key]
-        if future.done():
-            return future.result(), 0.0
+        program = self._programs[key]
+        if program.compiled.done():
+            return program.compiled.result(), 0.0
         start = time.perf_counter()
-        return future.result(), time.perf_counter() - start
+        while program in self._ahead:
+            self._lower_next()
+        return program.compiled.result(), time.perf_counter() - start
 
+    def _lower_next(self) -> None:
+        program = self._ahead.popleft()
+        self._work.put((program, program.lower()))
+        if not self._ahead:
+            self._work.put(None)
 
-def _compile_all(work: "queue.SimpleQueue[_Work | None]") -> None:
-    while item := work.get():
-        future, compile_program, name = item
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(compile_program())
-        except Exception as error:  # whatever the compiler raises is the answer to who asks
-            reason = " ".join(str(error).split())[:300]
-            future.set_exception(TrainingError(f"the program of {name} did not compile: {reason}"))
+    def _compile_all(self) -> None:
+        while item := self._work.get():
+            program, lowered = item
+            if not program.compiled.set_running_or_notify_cancel():
+                continue
+            start = time.perf_counter()
+            try:
+                compiled = lowered.compile(self._options or None)
+            except Exception as error:  # whatever the compiler raises is the answer to who asks
+                reason = " ".join(str(error).split())[:300]
+                failure = TrainingError(f"the program of {program.name} did not compile: {reason}")
+                self._failure = self._failure or failure
+                self._on_failure()
+                program.compiled.set_exception(failure)
+            else:
+                self._report(program.name, compiled, time.perf_counter() - start)
+                program.compiled.set_result(compiled)
+
+    def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:
+        needed, limit = compiled_bytes(compiled), self._memory_limit
+        self._say(
+            f"ready    {name}: compiled in {seconds:.1f} s, needs {needed / GIB:.3g} GiB a device"
+        )
+        if limit and needed > limit:
+            self._say(
+                f"warning  {name} needs {needed / GIB:.3g} GiB a device, which has "
+                f"{limit / GIB:.3g}: it will not run; start again with a smaller "
+                "per_device_batch_size and more gradient_accumulation_steps, or remat_policy=full"
+            )

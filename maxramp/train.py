@@ -29,6 +29,7 @@ from maxramp.notations import exact
 from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
+from maxramp.profiling import Profiler
 from maxramp.resume import Schedule
 from maxramp.stages import Programs, abstract_state, end_process
 from maxramp.step import init_state
@@ -90,6 +91,8 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
             *(config, mesh, LearningRate.of(config, ramp), abstract),
             stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
+            say=output.say,
+            on_failure=preemption.ask,
         )
         closing.callback(programs.close)
         output.say_start(corpus, abstract.model, mesh, schedule, first_step)
@@ -100,16 +103,29 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))
+        profiler = Profiler(config, output.folder / "tensorboard", first_step, log.flush)
+        closing.callback(profiler.close)
+        zeros = jax.jit(
+            lambda: (jnp.float32(0), jnp.float32(0))
+        )()  # on the devices before the loop
         for step in range(first_step, last_step):
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
-            train_step, compile_seconds = programs.train_step(stage)
-            state, metrics = train_step(state, batch)
+            try:
+                train_step, compile_seconds = programs.train_step(stage)
+            except TrainingError:  # every process comes here before the same step
+                if step > first_step:
+                    log.flush()
+                    checkpoints.save(step, state, ramp)
+                raise
+            with profiler.before(step):
+                state, metrics = train_step(state, batch)
             done, consumed = step + 1, ramp.samples_before(step + 1)
+            programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
             if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
-                sums = (jnp.float32(0), jnp.float32(0))
+                sums = zeros
                 eval_step, _ = programs.eval_step()
                 for eval_batch in loader.eval_batches():
                     sums = eval_step(state.model, sums, eval_batch)
@@ -121,6 +137,7 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
                 checkpoints.save(done, state, ramp)
                 log.restart_clock()
             if stopping and done < last_step:
+                programs.raise_failure()  # which asked for the end
                 output.say(f"stopped by a signal after step {step}, saved; start again to go on")
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:

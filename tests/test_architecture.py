@@ -18,7 +18,7 @@ LAYERS = (
     ("model",),
     ("step",),
     ("data.sources", "data.loader", "checkpoint", "stages", "metrics", "memory"),
-    ("picture", "display", "preemption", "resume", "output", "fit"),
+    ("picture", "display", "preemption", "profiling", "resume", "output", "fit"),
     ("train", "plan", "launch"),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
