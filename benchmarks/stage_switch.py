@@ -1,11 +1,11 @@
 """What a stage change costs: the first step of each stage against the median of its stage.
 
-Runs the default job twice in new processes, with an empty compilation cache and with the warm one.
+Runs the default job in new processes, interleaved: compiling ahead and, for comparison, when a
+stage is reached; each with an empty compilation cache and with the one that the run before filled.
 
-python benchmarks/stage_switch.py [--json FILE] [key=value ...]
+python benchmarks/stage_switch.py [--json FILE] [--rounds N] [key=value ...]
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -13,17 +13,27 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from figures import ROOT, parser, save
+
+PROGRAM = """
+import sys
+from maxramp import stages
+from maxramp.train import end_process, main
+{patch}
+end_process(main(sys.argv[1:]))
+"""
+WAYS = {"ahead": "", "when reached": "stages.Programs.lower_ahead = lambda self: None"}
 
 
-def run(folder: str, name: str, keys: list[str]) -> list[dict]:
+def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:
     """The step records of one run."""
     command = [
-        *(sys.executable, "-m", "maxramp.train", str(ROOT / "configs" / "base.yml")),
-        *(f"base_output_directory={folder}", f"run_name={name}", f"jax_cache_dir={folder}/cache"),
+        *(sys.executable, "-c", PROGRAM.format(patch=WAYS[way])),
+        *(str(ROOT / "configs" / "base.yml"), f"base_output_directory={folder}"),
+        *(f"run_name={name}", f"jax_cache_dir={folder}/cache {way}"),
         *("eval_interval=-1", "enable_checkpointing=False", *keys),
     ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     lines = pathlib.Path(folder, name, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -37,38 +47,54 @@ def stages(records: list[dict]) -> list[dict]:
         first = steps[0]
         found.append(
             {
-                "stage": index,
+                "stage": index + 1,
                 "global_batch_size": first["global_batch_size"],
                 "first_over_median": first["step_seconds"] / median,
                 "compile_seconds": first["compile_seconds"],
-                "lost_seconds": max(0.0, first["step_seconds"] - median),
+                "lost_seconds": first["step_seconds"] - median,
                 "seconds": sum(record["step_seconds"] for record in steps),
             }
         )
     return found
 
 
+def middle(runs: list[list[dict]]) -> list[dict]:
+    """The median of every figure over the rounds."""
+    return [
+        {name: statistics.median(stage[name] for stage in same) for name in same[0]}
+        for same in zip(*runs, strict=True)
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures there")
-    parser.add_argument("keys", nargs="*", help="key=value of the run")
-    arguments = parser.parse_args()
+    options = parser("stage_switch", __doc__)
+    options.add_argument(
+        "--rounds", type=int, default=1, help="runs of each kind; medians are told"
+    )
+    options.add_argument("keys", nargs="*", help="key=value of the run")
+    arguments = options.parse_args()
+    runs: dict[tuple[str, str], list[list[dict]]] = {}
+    for _ in range(arguments.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                for way in WAYS:
+                    records = run(folder, way, f"{cache} {way}", arguments.keys)
+                    runs.setdefault((way, cache), []).append(stages(records))
     figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("cold", "warm"):
-            figures[name] = stages(run(folder, name, arguments.keys))
-            for s in figures[name]:
-                print(
-                    f"{name} cache  stage {s['stage']}  batch {s['global_batch_size']:>4}  "
-                    f"first step {s['first_over_median']:5.2f} x the median, waited "
-                    f"{s['compile_seconds']:.2f} s for its program",
-                    flush=True,
-                )
-            later = sum(s["lost_seconds"] for s in figures[name][1:])
-            total = sum(s["seconds"] for s in figures[name])
-            print(f"{name} cache  lost to stage changes: {later:.2f} s of {total:.1f} s")
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(figures, indent=2))
+    for (way, cache), rounds in runs.items():
+        found = middle(rounds)
+        lost = sum(s["lost_seconds"] for s in found[1:])
+        total = sum(s["seconds"] for s in found)
+        figures[f"{way}, {cache} cache"] = {"stages": found, "lost": lost, "total": total}
+        print(f"compiled {way}, {cache} cache")
+        for s in found:
+            print(
+                f"  stage {s['stage']:.0f}  batch {s['global_batch_size']:>4.0f}  first step "
+                f"{s['first_over_median']:6.2f} x the median, waited {s['compile_seconds']:.2f} s "
+                "for its program"
+            )
+        print(f"  lost to stage changes: {lost:.2f} s of {total:.1f} s", flush=True)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

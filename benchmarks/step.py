@@ -3,15 +3,14 @@
 python benchmarks/step.py [--json FILE]
 """
 
-import argparse
 import functools
-import json
 import statistics
 import time
 
 import bare
 import jax
 import numpy as np
+from figures import parser, save
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
@@ -82,9 +81,7 @@ def seconds(run) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures there")
-    arguments = parser.parse_args()
+    arguments = parser("step", __doc__).parse_args()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")
     for name, size in SIZES.items():
@@ -99,9 +96,7 @@ def main() -> None:
         ratio = statistics.median(x / y for x, y in pairs)
         figures[name] = {"ours_seconds": a, "bare_seconds": b, "ratio": ratio}
         print(f"{name:22s} {a * 1e3:6.1f} ms {b * 1e3:6.1f} ms {ratio:12.3f}", flush=True)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"jax": jax.__version__, "sizes": figures}, file, indent=2)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

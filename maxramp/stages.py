@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp.config import Config
 from maxramp.errors import TrainingError
 from maxramp.memory import GIB, compiled_bytes, device_memory
+from maxramp.mesh import platform
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
 from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
@@ -51,10 +52,10 @@ class _Program:
     compiled: concurrent.futures.Future
 
 
-def compiler_options(platform: str | None) -> dict[str, bool]:
+def compiler_options(on: str | None) -> dict[str, bool]:
     """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...)."""
     set_by_user = os.environ.get("XLA_FLAGS", "")
-    ours = _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
+    ours = _GPU_OPTIONS if on in ("gpu", "cuda") else {}
     return {name: value for name, value in ours.items() if name not in set_by_user}
 
 
@@ -66,6 +67,13 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
+
+
+def initial_state(config: Config) -> TrainState:
+    """The state before the first step, on the mesh that is set."""
+    # On CPUs the random numbers take longer to optimize than the whole step, and run once.
+    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
+    return jax.jit(functools.partial(init_state, config), compiler_options=options)()
 
 
 def end_process(status: int) -> NoReturn:

@@ -31,8 +31,7 @@ from maxramp.output import Output
 from maxramp.preemption import Preemption
 from maxramp.profiling import Profiler
 from maxramp.resume import Schedule
-from maxramp.stages import Programs, abstract_state, end_process
-from maxramp.step import init_state
+from maxramp.stages import Programs, abstract_state, end_process, initial_state
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,10 +95,7 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
         )
         closing.callback(programs.close)
         output.say_start(corpus, abstract.model, mesh, schedule, first_step)
-        if position:
-            state = checkpoints.restore(first_step, abstract)
-        else:
-            state = jax.jit(functools.partial(init_state, config))()
+        state = checkpoints.restore(first_step, abstract) if position else initial_state(config)
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))

@@ -1,0 +1,130 @@
+"""How lowering, compiling and the program's size grow with layers, stages and the mesh.
+
+Layers and stages on this machine's CPU; meshes as abstract TPU pods, where libtpu is installed.
+
+python benchmarks/scaling.py [--json FILE]
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+from figures import ROOT, parser, save
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from maxramp import config as config_lib
+from maxramp import mesh as mesh_lib
+from maxramp.optimizer import LearningRate
+from maxramp.rampup import RampupBatchManager
+from maxramp.stages import abstract_state
+from maxramp.step import BATCH_ABS, train_step
+
+SMALL = [
+    *("base_emb_dim=64", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"),
+    *("base_mlp_dim=128", "max_target_length=128", "enable_rampup_batch_size=False"),
+    *("per_device_batch_size=8", "jax_cache_dir="),
+]
+POD = [
+    *("model_name=llama3.2-1b", "dtype=bfloat16", "max_target_length=2048", "remat_policy=full"),
+    *("per_device_batch_size=2", "enable_rampup_batch_size=False", "dataset_type=synthetic"),
+]
+TOPOLOGIES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
+
+
+def resolved(devices: int, *keys: str):
+    """A config for so many devices."""
+    loaded = config_lib.load([str(ROOT / "configs" / "base.yml"), *keys])
+    return config_lib.resolve(loaded, devices, 1, 1)
+
+
+def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
+    """Seconds to lower and to compile the step of a stage, and the lines of its program."""
+    ramp = RampupBatchManager(config, mesh.size)
+    stage = ramp.stages[stage_index]
+    step = functools.partial(train_step, config=config, learning_rate=LearningRate.of(config, ramp))
+    state = abstract_state(config, mesh)
+    shape = (
+        stage.gradient_accumulation_steps,
+        stage.micro_batch_size,
+        config.max_target_length + 1,
+    )
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_ABS))
+    start = time.perf_counter()
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    return {
+        "lower_seconds": middle - start,
+        "compile_seconds": end - middle,
+        "lowered_lines": len(lowered.as_text().splitlines()),
+        "compiled_lines": len(compiled.as_text().splitlines()),
+    }
+
+
+def on_cpu(*keys: str, stage_index: int = -1) -> dict[str, float]:
+    config = resolved(1, *SMALL, *keys)
+    mesh = mesh_lib.make_mesh(config)
+    with jax.set_mesh(mesh):
+        return measure(config, mesh, stage_index)
+
+
+def on_pod(topology: str) -> dict[str, float]:
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    config = resolved(len(devices), *POD)
+    sizes = config_lib.mesh_sizes(config)
+    shape = tuple(sizes.values())
+    types = (mesh_lib.AXIS_TYPE,) * len(sizes)
+    mesh = topologies.make_mesh(  # abstract chips in the order of their coordinates
+        topologies.get_topology_desc(topology, platform="tpu"), shape, tuple(sizes)
+    )
+    mesh = Mesh(mesh.devices, tuple(sizes), axis_types=types)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return measure(config, mesh)
+
+
+def show(name: str, found: dict[str, float]) -> dict[str, float]:
+    print(
+        f"{name:34s} lowered in {found['lower_seconds']:5.2f} s ({found['lowered_lines']:6.0f} "
+        f"lines), compiled in {found['compile_seconds']:6.2f} s ({found['compiled_lines']:6.0f})",
+        flush=True,
+    )
+    return found
+
+
+def main() -> None:
+    arguments = parser("scaling", __doc__).parse_args()
+    figures: dict[str, dict] = {"layers": {}, "layers, unrolled": {}, "stages": {}, "pods": {}}
+    on_cpu("base_num_decoder_layers=1")  # the first compile of a process takes longer
+    for layers in (2, 8, 32):
+        figures["layers"][layers] = show(
+            f"{layers} layers", on_cpu(f"base_num_decoder_layers={layers}")
+        )
+    for layers in (2, 8):
+        figures["layers, unrolled"][layers] = show(
+            f"{layers} layers, scan_layers=False",
+            on_cpu(f"base_num_decoder_layers={layers}", "scan_layers=False"),
+        )
+    for index, size in enumerate((8, 16, 32, 64)):
+        ramp = ("step_batch_size_schedule=0:8 800:16 2400:32 5600:64", "steps=400")
+        found = on_cpu(*ramp, "step_batch_size_unit=samples", stage_index=index)
+        figures["stages"][size] = show(f"stage {index + 1}, batch {size}", found)
+    if importlib.util.find_spec("libtpu"):
+        os.environ.update(
+            TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost"
+        )
+        for topology in TOPOLOGIES:
+            with contextlib.suppress(KeyboardInterrupt):
+                figures["pods"][topology] = show(f"Llama 3.2 1B on {topology}", on_pod(topology))
+    else:
+        print("no libtpu here (python -m pip install libtpu): no pods")
+    save(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Writes the table of README.md from the figures in benchmarks/results/.
+
+python benchmarks/table.py
+"""
+
+import json
+
+from figures import RESULTS, ROOT
+
+BEGIN, END = "<!-- benchmarks/table.py -->", "<!-- end -->"
+
+
+def step(figures: dict) -> list[tuple[str, str]]:
+    ratios = ", ".join(f"{size['ratio']:.2f} ({name})" for name, size in figures.items())
+    return [("`step`: our step / a bare hand-written JAX step", ratios)]
+
+
+def stage_switch(figures: dict) -> list[tuple[str, str]]:
+    rows = []
+    for name, found in figures.items():
+        later = found["stages"][1:]
+        ratios = ", ".join(f"{s['first_over_median']:.2f}" for s in later)
+        waits = ", ".join(f"{s['compile_seconds']:.2f}" for s in later)
+        rows.append(
+            (
+                f"`stage_switch`: compiled {name}: first step of stages 2, 3, 4 / median",
+                f"{ratios}; waited {waits} s for programs; lost {found['lost']:.2f} s of "
+                f"{found['total']:.0f} s",
+            )
+        )
+    return rows
+
+
+def startup(figures: dict) -> list[tuple[str, str]]:
+    rows = []
+    for name, parts in figures.items():
+        named = ", ".join(f"{part} {s:.1f}" for part, s in parts.items() if part != "total")
+        rows.append(
+            (f"`startup`: start to step 0 done, {name}", f"{parts['total']:.1f} s ({named})")
+        )
+    return rows
+
+
+def memory(figures: dict) -> list[tuple[str, str]]:
+    ends = ("remat_policy=none, loss_block_tokens=0", "remat_policy=none, loss_block_tokens=512")
+    ends += ("remat_policy=full, loss_block_tokens=512",)
+    shown = "; ".join(
+        f"{name}: {figures[name]['compiled']:.0f} ({figures[name]['measured']:.0f})"
+        for name in ends
+    )
+    return [("`memory`: MiB of a step by the compiler (measured), 4,096 tokens x 32,000", shown)]
+
+
+def scaling(figures: dict) -> list[tuple[str, str]]:
+    layers = ", ".join(f"{n}: {f['compile_seconds']:.1f} s" for n, f in figures["layers"].items())
+    rows = [("`scaling`: compile by layers, scanned", layers)]
+    if figures["pods"]:
+        pods = ", ".join(f"{n}: {f['compile_seconds']:.0f} s" for n, f in figures["pods"].items())
+        rows.append(("`scaling`: compile of Llama 3.2 1B for TPU pods, here", pods))
+    return rows
+
+
+def gpu(figures: dict) -> list[tuple[str, str]]:
+    return [
+        (f"`gpu`: MFU by stage, {model}", ", ".join(f"{s['mfu']:.2f}" for s in stages))
+        for model, stages in figures["models"].items()
+    ]
+
+
+def main() -> None:
+    lines = ["| benchmark | figures |", "|---|---|"]
+    for make in (step, stage_switch, startup, memory, scaling, gpu):
+        path = RESULTS / f"{make.__name__}.json"
+        if path.exists():
+            read = json.loads(path.read_text())
+            lines += [f"| {name} | {text} |" for name, text in make(read["figures"])]
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
