@@ -62,7 +62,7 @@ def test_rows_overlap_by_the_token_they_predict():
 def test_documents_are_whole_and_marked(texts):
     config = small(texts)
     corpus = open_corpus(config)
-    tokens = np.concatenate([corpus.train._tokens, corpus.held_out._tokens])
+    tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out._tokens])
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
     documents = {
@@ -90,7 +90,7 @@ def test_corpus_depends_on_the_files_alone(texts, tmp_path):
 
 def test_standard_library_is_there():
     corpus = open_corpus(make_config("max_target_length=128"))
-    assert len(corpus.train) > 10_000 and len(corpus.held_out) > 100
+    assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out) > 100
     assert open_corpus(make_config("max_target_length=128")).hash == corpus.hash
 
 
@@ -134,7 +134,7 @@ def test_rows_do_not_depend_on_the_batch_sizes(texts):
 
 
 def test_an_epoch_holds_every_row_once(texts):
-    count = len(open_corpus(small(texts)).train)
+    count = len(open_corpus(small(texts)).train[0].items)
     config = small(
         texts,
         *("enable_rampup_batch_size=False", "per_device_batch_size=1", "num_epoch=3"),
@@ -142,7 +142,9 @@ def test_an_epoch_holds_every_row_once(texts):
     )
     rows = np.concatenate(read_run(config)[0])
     epochs = [sorted(map(bytes, rows[e * count : (e + 1) * count])) for e in range(2)]
-    assert epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(open_corpus(config).train)))
+    assert (
+        epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(open_corpus(config).train[0].items)))
+    )
     assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
     other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
     assert not np.array_equal(other, rows[: len(other)])
@@ -155,7 +157,9 @@ def iter_rows(source):
 def test_unshuffled_rows_follow_the_text(texts):
     config = small(texts, "enable_data_shuffling=False")
     rows = np.concatenate(read_run(config)[0])
-    np.testing.assert_array_equal(rows, list(iter_rows(open_corpus(config).train))[: len(rows)])
+    np.testing.assert_array_equal(
+        rows, list(iter_rows(open_corpus(config).train[0].items))[: len(rows)]
+    )
 
 
 @pytest.mark.parametrize("arguments", SPLITS.values(), ids=SPLITS)
@@ -171,7 +175,7 @@ def test_evaluation_drops_no_row(texts, arguments):
 
 def test_synthetic_rows_are_a_function_of_seed_and_row():
     config = make_config("dataset_type=synthetic")
-    first, second = open_corpus(config).train, open_corpus(config).train
+    first, second = open_corpus(config).train[0].items, open_corpus(config).train[0].items
     np.testing.assert_array_equal(first[10**9], second[10**9])
     assert first[0].shape == (17,) and first[0].max() < config.vocab_size
     assert not np.array_equal(first[0], first[1])

@@ -93,7 +93,8 @@ class Loader:
         Raises:
           ConfigError: the run needs more rows than there are.
         """
-        rows = grain.MapDataset.source(corpus.train)
+        (part,) = corpus.train
+        rows = grain.MapDataset.source(part.items)
         if config.enable_data_shuffling:
             rows = rows.shuffle(seed=config.data_shuffle_seed)
         rows = rows.repeat(config.num_epoch)
@@ -101,8 +102,8 @@ class Loader:
         if needed > there:
             raise ConfigError(
                 f"steps={ramp.total_steps} takes {needed} rows, but the data has "
-                f"{len(corpus.train)} x num_epoch={config.num_epoch} = {there}; use num_epoch="
-                f"{-(-needed // len(corpus.train))}, or at most steps={ramp.step_at_sample(there)}"
+                f"{len(part.items)} x num_epoch={config.num_epoch} = {there}; use num_epoch="
+                f"{-(-needed // len(part.items))}, or at most steps={ramp.step_at_sample(there)}"
             )
         self._sharding = NamedSharding(mesh, BATCH_ABS)
         self._row_length = config.max_target_length + 1
