@@ -53,7 +53,9 @@ _ALTERNATIVES = (
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES = {
     "hardware": ("auto", "cpu", "gpu", "tpu"),
-    "dataset_type": ("text", "synthetic"),
+    "dataset_type": ("text", "synthetic", "grain"),
+    "grain_file_type": ("", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"),
+    "tokenizer_type": ("bytes", "huggingface", "sentencepiece", "tiktoken"),
     "decoder_block": ("llama2",),
     "dtype": _DTYPES,
     "weight_dtype": _DTYPES,
@@ -347,6 +349,7 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             f"vocab_size={config.vocab_size} is too small for dataset_type=text: 256 bytes and two "
             "marks make 258; use 320 (a multiple of 64) or more"
         )
+    _check_files(config)
     if config.steps == config.total_samples == config.total_tokens == -1:
         raise ConfigError(
             "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; give "
@@ -372,7 +375,8 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     for name in ("init_weights_seed", "data_shuffle_seed", "num_epoch"):
         if config[name] >= 2**32:
             raise ConfigError(f"{name}={config[name]} must be below 2^32 = {2**32}")
-    if config.eval_interval > 0 and config.dataset_type == "text" and config.eval_fraction == 0:
+    from_fraction = config.dataset_type != "synthetic" and not config.grain_eval_files
+    if config.eval_interval > 0 and from_fraction and config.eval_fraction == 0:
         raise ConfigError(
             f"eval_interval={config.eval_interval} asks for evaluation, but eval_fraction=0 "
             "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
@@ -390,6 +394,22 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
                 f"{open_names[1]}=-1 and {open_names[0]}=-1: one -1 per group can be filled in; "
                 "give the others"
             )
+
+
+def _check_files(config: ml_collections.ConfigDict) -> None:
+    for name in ("grain_train_files", "grain_eval_files"):
+        if config[name] and config.dataset_type != "grain":
+            raise ConfigError(
+                f"{name}={config[name]} goes with dataset_type=grain, not {config.dataset_type}"
+            )
+    if config.dataset_type == "grain" and not config.grain_train_files:
+        raise ConfigError(
+            "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, or "
+            "glob,weight;glob,weight"
+        )
+    columns = config.train_data_columns
+    if len(columns) != 1 or not isinstance(columns[0], str):
+        raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
 
 
 def resolve(

@@ -17,9 +17,14 @@ LAYERS = (
     ("attention", "loss", "optimizer"),
     ("model",),
     ("step",),
-    ("data.sources", "data.loader", "checkpoint", "stages", "metrics", "memory"),
+    (
+        *("data.storage", "data.records", "data.arrayrecord", "data.formats", "data.megatron"),
+        *("data.tokenizers", "data.items", "data.prepared", "data.corpus", "data.mixture"),
+        *("data.preparation", "data.sources", "data.loader"),
+        *("checkpoint", "stages", "metrics", "memory"),
+    ),
     ("picture", "display", "preemption", "profiling", "resume", "output", "fit"),
-    ("train", "plan", "launch"),
+    ("train", "plan", "launch", "prepare"),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 PLANNED = {"launch"}  # in the table before it is written

@@ -1,121 +1,27 @@
-"""Random access to rows of tokens: row i is the same tokens whoever asks.
+"""What a run trains on and is evaluated on: random access to rows or documents of tokens."""
 
-A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i
-of a text is tokens [i * T, i * T + T] of its stream.
-"""
-
-import dataclasses
 import glob
 import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from maxramp.config import Config
+from maxramp.data import mixture
+from maxramp.data.corpus import Corpus, Part
+from maxramp.data.items import StreamRows, SyntheticRows
+from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
-
-BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
-
-
-class StreamRows:
-    """Rows of fixed length cut from one stream of tokens."""
-
-    def __init__(self, tokens: np.ndarray, length: int):
-        self._tokens, self._length = tokens, length
-
-    def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self._length)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self._length
-        return self._tokens[start : start + self._length + 1].astype(np.int32)
-
-    def __repr__(self) -> str:
-        return f"StreamRows({len(self)} rows of {self._length} tokens)"
-
-
-class SyntheticRows:
-    """Uniformly random tokens, a function of the seed and the row alone: nothing to learn."""
-
-    def __init__(self, count: int, vocab_size: int, length: int, seed: int):
-        self._count, self._vocab_size, self._length, self._seed = count, vocab_size, length, seed
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        random = np.random.default_rng([self._seed, index])
-        return random.integers(0, self._vocab_size, self._length + 1, dtype=np.int32)
-
-    def __repr__(self) -> str:
-        return f"SyntheticRows({self._count} rows of {self._length} tokens)"
-
-
-class Absent:
-    """So many items that another process holds: a length, and nothing to read."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        raise RuntimeError(f"item {index} was asked of a process that opened no data")
-
-    def __repr__(self) -> str:
-        return f"Absent({self._count} items)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One entry of a mixture: `weight` is its share of the items, relative to the others'."""
-
-    name: str
-    weight: float
-    items: Sequence[np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """What to train on and what is held out, with what identifies them.
-
-    An item is a row of max_target_length + 1 tokens or, with `documents`, a document of any length
-    (which may be 0). Items are int32, read when they are asked for, and the same whoever asks.
-    """
-
-    train: tuple[Part, ...]
-    held_out: Sequence[np.ndarray]
-    description: str  # one line for a person
-    hash: str  # of the tokens and their order: equal hash, equal items
-    documents: bool = False
-
-    def summary(self) -> dict[str, Any]:
-        """All but the items, as JSON: what a process that reads nothing has to know."""
-        return {
-            "train": [[part.name, part.weight, len(part.items)] for part in self.train],
-            "held_out": len(self.held_out),
-            "description": self.description,
-            "hash": self.hash,
-            "documents": self.documents,
-        }
-
-    @classmethod
-    def from_summary(cls, summary: dict[str, Any]) -> "Corpus":
-        """The corpus of a process that reads nothing: its items have a length and no tokens."""
-        train = tuple(Part(name, weight, Absent(n)) for name, weight, n in summary["train"])
-        return cls(**summary | {"train": train, "held_out": Absent(summary["held_out"])})
 
 
 def open_corpus(config: Config) -> Corpus:
     """The rows that a resolved config names.
 
     Raises:
-      ConfigError: files that are missing, empty or no text, or too short for one row.
+      ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
+        short for one row.
     """
     length = config.max_target_length
     if config.dataset_type == "synthetic":
@@ -126,6 +32,8 @@ def open_corpus(config: Config) -> Corpus:
             "synthetic random tokens",
             f"synthetic-{seed}-{vocab_size}-{length}",
         )
+    if config.dataset_type == "grain":
+        return mixture.open_mixture(config)
     files, name = _find_files(config.text_files)
     tokens = _read_documents(files)
     # Documents stand in an order that is random but the same everywhere, so the tail of the stream

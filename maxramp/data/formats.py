@@ -1,0 +1,260 @@
+"""JSON lines, Parquet and text files, and which format a file is of."""
+
+import functools
+import gzip
+import io
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from maxramp.data import storage
+from maxramp.data.arrayrecord import ArrayRecordFile
+from maxramp.data.records import BadRecord, Piece, Record, RecordFile, decode_text, shown
+from maxramp.data.storage import optional
+from maxramp.errors import ConfigError
+
+_BLANK = (b"\n", b"\r\n")
+
+SUFFIXES = {
+    "arrayrecord": (".array_record", ".arrayrecord", ".riegeli"),
+    "parquet": (".parquet", ".pq"),
+    "jsonl": tuple(
+        f"{name}{packed}"
+        for name in (".jsonl", ".ndjson", ".json")
+        for packed in ("", ".gz", ".zst")
+    ),
+    "text": (".txt", ".text", ".md", ".rst", ".py"),
+    "megatron": (".bin", ".idx"),
+}
+
+
+def detect(path: str) -> str:
+    """The format that a file's name stands for.
+
+    Raises:
+      ConfigError: it stands for none.
+    """
+    for name, suffixes in SUFFIXES.items():
+        if path.lower().endswith(suffixes):
+            return name
+    raise ConfigError(
+        f"{path}: its name does not say what it holds; give grain_file_type={'|'.join(SUFFIXES)}"
+    )
+
+
+class TextFile(RecordFile):
+    """A file that is one document."""
+
+    def split(self, size: int) -> list[Piece]:
+        """One piece."""
+        return [(0, 1, storage.size_of(self.path))]
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        """The document."""
+        yield self[0]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Record:
+        if self.tokens:
+            raise ConfigError(
+                f"{self.path}: a text file holds no token ids; use tokenize_train_data=True"
+            )
+        try:
+            return decode_text(storage.read_bytes(self.path))
+        except BadRecord as bad:
+            raise ConfigError(f"{self.path}: {bad}") from None
+
+    def where(self, index: int) -> str:
+        """The file."""
+        return self.path
+
+
+class JsonLines(RecordFile):
+    """A JSON object a line; blank lines are none. Compressed files are read by streams."""
+
+    def split(self, size: int) -> list[Piece]:
+        """Ranges of bytes; a compressed file is one."""
+        total = storage.size_of(self.path)
+        step = total if self._compression else size
+        return [(a, min(a + step, total), min(step, total - a)) for a in range(0, total, step or 1)]
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        """The lines that begin in bytes [start, stop); of a compressed file, all."""
+        with self._open() as file:
+            position = 0
+            if start:  # a line that begins before `start` belongs to the piece before
+                file.seek(start - 1)
+                position = start - 1 + len(file.readline())
+            while self._compression or position < stop:
+                try:
+                    line = file.readline()
+                except (OSError, EOFError, zlib.error) as error:
+                    raise ConfigError(self._torn(error)) from None
+                if not line:
+                    return
+                if line not in _BLANK:
+                    yield self._parse(line, position)
+                position += len(line)
+
+    def __len__(self) -> int:
+        return len(self._index[1]) - 1
+
+    def __getitem__(self, index: int) -> Record:
+        data, starts = self._index
+        line = data[int(starts[index]) : int(starts[index + 1])]
+        return self._parse(line.tobytes(), int(starts[index]))
+
+    def where(self, index: int) -> str:
+        """The file and the number of the line, from 1 on."""
+        return self._line(int(self._index[1][index]))
+
+    @functools.cached_property
+    def _compression(self) -> str:
+        return {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(self.path)[1].lower(), "")
+
+    def _open(self) -> BinaryIO:
+        file = storage.open_binary(self.path)
+        if self._compression == "gzip":
+            return gzip.open(file)
+        if self._compression == "zstd":
+            arrow = optional("pyarrow", "pyarrow", self.path)
+            return io.BufferedReader(arrow.CompressedInputStream(file, "zstd"), 1 << 20)
+        return file
+
+    @functools.cached_property
+    def _index(self) -> tuple[Any, np.ndarray]:
+        """The bytes of the file, and where its lines that are not blank begin (and the last ends).
+
+        What is compressed or far away is brought to a temporary file first.
+        """
+        if self._compression or storage.is_remote(self.path):
+            with tempfile.TemporaryFile() as copy, self._open() as file:
+                try:
+                    while block := file.read(1 << 20):
+                        copy.write(block)
+                except (OSError, EOFError, zlib.error) as error:
+                    raise ConfigError(self._torn(error)) from None
+                copy.flush()
+                empty = not copy.tell()
+                data = np.empty(0, np.uint8) if empty else np.memmap(copy, np.uint8, "r")
+        else:
+            data = storage.map_bytes(self.path)
+        blocks = range(0, len(data), 1 << 24)
+        breaks = [1 + a + np.flatnonzero(data[a : a + (1 << 24)] == ord("\n")) for a in blocks]
+        starts = np.concatenate([[0], *breaks, [len(data)]]).astype(np.int64)
+        length, first = np.diff(starts), starts[:-1]
+        blank = length == 0
+        for size, byte in ((1, ord("\n")), (2, ord("\r"))):
+            short = np.flatnonzero(length == size)
+            blank[short] = data[first[short]] == byte
+        return data, np.append(first[~blank], len(data))
+
+    def _parse(self, line: bytes, position: int) -> Record:
+        try:
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                what = getattr(error, "msg", None) or str(error)
+                raise BadRecord(f"is not JSON ({what}); cut off?") from None
+            if not isinstance(record, dict):
+                raise BadRecord(f"is no JSON object but {shown(record)}")
+            if self.column not in record:
+                raise self._missing(record)
+            return self._checked(record[self.column])
+        except BadRecord as bad:
+            raise ConfigError(f"{self._line(position)}: {bad}") from None
+
+    def _line(self, position: int) -> str:
+        """A line by its number, which only errors need."""
+        count = 1
+        with self._open() as file:
+            while position > 0 and (block := file.read(min(position, 1 << 20))):
+                count, position = count + block.count(b"\n"), position - len(block)
+        return f"{self.path}: line {count}"
+
+    def _torn(self, error: Exception) -> str:
+        return f"{self.path}: is cut off or no {self._compression} file ({error}); make it again"
+
+
+class ParquetFile(RecordFile):
+    """The rows of one column; a row group is read and kept whole."""
+
+    def split(self, size: int) -> list[Piece]:
+        """Ranges of row groups."""
+        groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
+        pieces, start, held = [], 0, 0
+        for index, group in enumerate(groups):
+            held += group.total_byte_size
+            if held >= size or index == len(groups) - 1:
+                pieces.append((start, index + 1, held))
+                start, held = index + 1, 0
+        return pieces
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        """The rows of row groups [start, stop)."""
+        index = int(self._starts[start])
+        batches = self._file.iter_batches(
+            batch_size=1024, row_groups=list(range(start, stop)), columns=[self.column]
+        )
+        while (batch := self._guarded(lambda: next(batches, None))) is not None:
+            for value in batch.column(0).to_pylist():
+                yield self._value(value, index)
+                index += 1
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Record:
+        group = int(np.searchsorted(self._starts, index, "right")) - 1
+        with self._lock:
+            if self._held[0] != group:
+                table = self._guarded(lambda: self._file.read_row_group(group, [self.column]))
+                self._held = group, table.column(0)
+            column = self._held[1]
+        return self._value(column[index - int(self._starts[group])].as_py(), index)
+
+    _held: tuple[int, Any] = (-1, None)
+
+    def _value(self, value: Any, index: int) -> Record:
+        try:
+            return self._checked(value)
+        except BadRecord as bad:
+            raise ConfigError(f"{self.where(index)}: {bad}") from None
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        parquet = optional("pyarrow.parquet", "pyarrow", self.path)
+        source = storage.open_binary(self.path)
+        file = self._guarded(lambda: parquet.ParquetFile(source))
+        names = file.schema_arrow.names
+        if self.column not in names:
+            raise ConfigError(f"{self.path}: {self._missing(names)}")
+        return file
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        metadata = self._file.metadata
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        return np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+
+    def _guarded(self, reading: Callable[[], Any]) -> Any:
+        try:
+            return reading()
+        except (OSError, ValueError) as error:  # Arrow's own are among them
+            what = " ".join(str(error).split())[:150]
+            raise ConfigError(f"{self.path}: is torn or no Parquet file ({what})") from None
+
+
+READERS = {
+    "arrayrecord": ArrayRecordFile,
+    "parquet": ParquetFile,
+    "jsonl": JsonLines,
+    "text": TextFile,
+}

@@ -1,0 +1,320 @@
+"""Megatron's token files: `NAME.bin` holds the tokens, `NAME.idx` says where documents lie in it.
+
+An index is little-endian: 9 bytes of magic, version (uint64), code of the dtype (uint8), number of
+sequences n (uint64), number of document borders d (uint64); then the length of each sequence in
+tokens (int32 [n]), its first byte in the .bin (int64 [n]) and the borders, from 0 to n: document i
+is sequences [borders[i], borders[i + 1]) (int64 [d]). A mode per sequence (int8 [n]) may follow.
+"""
+
+import array
+import functools
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.data import storage
+from maxramp.data.records import Piece, RecordFile
+from maxramp.errors import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_BLOCK = 1 << 20  # sequences looked at together
+
+
+class MegatronFile(RecordFile):
+    """A pair of files; a record is a document, and all of them are one stream of tokens."""
+
+    def __init__(self, path: str, column: str = "", tokens: bool = True, whole: bool | None = None):
+        """
+        Args:
+          path: of both files, without .bin or .idx (or with one of them).
+          column: not used.
+          tokens: not used: there is nothing else in such files.
+          whole: whether the sequences are known to be the .bin from its start to its end; None
+            looks.
+        """
+        super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
+        self._known_whole = whole
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"whole": self._whole}
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return len(self._data) // self.dtype.itemsize if self._whole else int(self._starts[-1])
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """Of the tokens."""
+        return self._index[0]
+
+    def tokens_between(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream, int32."""
+        tokens = self._stored(start, stop)
+        if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
+            position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
+            raise ConfigError(
+                f"{self.where_token(start + position)}: {tokens[position]} is no token id (0 to "
+                "2^31 - 1)"
+            )
+        return tokens.astype(np.int32)
+
+    def _stored(self, start: int, stop: int) -> np.ndarray:
+        if self._whole:
+            return self._at(start * self.dtype.itemsize, stop - start)
+        first = int(np.searchsorted(self._starts, start, "right")) - 1
+        parts = [np.empty(0, self.dtype)]
+        while start < stop:
+            offset = start - int(self._starts[first])
+            count = min(stop, int(self._starts[first + 1])) - start
+            byte = int(self._pointers[first : first + 1][0]) + offset * self.dtype.itemsize
+            parts.append(self._at(byte, count))
+            start, first = start + count, first + 1
+        return np.concatenate(parts)
+
+    def where_token(self, position: int) -> str:
+        """The file and the document of a token of the stream, for a person."""
+        sequence = int(np.searchsorted(self._starts, position, "right")) - 1
+        document = int(np.searchsorted(self._borders[:], sequence, "right")) - 1
+        return f"{self.path}.bin: document {document}, token {position}"
+
+    def split(self, size: int) -> list[Piece]:
+        """Ranges of documents."""
+        count, total = len(self), len(self._data)
+        step = max(1, count * size // max(1, total))
+        return [
+            (a, min(a + step, count), total * (min(a + step, count) - a) // count)
+            for a in range(0, count, step)
+        ]
+
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Documents [start, stop)."""
+        return (self[index] for index in range(start, stop))
+
+    def __len__(self) -> int:
+        return len(self._borders) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first, last = (int(x) for x in self._borders[index : index + 2])
+        return self.tokens_between(int(self._starts[first]), int(self._starts[last]))
+
+    def where(self, index: int) -> str:
+        """The file and the document."""
+        return f"{self.path}.bin: document {index}"
+
+    def check(self) -> None:
+        """Looks through the whole index.
+
+        Raises:
+          ConfigError: the files are torn, do not belong together or hold no tokens.
+        """
+        borders, n = self._borders[:], len(self._sizes)
+        if not len(borders) or borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any():
+            raise ConfigError(
+                f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
+                "make it again"
+            )
+        if self._whole and len(self._data) % self.dtype.itemsize:
+            raise self._torn_data(self.num_tokens)
+        if not self.num_tokens:
+            raise ConfigError(f"{self.path}.bin: holds no tokens; leave it out")
+
+    def _at(self, byte: int, count: int) -> np.ndarray:
+        return self._data[byte : byte + count * self.dtype.itemsize].view(self.dtype)
+
+    @functools.cached_property
+    def _data(self) -> Any:
+        return storage.map_bytes(f"{self.path}.bin")
+
+    @functools.cached_property
+    def _index(self) -> tuple[np.dtype, "_Field", "_Field", "_Field"]:
+        """dtype, sizes, pointers, borders."""
+        path = f"{self.path}.idx"
+        data = storage.map_bytes(path)
+        header = bytes(data[: _HEADER.size])
+        if not header.startswith(_MAGIC):
+            raise ConfigError(
+                f"{path}: is no Megatron index (it begins with {header[:9]!r}, not {_MAGIC!r})"
+            )
+        if len(header) < _HEADER.size:
+            raise ConfigError(f"{path}: is torn: {len(data)} bytes; make it again")
+        _, version, code, n, d = _HEADER.unpack(header)
+        if version != 1:
+            raise ConfigError(f"{path}: version {version} is not known, only 1")
+        if _DTYPES.get(code, "<f0")[1] == "f":
+            raise ConfigError(
+                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
+            )
+        wanted = _HEADER.size + 12 * n + 8 * d
+        if len(data) not in (wanted, wanted + n):
+            raise ConfigError(
+                f"{path}: is torn: {len(data)} bytes, but {n} sequences and {d} document borders "
+                f"take {wanted}; make it again"
+            )
+        at = _HEADER.size
+        return (
+            np.dtype(_DTYPES[code]),
+            _Field(data, at, n, "<i4"),
+            _Field(data, at + 4 * n, n, "<i8"),
+            _Field(data, at + 12 * n, d, "<i8"),
+        )
+
+    @property
+    def _sizes(self) -> "_Field":
+        return self._index[1]
+
+    @property
+    def _pointers(self) -> "_Field":
+        return self._index[2]
+
+    @property
+    def _borders(self) -> "_Field":
+        return self._index[3]
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """First token of each sequence in the stream, and the stream's end."""
+        return np.concatenate([[0], np.cumsum(self._sizes[:], dtype=np.int64)])
+
+    @functools.cached_property
+    def _whole(self) -> bool:
+        """Whether the stream is the .bin as it lies there; all sequences are checked on the way."""
+        if self._known_whole is not None:
+            return self._known_whole
+        whole, end, itemsize, total = True, 0, self.dtype.itemsize, len(self._data)
+        for first in range(0, len(self._sizes), _BLOCK):
+            sizes = self._sizes[first : first + _BLOCK].astype(np.int64)
+            pointers = self._pointers[first : first + _BLOCK]
+            ends = pointers + sizes * itemsize
+            wrong = (sizes < 0) | (pointers < 0) | (pointers % itemsize != 0)
+            beyond = ends > total
+            if (wrong | beyond).any():
+                i = int(np.argmax(wrong | beyond))
+                what = (
+                    f"ends at byte {ends[i]}, but {self.path}.bin has {total}: one of them is torn"
+                    if beyond[i] and not wrong[i]
+                    else f"has {sizes[i]} tokens from byte {pointers[i]} on"
+                )
+                raise ConfigError(f"{self.path}.idx: sequence {first + i} {what}; make it again")
+            follow = np.concatenate([[end], end + np.cumsum(sizes * itemsize)])
+            whole &= bool((pointers == follow[:-1]).all())
+            end = int(follow[-1])
+        if whole and end != total:
+            raise self._torn_data(end // itemsize)
+        return whole
+
+    def _torn_data(self, tokens: int) -> ConfigError:
+        return ConfigError(
+            f"{self.path}.bin: has {len(self._data)} bytes, but its index names {tokens} tokens of "
+            f"{self.dtype.itemsize}; one of them is torn: make them again"
+        )
+
+
+class _Field:
+    """An array inside a file, whose slices are read on access."""
+
+    def __init__(self, data: Any, offset: int, count: int, dtype: str):
+        self._data, self._offset, self._count = data, offset, count
+        self._dtype = np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self._count)
+        size = self._dtype.itemsize
+        data = self._data[self._offset + start * size : self._offset + stop * size]
+        return np.array(data).view(self._dtype)  # a copy, since an index is not aligned
+
+
+class TokenStream:
+    """The tokens of several files as one array that is read on access."""
+
+    def __init__(self, files: Sequence[MegatronFile]):
+        self._files = files
+        self._starts = np.concatenate([[0], np.cumsum([file.num_tokens for file in files])])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        index = int(np.searchsorted(self._starts, start, "right")) - 1
+        parts = []
+        while start < stop:
+            first = int(self._starts[index])
+            last = min(stop, int(self._starts[index + 1]))
+            if last > start:
+                parts.append(self._files[index].tokens_between(start - first, last - first))
+            start, index = last, index + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def where(self, position: int) -> str:
+        """The file and the document of a token, for a person."""
+        index = int(np.searchsorted(self._starts, position, "right")) - 1
+        return self._files[index].where_token(position - int(self._starts[index]))
+
+
+class MegatronWriter:
+    """Writes a pair of files, a document a sequence; they get their names when all is written."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        """
+        Args:
+          path: of both files, without .bin or .idx.
+          dtype: of the tokens.
+        """
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
+        self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._sizes = array.array("i")
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.num_tokens, self.max_token = 0, -1
+
+    def __enter__(self) -> "MegatronWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._data.close()
+
+    def add(self, documents: Sequence[np.ndarray]) -> None:
+        """Appends the tokens of documents."""
+        tokens = np.concatenate(documents)
+        if len(tokens):
+            self.max_token = max(self.max_token, int(tokens.max()))
+        data = tokens.astype(self._dtype).data
+        self._data.write(data)
+        self._hash.update(data)
+        self._sizes.extend(map(len, documents))
+        self.num_tokens += len(tokens)
+
+    def finish(self) -> dict[str, Any]:
+        """Gives both files their names; returns their counts and hash."""
+        sizes = np.asarray(self._sizes, "<i4")
+        ends = np.cumsum(sizes, dtype=np.int64)
+        pointers = ((ends - sizes) * self._dtype.itemsize).astype("<i8")
+        borders = np.arange(len(sizes) + 1, dtype="<i8")
+        code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
+        with open(self._unfinished("idx"), "wb") as index:
+            index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(borders)))
+            for field in (sizes, pointers, borders):
+                index.write(field.data)
+            for file, suffix in ((self._data, "bin"), (index, "idx")):
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(self._unfinished(suffix), f"{self._path}.{suffix}")
+        self._hash.update(sizes.data)
+        return {
+            "documents": len(sizes),
+            "tokens": self.num_tokens,
+            "max_token": self.max_token,
+            "hash": self._hash.hexdigest(),
+        }
+
+    def _unfinished(self, suffix: str) -> str:
+        return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it

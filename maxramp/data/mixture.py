@@ -1,0 +1,254 @@
+"""grain_train_files and grain_eval_files -> the parts of a corpus."""
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.config import Config
+from maxramp.data import formats, prepared, storage, tokenizers
+from maxramp.data.corpus import Corpus, Part
+from maxramp.data.items import Chain, Checked, Documents, RecordRows, Span, StreamRows
+from maxramp.data.megatron import MegatronFile, TokenStream
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError
+
+_SAMPLED = 64  # items of a part that are read at the start, for its hash
+
+
+def parse(key: str, value: str) -> list[tuple[str, float]]:
+    """(glob, weight) of every entry of "glob,weight;glob,weight"; a single one needs no weight.
+
+    Raises:
+      ConfigError: an entry without a glob, or without a weight above 0.
+    """
+    entries = value.split(";")
+    parsed = []
+    for entry in entries:
+        pattern, comma, text = (part.strip() for part in entry.rpartition(","))
+        if not comma and len(entries) == 1:
+            pattern, text = text, "1"
+        if not pattern:
+            what = "is empty" if not entry.strip() else "has no weight"
+            raise ConfigError(
+                f'{key}={value}: the entry "{entry}" {what}; write glob,weight;glob,weight'
+            )
+        try:
+            weight = float(text)
+        except ValueError:
+            raise ConfigError(
+                f'{key}={value}: the weight "{text}" of {pattern} is no number; write glob,weight'
+            ) from None
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"{key}={value}: the weight {text} of {pattern} must be above 0; leave it out"
+            )
+        parsed.append((pattern, weight))
+    return parsed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """One entry of a mixture, opened; `hash` is of its tokens, `documents` as in Corpus."""
+
+    name: str
+    weight: float
+    items: Any
+    documents: bool
+    hash: str
+
+
+def open_mixture(config: Config) -> Corpus:
+    """The corpus of dataset_type=grain.
+
+    Raises:
+      ConfigError: files that are missing, torn, empty or of another kind than the keys say.
+    """
+    opener = _Opener(config)
+    train = opener.entries("grain_train_files", config.grain_train_files)
+    eval_files = config.grain_eval_files
+    evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
+    kinds = {entry.documents: entry.name for entry in (*train, *evaluated)}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{kinds[False]} holds rows or a stream of tokens and {kinds[True]} documents, which "
+            "do not mix; prepare the documents with maxramp.prepare"
+        )
+    (documents,) = kinds
+    cuts = [len(entry.items) for entry in train]
+    held_out = [entry.items for entry in evaluated]
+    if not evaluated:  # the end of every part
+        cuts = [count - round(count * config.eval_fraction) for count in cuts]
+        held_out = [Span(e.items, cut, len(e.items)) for e, cut in zip(train, cuts, strict=True)]
+    parts = tuple(
+        Part(entry.name, entry.weight, Span(entry.items, 0, cut))
+        for entry, cut in zip(train, cuts, strict=True)
+    )
+    noun = "documents" if documents else "rows"
+    for part in parts:
+        if not len(part.items):
+            raise ConfigError(
+                f"grain_train_files: {part.name} has no {noun} left to train on; give more data, "
+                "or a smaller eval_fraction"
+            )
+    count, held_count = sum(cuts), sum(map(len, held_out))
+    if config.eval_interval > 0 and not held_count:
+        raise ConfigError(
+            f"eval_interval={config.eval_interval}, but eval_fraction={config.eval_fraction} of "
+            f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
+            "eval_interval=-1"
+        )
+    total = sum(part.weight for part in parts)
+    names = [f"{part.name} {part.weight / total:.3g}" for part in parts]
+    told = [config.max_target_length, cuts, [(entry.weight, entry.hash) for entry in train]]
+    told.append([entry.hash for entry in evaluated])
+    return Corpus(
+        parts,
+        Chain(held_out),
+        f"{', '.join(names) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
+        f"{held_count} held out",
+        hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest(),
+        documents,
+    )
+
+
+class _Opener:
+    """Opens entries of a mixture, the tokenizer with the first that needs it."""
+
+    def __init__(self, config: Config):
+        self._config, self._tokenizer = config, None
+
+    def entries(self, key: str, value: str) -> list[_Entry]:
+        """The entries of a key's value, opened."""
+        return [
+            _Entry(pattern, weight, *self._open(key, pattern))
+            for pattern, weight in parse(key, value)
+        ]
+
+    def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
+        """The items of an entry, whether they are documents, and their hash."""
+        config, length = self._config, self._config.max_target_length
+        kind, paths = find_files(key, pattern, config.grain_file_type)
+        if kind == "prepared":
+            files, digest = self._open_prepared(paths)
+            return (
+                self._checked(key, pattern, StreamRows(TokenStream(files), length)),
+                False,
+                digest,
+            )
+        if kind == "megatron":
+            files = [MegatronFile(path) for path in paths]
+            for file in files:
+                file.check()
+            items: Any = StreamRows(TokenStream(files), length)
+            documents = False
+        else:
+            (column,) = config.train_data_columns
+            tokens = not config.tokenize_train_data
+            files = [formats.READERS[kind](path, column, tokens) for path in paths]
+            for file in files:
+                if not len(file):
+                    raise ConfigError(f"{file.path}: holds no records; leave it out")
+            documents = not (kind == "arrayrecord" and tokens)
+            if documents:
+                items = Documents(files, None if tokens else self._open_tokenizer())
+            else:
+                items = RecordRows(files, length)
+        items = self._checked(key, pattern, items)
+        return items, documents, _sampled_hash(items, sum(map(_bytes_of, files)))
+
+    def _open_prepared(self, folders: list[str]) -> tuple[list[MegatronFile], str]:
+        """The shards of prepared sets, and the hash of their tokens."""
+        files, hashes = [], []
+        for folder in folders:
+            manifest = prepared.read_manifest(folder)
+            if manifest["max_token"] >= self._config.vocab_size:
+                tokenizer = manifest["tokenizer"]
+                needed = tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1
+                raise ConfigError(
+                    f"{folder}: its largest token id is {manifest['max_token']}, not below "
+                    f"vocab_size={self._config.vocab_size}; use {-(-needed // 64) * 64} or more"
+                )
+            files += prepared.open_shards(folder, manifest)
+            hashes.append(manifest["hash"])
+        return files, "+".join(hashes)
+
+    def _checked(self, key: str, pattern: str, items: Any) -> Checked:
+        if not len(items):
+            raise ConfigError(
+                f"{key}: {pattern} has not one row of max_target_length + 1 = "
+                f"{self._config.max_target_length + 1} tokens; give more data or shorter rows"
+            )
+        return Checked(items, self._config.vocab_size)
+
+    def _open_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            config = self._config
+            self._tokenizer = tokenizers.load(
+                *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
+            )
+            if self._tokenizer.vocab_size > config.vocab_size:
+                raise ConfigError(
+                    f"vocab_size={config.vocab_size} is below the {self._tokenizer.vocab_size} ids "
+                    f"of tokenizer_type={config.tokenizer_type} "
+                    f"tokenizer_path={config.tokenizer_path}; raise it to a multiple of 64"
+                )
+        return self._tokenizer
+
+
+def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
+    """What a path, glob or URL stands for.
+
+    Args:
+      key: the key that it is the value of, for messages.
+      pattern: the path, glob or URL; of Megatron's files also their common name.
+      file_type: a format, or "" for what the names say.
+
+    Returns:
+      The format, and its files in order: folders of prepared sets, of Megatron's files the names
+      without .bin and .idx.
+
+    Raises:
+      ConfigError: nothing, or files of several formats.
+    """
+    paths = storage.find(pattern)
+    if not paths and storage.exists(f"{os.path.expanduser(pattern)}.idx"):
+        paths = [f"{os.path.expanduser(pattern)}.idx"]
+    if not paths:
+        raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
+    if all(map(prepared.is_prepared, paths)) and file_type in ("", "prepared"):
+        return "prepared", paths
+    folder = next((path for path in paths if os.path.isdir(path)), None)
+    if folder or file_type == "prepared":
+        raise ConfigError(
+            f"{key}: {folder or paths[0]} is no prepared set (it has no {prepared.NAME}), or was "
+            "not finished; name the files in a folder by a glob, such as folder/*.parquet"
+        )
+    kinds = {file_type or formats.detect(path): path for path in paths}
+    if len(kinds) > 1:
+        (one, path), (other, other_path), *_ = kinds.items()
+        raise ConfigError(
+            f"{key}: {pattern} matches files of several formats, {path} ({one}) and {other_path} "
+            f"({other}); give each its own entry"
+        )
+    (kind,) = kinds
+    if kind == "megatron":
+        paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
+    return kind, paths
+
+
+def _bytes_of(file: Any) -> int:
+    return storage.size_of(f"{file.path}.bin" if isinstance(file, MegatronFile) else file.path)
+
+
+def _sampled_hash(items: Sequence[np.ndarray], size: int) -> str:
+    """Of the count, the bytes and evenly spaced items: reading terabytes would take hours."""
+    digest = hashlib.blake2b(f"{len(items)} {size}".encode(), digest_size=8)
+    for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
+        item = items[int(index)]
+        digest.update(f"{len(item)} ".encode() + item.tobytes())
+    return digest.hexdigest()

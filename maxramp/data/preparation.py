@@ -1,0 +1,315 @@
+"""Documents -> a prepared set, on all cores, in a way that may be killed at any moment.
+
+The inputs are cut into pieces and pieces joined to shards before anything is read, always in the
+same way. A shard is one task: its files get their names when they are whole, and last of all comes
+SHARD.json with what it was made from. A later start keeps the shards whose SHARD.json says what it
+would make itself, and makes the others.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.data import formats, prepared, storage
+from maxramp.data.megatron import MegatronFile, MegatronWriter
+from maxramp.data.records import Record, RecordFile
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError, TrainingError
+
+# Documents encoded together: so many characters or tokens, or so many documents.
+_BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A file of records."""
+
+    path: str  # of Megatron's files without .bin and .idx
+    kind: str
+
+    def open(self, column: str, tokens: bool) -> RecordFile:
+        """Its records."""
+        if self.kind == "megatron":
+            file = MegatronFile(self.path)
+            file.check()
+            return file
+        return formats.READERS[self.kind](self.path, column, tokens)
+
+    def stamp(self) -> tuple[Any, ...]:
+        """What changes when the file does."""
+        path = f"{self.path}.bin" if self.kind == "megatron" else self.path
+        changed = 0 if storage.is_remote(path) else os.stat(path).st_mtime_ns
+        return os.path.basename(path), storage.size_of(path), changed
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A pair of files to write, and the pieces (of `records.Piece`) of inputs that go into it."""
+
+    name: str
+    pieces: tuple[tuple[Input, int, int, int], ...]
+    source: str  # hash of the pieces and of how they are read
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pieces."""
+        return sum(size for *_, size in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be prepared."""
+
+    output: pathlib.Path
+    column: str
+    tokenizer: Tokenizer | None  # None where the inputs hold tokens
+    dtype: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def source(self) -> str:
+        """Hash of everything that decides the set."""
+        told = "".join(shard.source for shard in self.shards)
+        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """What is known of the shards that are whole, by name."""
+        done = {}
+        for shard in self.shards:
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads((self.output / f"{shard.name}.json").read_text())
+                if told.pop("source") == shard.source:
+                    done[shard.name] = told
+        return done
+
+
+def plan(
+    output: pathlib.Path,
+    inputs: Sequence[Input],
+    column: str,
+    tokenizer: Tokenizer | None,
+    shard_size: int,
+) -> Job:
+    """The shards of a set: about `shard_size` bytes of input each, the same at every start.
+
+    Raises:
+      ConfigError: an input that is missing, torn or of another kind.
+    """
+    dtype = "uint16" if tokenizer is not None and tokenizer.vocab_size <= 2**16 else "int32"
+    how = (column, tokenizer.hash if tokenizer is not None else None, dtype)
+    shards: list[Shard] = []
+    pieces: list[tuple[Input, int, int, int]] = []
+    stamps: list[Any] = []
+
+    def close() -> None:
+        told = repr((how, stamps, [piece[1:] for piece in pieces]))
+        source = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        shards.append(Shard(f"shard-{len(shards):05d}", tuple(pieces), source))
+        pieces.clear()
+        stamps.clear()
+
+    for source in inputs:
+        stamp = source.stamp()
+        for start, stop, size in source.open(column, tokenizer is None).split(shard_size):
+            if pieces and sum(piece[3] for piece in pieces) + size > shard_size:
+                close()
+            pieces.append((source, start, stop, size))
+            stamps.append(stamp)
+    if pieces:
+        close()
+    return Job(output, column, tokenizer, dtype, tuple(shards))
+
+
+@contextlib.contextmanager
+def sole_writer(output: pathlib.Path) -> Iterator[None]:
+    """Keeps other preparations out of a folder, until this process ends at the latest.
+
+    Raises:
+      ConfigError: one is at work there, or the folder cannot be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with open(output / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+            os.unlink(lock.name)
+    except BlockingIOError:
+        raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from None
+
+
+class Progress:
+    """Counts of all workers together: documents, tokens and bytes of finished pieces."""
+
+    def __init__(self):
+        self._counts = multiprocessing.get_context("spawn").Array("q", 4)
+
+    def add(self, documents: int, tokens: int, size: int) -> None:
+        """Counts a batch or a piece."""
+        with self._counts:
+            for index, more in enumerate((documents, tokens, size)):
+                self._counts[index] += more
+
+    def stop(self) -> None:
+        """Asks the workers to leave."""
+        self._counts[3] = 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether they were asked to."""
+        return bool(self._counts[3])
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Documents, tokens, bytes."""
+        return tuple(self._counts[:3])
+
+
+def make(job: Job, workers: int, show: Callable[[tuple[int, int, int]], None]) -> dict[str, Any]:
+    """Makes the shards that are not there, and the manifest.
+
+    Args:
+      job: from `plan`.
+      workers: processes at work.
+      show: called several times a second with the documents and tokens made, and the bytes read.
+
+    Raises:
+      ConfigError: an input is wrong; no manifest is written.
+      TrainingError: a worker was killed.
+    """
+    done = job.finished()
+    progress = Progress()
+    progress.add(0, 0, sum(shard.size for shard in job.shards if shard.name in done))
+    missing = [shard for shard in job.shards if shard.name not in done]
+    if missing:
+        with concurrent.futures.ProcessPoolExecutor(
+            min(workers, len(missing)),
+            multiprocessing.get_context("spawn"),
+            _start_worker,
+            (job, progress, os.getpid()),
+        ) as pool:
+            tasks = [pool.submit(_make_shard, shard) for shard in missing]
+            try:
+                pending = set(tasks)
+                while pending:
+                    finished, pending = concurrent.futures.wait(
+                        pending, 0.2, concurrent.futures.FIRST_EXCEPTION
+                    )
+                    show(progress.counts)
+                    for task in finished:
+                        task.result()
+            except concurrent.futures.process.BrokenProcessPool:
+                raise TrainingError(
+                    "a worker was killed, for want of memory perhaps (--workers takes fewer); "
+                    "start again to go on"
+                ) from None
+            finally:
+                progress.stop()
+                pool.shutdown(cancel_futures=True)
+        done = job.finished()
+    show(progress.counts)
+    shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
+    manifest = prepared.make_manifest(
+        shards, describe(job.tokenizer, job.output), job.dtype, job.source
+    )
+    if not manifest["tokens"]:
+        raise ConfigError(f"the inputs hold {manifest['documents']} documents and no tokens")
+    storage.write_whole(job.output / prepared.NAME, json.dumps(manifest, indent=1).encode())
+    _clean(job)
+    return manifest
+
+
+def describe(tokenizer: Tokenizer | None, output: pathlib.Path) -> dict[str, Any] | None:
+    """A tokenizer as the manifest has it, its file copied into the set."""
+    if tokenizer is None:
+        return None
+    name = tokenizer.copy_to(output)
+    return {
+        "type": tokenizer.type,
+        "file": name,
+        "hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "add_bos": tokenizer.add_bos,
+        "add_eos": tokenizer.add_eos,
+    }
+
+
+def _clean(job: Job) -> None:
+    """Removes what the manifest has made superfluous."""
+    kept = {f"{shard.name}.{suffix}" for shard in job.shards for suffix in ("bin", "idx")}
+    for path in job.output.iterdir():
+        if (path.name.startswith("shard-") and path.name not in kept) or path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+
+
+_job: Job
+_progress: Progress
+_parent: int
+
+
+def _start_worker(job: Job, progress: Progress, parent: int) -> None:
+    global _job, _progress, _parent
+    _job, _progress, _parent = job, progress, parent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and asks us to leave
+
+
+def _make_shard(shard: Shard) -> None:
+    with MegatronWriter(str(_job.output / shard.name), np.dtype(_job.dtype)) as writer:
+        for source, start, stop, size in shard.pieces:
+            file = source.open(_job.column, _job.tokenizer is None)
+            for batch in _batches(file.read(start, stop)):
+                if _progress.stopped or os.getppid() != _parent:
+                    return
+                documents = batch if file.tokens else _job.tokenizer.encode(batch)
+                writer.add(documents)
+                _progress.add(len(documents), sum(map(len, documents)), 0)
+            _progress.add(0, 0, size)
+        told = writer.finish() | {"source": shard.source}
+    storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(told).encode())
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    batch, size = [], 0
+    for record in records:
+        batch.append(record)
+        size += len(record)
+        if size >= _BATCH_SIZE or len(batch) >= _BATCH_COUNT:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def sample_texts(
+    inputs: Sequence[Input], column: str, most: int
+) -> tuple[Iterator[str], Callable[[], int]]:
+    """Texts from all over the inputs, `most` bytes of them in all, and () -> how many so far."""
+    pieces = [(s, piece) for s in inputs for piece in s.open(column, False).split(1 << 24)]
+    total = sum(size for _, (*_, size) in pieces)
+    taken = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal taken
+        for source, (start, stop, size) in pieces:
+            left = size if total <= most else most * size // total
+            for text in source.open(column, False).read(start, stop):
+                taken += 1
+                yield text
+                left -= len(text)
+                if left <= 0 and total > most:
+                    break
+
+    return texts(), lambda: taken

@@ -1,0 +1,102 @@
+"""Prepared sets: a folder of Megatron token files with a manifest of what they hold.
+
+manifest.json: format, version, source (a hash of the inputs and how they were read), tokenizer
+(null where the input was tokens), dtype, documents, tokens, max_token, hash (of all tokens and
+document lengths, in order), and for each shard its name, documents, tokens, max_token and hash.
+"""
+
+import hashlib
+import json
+import posixpath
+from typing import Any
+
+import numpy as np
+
+from maxramp.data import storage
+from maxramp.data.megatron import MegatronFile
+from maxramp.errors import ConfigError
+
+FORMAT, VERSION, NAME = "maxramp prepared tokens", 1, "manifest.json"
+
+
+def is_prepared(folder: str) -> bool:
+    """Whether a folder is a prepared set."""
+    return storage.exists(posixpath.join(folder, NAME))
+
+
+def make_manifest(
+    shards: list[dict[str, Any]], tokenizer: dict[str, Any] | None, dtype: str, source: str
+) -> dict[str, Any]:
+    """The manifest of shards, in order; `source` identifies what they were made from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for shard in shards:
+        digest.update(bytes.fromhex(shard["hash"]))
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": source,
+        "tokenizer": tokenizer,
+        "dtype": dtype,
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "max_token": max((shard["max_token"] for shard in shards), default=-1),
+        "hash": digest.hexdigest(),
+        "shards": shards,
+    }
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """The manifest of a prepared set.
+
+    Raises:
+      ConfigError: it is torn, of another version, or of a set without tokens.
+    """
+    path = posixpath.join(folder, NAME)
+    if not storage.exists(path):
+        raise ConfigError(f"{folder}: is no prepared set (it has no {NAME}), or was not finished")
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+            raise ConfigError(
+                f"{path}: is of format {manifest['format']!r} version {manifest['version']}, not "
+                f"{FORMAT!r} version {VERSION}; prepare it again"
+            )
+        told = (manifest[name] for name in ("shards", "tokenizer", "dtype", "source"))
+        made = make_manifest(*told)
+        torn = [name for name in made if manifest[name] != made[name]]
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: is torn or no manifest; prepare the set again") from None
+    if torn:
+        raise ConfigError(f"{path}: {torn[0]} is not what its shards add up to; prepare it again")
+    if not manifest["tokens"]:
+        raise ConfigError(f"{path}: the set has {manifest['documents']} documents and no tokens")
+    return manifest
+
+
+def open_shards(folder: str, manifest: dict[str, Any]) -> list[MegatronFile]:
+    """The files of a prepared set, in order; none is read but its size and the first's header.
+
+    Raises:
+      ConfigError: one is missing, torn or of another dtype.
+    """
+    files = []
+    size = np.dtype(manifest["dtype"]).itemsize
+    for shard in manifest["shards"]:
+        path = posixpath.join(folder, shard["name"])
+        n = shard["documents"]
+        for suffix, wanted in (("bin", shard["tokens"] * size), ("idx", 42 + 20 * n)):
+            there = storage.size_of(f"{path}.{suffix}")
+            if there != wanted:
+                raise ConfigError(
+                    f"{path}.{suffix}: has {there} bytes, but {NAME} says {wanted} ({n} documents, "
+                    f"{shard['tokens']} tokens): torn; prepare the set again"
+                )
+        files.append(MegatronFile(path, whole=True))
+        if files[-1].dtype != np.dtype(manifest["dtype"]).newbyteorder("<"):
+            raise ConfigError(
+                f"{path}.idx: its tokens are {files[-1].dtype}, but {NAME} says "
+                f"{manifest['dtype']}; prepare the set again"
+            )
+    return files

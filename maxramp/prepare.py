@@ -1,0 +1,245 @@
+"""Documents -> tokens on disk, ready for training.
+
+python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
+python -m maxramp.prepare --inspect DIR
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich import progress as rich_progress
+
+from maxramp import config as config_lib
+from maxramp.data import mixture, preparation, prepared, storage, tokenizers
+from maxramp.data.preparation import Input
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
+
+KEYS = (
+    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "train_data_columns"),
+    *("tokenize_train_data", "grain_file_type"),
+)
+BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(f"{message} (--help lists what there is)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m maxramp.prepare",
+        description="Tokenizes documents into a folder of token files that training reads by "
+        "default. Started again after a kill it goes on.",
+        epilog=f"Keys, as in configs/base.yml: {', '.join(KEYS)}.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
+    add("--output", metavar="DIR", help="folder of the prepared set")
+    add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
+    add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
+    add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
+    add("--inspect", metavar="DIR", help="print what a prepared set holds")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status."""
+    try:
+        given = _parser().parse_args(arguments)
+        keys = [text for text in given.inputs if _is_key(text)]
+        names = [text for text in given.inputs if text not in keys]
+        if given.inspect:
+            inspect(given.inspect)
+            return 0
+        for flag, value in (("INPUT", names), ("--output DIR", given.output)):
+            if not value:
+                raise ConfigError(
+                    f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR"
+                )
+        for flag in ("workers", "shard_megabytes"):
+            if getattr(given, flag) <= 0:
+                raise ConfigError(f"--{flag} {getattr(given, flag):g} must be above 0")
+        if storage.is_remote(given.output):
+            raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
+        prepare(given, names, _load_keys(keys))
+        return 0
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return EXIT_FAILED
+    except (ConfigError, TrainingError, MemoryError) as error:
+        return report(error)
+
+
+def _is_key(text: str) -> bool:
+    return re.match(r"\w+=", text) is not None and not storage.find(text)
+
+
+def _load_keys(arguments: list[str]) -> Any:
+    config = config_lib.load([str(config_lib.CONFIGS / "base.yml"), *arguments], "prepare")
+    for argument in arguments:
+        if argument.partition("=")[0] not in KEYS:
+            raise ConfigError(f"{argument}: preparing takes only {', '.join(KEYS)}")
+    return config
+
+
+def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> None:
+    """Prepares the inputs `names` into `given.output`.
+
+    Raises:
+      ConfigError: an input, the tokenizer or the folder is wrong; no manifest is written.
+      TrainingError: a worker was killed.
+    """
+    start = time.perf_counter()
+    output = pathlib.Path(given.output).expanduser()
+    inputs = []
+    for name in names:
+        kind, paths = mixture.find_files("INPUT", name, config.grain_file_type)
+        if kind == "prepared":
+            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
+        inputs += [Input(path, kind) for path in paths]
+    is_tokens = {source.kind == "megatron" for source in inputs}
+    if len(is_tokens) > 1:
+        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
+    (column,) = config.train_data_columns
+    with preparation.sole_writer(output):
+        tokenizer = None
+        if config.tokenize_train_data and is_tokens == {False}:
+            if given.train_bpe is not None:
+                config.tokenizer_type = "huggingface"
+                config.tokenizer_path = str(_train_bpe(given, output, inputs, column))
+            tokenizer = tokenizers.load(
+                *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
+            )
+            _say(f"tokenizer  {_shown(tokenizer)}")
+        elif given.train_bpe is not None:
+            raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text but tokens")
+        job = preparation.plan(
+            output, inputs, column, tokenizer, max(1, int(given.shard_megabytes * 1e6))
+        )
+        if prepared.is_prepared(str(output)):
+            manifest = prepared.read_manifest(str(output))
+            if manifest["source"] != job.source:
+                raise ConfigError(
+                    f"--output {output} holds a set of other inputs, or read in another way; give "
+                    "another folder, or remove it"
+                )
+            _say(f"{output} is prepared already")
+        else:
+            there, size = len(job.finished()), sum(shard.size for shard in job.shards)
+            _say(
+                f"input      {len(inputs):,} files, {size / 1e6:,.1f} MB, in {len(job.shards):,} "
+                f"shards{f', {there} of them made by an earlier start' if there else ''}"
+            )
+            with _Bar(size) as show:
+                manifest = preparation.make(job, given.workers, show)
+    _say(
+        f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
+        f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
+    )
+    needed = tokenizer.vocab_size if tokenizer else manifest["max_token"] + 1
+    _say(
+        f"train      python -m maxramp.train configs/base.yml dataset_type=grain "
+        f"grain_train_files={output} vocab_size={-(-needed // 64) * 64}"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _shown(tokenizer: Tokenizer) -> str:
+    marks = [name for name in ("add_bos", "add_eos") if getattr(tokenizer, name)]
+    return (
+        f"{tokenizer.type}{f' {tokenizer.file}' if tokenizer.file else ''}: "
+        f"{tokenizer.vocab_size:,} ids{', '.join(['', *marks])} (hash {tokenizer.hash})"
+    )
+
+
+def _train_bpe(
+    given: argparse.Namespace, output: pathlib.Path, inputs: Sequence[Input], column: str
+) -> pathlib.Path:
+    """The file of a BPE trained on the inputs, or on what an earlier start trained it."""
+    size, path = given.train_bpe, output / "tokenizer.json"
+    if size < 258:
+        raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
+    if path.exists():
+        _say(f"tokenizer  {path} is there from an earlier start")
+        return path
+    texts, count = preparation.sample_texts(inputs, column, BPE_BYTES)
+    start = time.perf_counter()
+    storage.write_whole(path, tokenizers.train_bpe(texts, size))
+    _say(f"tokenizer  trained on {count():,} documents in {time.perf_counter() - start:.1f}s")
+    return path
+
+
+class _Bar:
+    """Progress: a bar on a terminal, elsewhere a line at every tenth."""
+
+    def __init__(self, size: int):
+        self._size, self._told, self._start = size, 0, time.perf_counter()
+        self._bar = None
+        if sys.stdout.isatty():
+            columns = ("{task.description}", rich_progress.TimeRemainingColumn())
+            self._bar = rich_progress.Progress(
+                rich_progress.BarColumn(30), *columns, transient=True
+            )
+            self._task = self._bar.add_task("starting", total=size)
+
+    def __enter__(self) -> "_Bar":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, counts: tuple[int, int, int]) -> None:
+        documents, tokens, size = counts
+        rate = tokens / max(1e-9, time.perf_counter() - self._start)
+        line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+        if self._bar:
+            self._bar.update(self._task, completed=size, description=line)
+        elif size * 10 // max(1, self._size) > self._told:
+            self._told = size * 10 // max(1, self._size)
+            _say(f"{self._told:>3}0%       {line}")
+
+
+def inspect(folder: str) -> None:
+    """Prints what a prepared set holds, with five of its documents.
+
+    Raises:
+      ConfigError: it is none, or torn.
+    """
+    manifest = prepared.read_manifest(folder)
+    shards = prepared.open_shards(folder, manifest)
+    told, tokenizer = manifest["tokenizer"], None
+    if told:
+        path = os.path.join(folder, told["file"]) if told["file"] else ""
+        tokenizer = tokenizers.load(told["type"], path, told["add_bos"], told["add_eos"])
+    _say(f"set        {folder} (hash {manifest['hash']})")
+    _say(f"tokenizer  {_shown(tokenizer) if tokenizer else 'none: the inputs held tokens'}")
+    _say(
+        f"holds      {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
+        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(shards):,} shards"
+    )
+    starts = np.cumsum([0, *(shard["documents"] for shard in manifest["shards"])])
+    for index in np.unique(np.linspace(0, manifest["documents"] - 1, 5).astype(int)):
+        which = int(np.searchsorted(starts, index, "right")) - 1
+        ids = shards[which][int(index - starts[which])]
+        text = repr(tokenizer.decode(ids[:64])) if tokenizer else " ".join(map(str, ids[:16]))
+        _say(f"document {index:,}, {len(ids):,} tokens: {text}{'...' if len(ids) > 64 else ''}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
