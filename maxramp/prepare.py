@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     try:
-        given = _parser().parse_args(arguments)
+        given = _parser().parse_intermixed_args(arguments)
         keys = [text for text in given.inputs if _is_key(text)]
         names = [text for text in given.inputs if text not in keys]
         if given.inspect:

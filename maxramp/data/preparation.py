@@ -142,8 +142,10 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         with open(output / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-            os.unlink(lock.name)
+            try:
+                yield
+            finally:
+                os.unlink(lock.name)
     except BlockingIOError:
         raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
     except OSError as error:
