@@ -1,0 +1,424 @@
+"""Data that is torn, empty or of another kind: one line that names it, and nothing trained."""
+
+import gzip
+import json
+import pathlib
+import shutil
+import struct
+import sys
+
+import numpy as np
+import pytest
+from conftest import make_config
+from test_bad_input import execute, keys
+from test_formats import (
+    example,
+    write_array_record,
+    write_megatron,
+    write_parquet,
+    write_zstd,
+)
+
+from maxramp import prepare
+from maxramp.data.sources import open_corpus
+from maxramp.errors import ConfigError
+
+pytest.importorskip("tokenizers")
+
+TEXTS = [f"document {i} " * 3 for i in range(40)]
+ROWS = [list(range(i, i + 17)) for i in range(40)]
+
+
+def patched(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+def make_files(f: pathlib.Path) -> None:
+    """Good files, and what can be wrong with them."""
+    (f / "good.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    good = (f / "good.jsonl").read_bytes()
+    for name, data in {
+        "cut.jsonl": good[:-20],
+        "list.jsonl": b'{"text": "a"}\n[1, 2]\n',
+        "number.jsonl": b'{"text": "a"}\n\n{"text": 3}\n',
+        "null.jsonl": b'{"text": "a"}\n{"text": null}\n',
+        "field.jsonl": b'{"text": "a"}\n{"body": "b", "url": "c"}\n',
+        "latin.jsonl": b'{"text": "caf\xe9"}\n',
+        "tokens.jsonl": b'{"text": [1, 2, 3]}\n',
+        "negative.jsonl": b'{"text": [1, 2]}\n{"text": [1, -2]}\n',
+        "floats.jsonl": b'{"text": [1.5]}\n',
+        "empty.jsonl": b"",
+        "blank.jsonl": b"\n\n\n",
+        "cut.jsonl.gz": gzip.compress(good)[:-10],
+        "plain.jsonl.gz": good,
+        "cut.jsonl.zst": write_zstd(good)[:-10],
+        "binary.txt": b"te\0xt",
+        "latin.txt": b"caf\xe9",
+        "unknown.xyz": b"text",
+        "no.parquet": b"text" * 100,
+        "no.array_record": b"text" * 100,
+        "no.json": b"text",
+        "no.model": b"text",
+        "no.tiktoken": b"text",
+    }.items():
+        (f / name).write_bytes(data)
+    parquet = write_parquet([{"text": text, "id": i} for i, text in enumerate(TEXTS)])
+    (f / "good.parquet").write_bytes(parquet)
+    (f / "cut.parquet").write_bytes(parquet[:-50])
+    (f / "flipped.parquet").write_bytes(patched(parquet, 10, b"\xff" * 200))
+    (f / "null.parquet").write_bytes(write_parquet([{"text": "a"}, {"text": None}]))
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": []}), f / "empty.parquet")
+    records = write_array_record(f / "good.array_record", [text.encode() for text in TEXTS])
+    (f / "cut.array_record").write_bytes(records[: len(records) // 2])
+    noise = np.random.default_rng(0).integers(97, 123, (50, 9000), np.uint8)
+    many = write_array_record(f / "flipped.array_record", [row.tobytes() for row in noise])
+    (f / "flipped.array_record").write_bytes(patched(many, len(many) // 3, b"\1\2\3\4" * 50))
+    write_array_record(f / "empty.array_record", [])
+    write_array_record(f / "examples.array_record", [example(body=b"a", id=b"1")])
+    write_array_record(f / "ids.array_record", [example(text=[1, 2])])
+    rows = [np.asarray(row, "<i4").tobytes() for row in ROWS]
+    write_array_record(f / "rows.array_record", rows)
+    write_array_record(f / "short.array_record", [*rows[:5], rows[0][:-4]])
+    write_array_record(f / "odd.array_record", [*rows[:5], rows[0][:-1]])
+    _make_megatron(f)
+    _make_sets(f)
+
+
+def _make_megatron(f: pathlib.Path) -> None:
+    names = (
+        "good magic version code float cut_idx header cut_bin long_bin size borders no_bin no_idx"
+    )
+    for name in names.split():
+        write_megatron(f / name, [[row] for row in ROWS])
+    write_megatron(f / "nothing", [])
+    write_megatron(f / "negative", [[[1, 2, -3] * 10]])
+    write_megatron(f / "huge", [[[1, 2, 2**32 + 5] * 10]], "<i8")
+    # Far behind what is looked at before training starts.
+    write_megatron(f / "far", [[[1] * 20_000 + [300] + [1] * 20_000]])
+    index, data = (f / "good.idx").read_bytes(), (f / "good.bin").read_bytes()
+    write_megatron(f / "high", [[[*row[:-1], 400]] for row in ROWS])
+    for name, changed in {
+        "magic.idx": b"PK" + index[2:],
+        "version.idx": patched(index, 9, struct.pack("<Q", 2)),
+        "code.idx": patched(index, 17, b"\x63"),
+        "float.idx": patched(index, 17, b"\x07"),
+        "cut_idx.idx": index[:-9],
+        "header.idx": index[:20],
+        "cut_bin.bin": data[:-10],
+        "long_bin.bin": data + b"\0" * 8,
+        "size.idx": patched(index, 34 + 4 * 7, struct.pack("<i", -1)),
+        "borders.idx": index[:-8] + struct.pack("<q", 7),
+    }.items():
+        (f / name).write_bytes(changed)
+    (f / "no_bin.bin").unlink()
+    (f / "no_idx.idx").unlink()
+
+
+def _make_sets(f: pathlib.Path) -> None:
+    (f / "tiny.jsonl").write_text('{"text": "a"}\n')
+    for name, source in (("good", "good.jsonl"), ("tiny", "tiny.jsonl")):
+        assert prepare.main([str(f / source), "--output", str(f / f"set_{name}")]) == 0
+    for name in ["torn", "version", "lost", "short", "totals", "dtype", "unfinished"]:
+        shutil.copytree(f / "set_good", f / f"set_{name}")
+    (f / "set_unfinished" / "manifest.json").unlink()
+    (f / "set_lost" / "shard-00000.bin").unlink()
+    shard = f / "set_short" / "shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for name, old, new in (
+        ("torn", '"dtype"', ""),
+        ("version", '"version": 1', '"version": 7'),
+        ("totals", '"documents": 40', '"documents": 41'),
+    ):
+        path = f / f"set_{name}" / "manifest.json"
+        path.write_text(path.read_text().replace(old, new, 1))
+    index = f / "set_dtype" / "shard-00000.idx"
+    index.write_bytes(patched(index.read_bytes(), 17, b"\x03"))
+
+
+def grain(files: str, *names: str, **more: str) -> tuple[list[str], tuple[str, ...]]:
+    """A corpus of these files with other keys besides; what the line must name."""
+    given = [f"grain_train_files={files}", *(f"{name}={value}" for name, value in more.items())]
+    return ["dataset_type=grain", *given], names
+
+
+TOKENS = {"tokenize_train_data": "False"}
+CASES = {
+    # The keys.
+    "no files": (["dataset_type=grain"], ("dataset_type=grain", "grain_train_files")),
+    "files of another dataset_type": (
+        ["dataset_type=synthetic", "grain_train_files={f}/good.jsonl"],
+        ("grain_train_files=", "dataset_type=grain", "synthetic"),
+    ),
+    "two columns": grain("{f}/good.jsonl", "['text', 'id']", train_data_columns="[text,id]"),
+    "no such format": grain("{f}/good.jsonl", "grain_file_type=csv", grain_file_type="csv"),
+    "weight 0": grain("{f}/good.jsonl,0;{f}/good.parquet,1", "weight 0", "{f}/good.jsonl"),
+    "negative weight": grain("{f}/good.jsonl,-1", "weight -1", "above 0"),
+    "weight of text": grain("{f}/good.jsonl,much;{f}/good.parquet,1", '"much"', "{f}/good.jsonl"),
+    "no weight": grain("{f}/good.jsonl;{f}/good.parquet,1", "no weight", "glob,weight"),
+    "empty entry": grain("{f}/good.jsonl,1;", 'entry ""', "glob,weight"),
+    "missing file": grain("{f}/nowhere.jsonl", "{f}/nowhere.jsonl", "no such file"),
+    "missing file of a mixture": grain("{f}/good.jsonl,1;{f}/*.csv,1", "{f}/*.csv", "no such file"),
+    "missing evaluation file": grain(
+        "{f}/good.jsonl", "grain_eval_files", "{f}/no*.jsonl", grain_eval_files="{f}/no*.jsonl"
+    ),
+    "files of two formats": grain(
+        "{f}/good.[jp]*", "{f}/good.jsonl (jsonl)", "{f}/good.parquet (parquet)"
+    ),
+    "name of no format": grain("{f}/unknown.xyz", "{f}/unknown.xyz", "grain_file_type="),
+    "a folder": grain("{f}", "{f}", "no prepared set", "folder/*"),
+    "rows and documents": grain("{f}/good.bin,1;{f}/good.jsonl,1", "{f}/good.jsonl", "do not mix"),
+    "storage of no package": grain("nope://bucket/a.jsonl", "nope://"),
+    # JSON lines.
+    "cut line": grain("{f}/cut.jsonl", "{f}/cut.jsonl: line 40", "not JSON"),
+    "a list": grain("{f}/list.jsonl", "{f}/list.jsonl: line 2", "no JSON object"),
+    "a number for text": grain("{f}/number.jsonl", "{f}/number.jsonl: line 3", "int '3'"),
+    "nothing for text": grain("{f}/null.jsonl", "{f}/null.jsonl: line 2", "nothing"),
+    "missing field": grain(
+        "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
+    ),
+    "Latin-1": grain("{f}/latin.jsonl", "{f}/latin.jsonl: line 1", "utf-8"),
+    "ids for text": grain("{f}/tokens.jsonl", "{f}/tokens.jsonl: line 1", "tokenize_train_data"),
+    "text for ids": grain("{f}/good.jsonl", "good.jsonl: line 1", "no list of token ids", **TOKENS),
+    "negative id in a document": grain("{f}/negative.jsonl", "line 2", "-2", **TOKENS),
+    "fractions for ids": grain("{f}/floats.jsonl", "floats.jsonl: line 1", **TOKENS),
+    "id above the vocabulary in a document": grain(
+        "{f}/tokens.jsonl", "line 1", "token id 3", "vocab_size=3", **TOKENS, vocab_size="3"
+    ),
+    "empty file": grain("{f}/empty.jsonl", "{f}/empty.jsonl", "no records"),
+    "empty shard of many": grain("{f}/[eg]*.jsonl", "{f}/empty.jsonl", "no records"),
+    "blank lines": grain("{f}/blank.jsonl", "{f}/blank.jsonl", "no records"),
+    "cut gzip": grain("{f}/cut.jsonl.gz", "{f}/cut.jsonl.gz", "cut off"),
+    "no gzip": grain("{f}/plain.jsonl.gz", "{f}/plain.jsonl.gz", "no gzip"),
+    "cut zstd": grain("{f}/cut.jsonl.zst", "{f}/cut.jsonl.zst", "cut off"),
+    # Text.
+    "binary text": grain("{f}/binary.txt", "{f}/binary.txt", "zero byte at 2"),
+    "Latin-1 text": grain("{f}/latin.txt", "{f}/latin.txt", "UTF-8", "byte 3"),
+    "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no token ids", **TOKENS),
+    # Parquet.
+    "cut Parquet": grain("{f}/cut.parquet", "{f}/cut.parquet", "torn"),
+    "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "no Parquet"),
+    "flipped Parquet": grain("{f}/flipped.parquet", "{f}/flipped.parquet"),
+    "missing column": grain(
+        "{f}/good.parquet",
+        "{f}/good.parquet",
+        "has no body",
+        "text, id",
+        train_data_columns="[body]",
+    ),
+    "column of numbers": grain(
+        "{f}/good.parquet", "good.parquet: record 0", "int '0'", train_data_columns="[id]"
+    ),
+    "null in a column": grain("{f}/null.parquet", "{f}/null.parquet: record 1", "nothing"),
+    "empty Parquet": grain("{f}/empty.parquet", "{f}/empty.parquet", "no records"),
+    # ArrayRecord.
+    "cut ArrayRecord": grain("{f}/cut.array_record", "{f}/cut.array_record", "torn"),
+    "no ArrayRecord": grain("{f}/no.array_record", "{f}/no.array_record", "no ArrayRecord"),
+    "flipped ArrayRecord": grain("{f}/flipped.array_record", "flipped.array_record: record "),
+    "empty ArrayRecord": grain("{f}/empty.array_record", "{f}/empty.array_record", "no records"),
+    "missing feature": grain(
+        "{f}/examples.array_record", "examples.array_record: record 0", "has no text", "body, id"
+    ),
+    "feature of ids": grain("{f}/ids.array_record", "ids.array_record: record 0", "no text"),
+    "row of another length": grain(
+        "{f}/short.array_record", "record 5", "16 tokens", "max_target_length=15", **TOKENS
+    ),
+    "bytes of no type": grain("{f}/odd.array_record", "record 5", "67 bytes", "int32", **TOKENS),
+    # Megatron.
+    "wrong magic": grain("{f}/magic", "{f}/magic.idx", "no Megatron index"),
+    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "version 2"),
+    "unknown dtype": grain("{f}/code.bin", "{f}/code.idx", "dtype code 99"),
+    "float tokens": grain("{f}/float.bin", "{f}/float.idx", "dtype code 7"),
+    "cut index": grain("{f}/cut_idx.bin", "{f}/cut_idx.idx", "torn", "40 sequences"),
+    "cut header": grain("{f}/header.bin", "{f}/header.idx", "torn", "20 bytes"),
+    "index beyond the file": grain(
+        "{f}/cut_bin.bin", "{f}/cut_bin.idx: sequence 39", "cut_bin.bin"
+    ),
+    "tokens beyond the index": grain("{f}/long_bin.bin", "{f}/long_bin.bin", "2728 bytes"),
+    "negative length": grain("{f}/size.bin", "{f}/size.idx: sequence 7", "-1 tokens"),
+    "borders": grain("{f}/borders.bin", "{f}/borders.idx", "document borders"),
+    "no .bin": grain("{f}/no_bin.idx", "{f}/no_bin.bin", "cannot be read"),
+    "no .idx": grain("{f}/no_idx.bin", "{f}/no_idx.idx", "cannot be read"),
+    "no tokens": grain("{f}/nothing.bin", "{f}/nothing.bin", "no tokens"),
+    "id above the vocabulary": grain(
+        "{f}/high.bin", "{f}/high.bin: document 0", "token id 400", "320"
+    ),
+    "negative id": grain("{f}/negative.bin", "{f}/negative.bin: document 0, token 2", "-3"),
+    "id beyond 32 bits": grain("{f}/huge.bin", "{f}/huge.bin: document 0", str(2**32 + 5)),
+    # Prepared sets.
+    "unfinished set": grain("{f}/set_unfinished", "{f}/set_unfinished", "not finished"),
+    "torn manifest": grain("{f}/set_torn", "{f}/set_torn/manifest.json", "torn"),
+    "manifest of another version": grain(
+        "{f}/set_version", "set_version/manifest.json", "version 7"
+    ),
+    "totals that do not add up": grain("{f}/set_totals", "set_totals/manifest.json", "documents"),
+    "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
+    "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
+    "shard of another dtype": grain("{f}/set_dtype", "shard-00000.idx", "int16", "uint16"),
+    "ids above the vocabulary": grain(
+        "{f}/set_good", "{f}/set_good", "257", "vocab_size=256", "320", vocab_size="256"
+    ),
+    "set shorter than a row": grain("{f}/set_tiny", "{f}/set_tiny", "not one row", "17"),
+    # Tokenizers.
+    "vocabulary of the bytes": grain("{f}/good.jsonl", "vocab_size=256", "258", vocab_size="256"),
+    "no tokenizer": grain("{f}/good.jsonl", "tokenizer_path", tokenizer_type="huggingface"),
+    **{
+        f"missing {kind}": grain(
+            "{f}/good.jsonl", "{f}/nowhere", tokenizer_type=kind, tokenizer_path="{f}/nowhere"
+        )
+        for kind in ("huggingface", "sentencepiece", "tiktoken")
+    },
+    **{
+        f"no {kind}": grain(
+            "{f}/good.jsonl",
+            *("{f}/" + name, f"no {kind} tokenizer"),
+            tokenizer_type=kind,
+            tokenizer_path="{f}/" + name,
+        )
+        for kind, name in {
+            "huggingface": "no.json",
+            "sentencepiece": "no.model",
+            "tiktoken": "no.tiktoken",
+        }.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def f(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("data")
+    make_files(folder)
+    return folder
+
+
+def check_line(line: str, names: tuple[str, ...], f: pathlib.Path) -> None:
+    assert len(line.splitlines()) == 1 and len(line) < 500, line
+    for part in names:
+        assert part.replace("{f}", str(f)) in line, line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line(name, f):
+    arguments, names = CASES[name]
+    given = [argument.replace("{f}", str(f)) for argument in arguments]
+    if not any(argument.startswith("vocab_size=") for argument in given):
+        given.append("vocab_size=320")
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(make_config(*given))
+    check_line(str(caught.value), names, f)
+
+
+# Some as whole runs, the others among the slow ones: seconds each.
+WHOLE = [
+    pytest.param(name, marks=[] if index % 16 == 0 else pytest.mark.slow)
+    for index, name in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_nothing_is_trained(name, f, tmp_path):
+    """As a real run: exit status 2, the line and nothing else, no step and no checkpoint."""
+    arguments, names = CASES[name]
+    given = [argument.replace("{f}", str(f)) for argument in arguments]
+    if not any(argument.startswith("vocab_size=") for argument in given):
+        given.append("vocab_size=320")
+    outcome = execute(keys(" ".join(given)), f, tmp_path / "run")
+    assert outcome.status == 2, outcome.stderr
+    assert outcome.stderr.startswith("error: ") and outcome.stdout == "" and not outcome.trained
+    check_line(outcome.stderr.removesuffix("\n"), names, f)
+
+
+def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
+    """Files are too large to read before training: their rows are looked at as they come."""
+    given = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
+    case = keys(f"{given} enable_data_shuffling=False steps=40 per_device_batch_size=50")
+    outcome = execute(case, f, tmp_path / "run")
+    assert outcome.status == 2
+    names = ("{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
+    check_line(outcome.stderr.removesuffix("\n"), names, f)
+    lines = (tmp_path / "run" / "output" / "far" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == list(range(20_000 // 16 // 50))[: len(steps)]  # the row is in step 25
+
+
+PACKAGES = {
+    "pyarrow": grain("{f}/good.parquet"),
+    "tokenizers": grain(
+        "{f}/good.jsonl", tokenizer_type="huggingface", tokenizer_path="{f}/no.json"
+    ),
+    "sentencepiece": grain(
+        "{f}/good.jsonl", tokenizer_type="sentencepiece", tokenizer_path="{f}/no.model"
+    ),
+    "tiktoken": grain("{f}/good.jsonl", tokenizer_type="tiktoken", tokenizer_path="{f}/a.tiktoken"),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_that_is_not_installed(package, f, monkeypatch):
+    """The line that installs it."""
+    (f / "a.tiktoken").write_text("YQ== 0\n")
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"python -m pip install {package} ") as caught:
+        given = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
+        open_corpus(make_config(*given, "vocab_size=320"))
+    check_line(str(caught.value), ("maxramp[data]",), f)
+
+
+PREPARE = {
+    "no input": ("--output {o}", ("no INPUT",)),
+    "no output": ("{f}/good.jsonl", ("no --output",)),
+    "missing input": ("{f}/nowhere.jsonl --output {o}", ("{f}/nowhere.jsonl", "no such file")),
+    "option": ("{f}/good.jsonl --output {o} --outptu", ("--outptu",)),
+    "word for a number": ("{f}/good.jsonl --output {o} --workers many", ("--workers", "many")),
+    "no workers": ("{f}/good.jsonl --output {o} --workers 0", ("--workers 0",)),
+    "no shard": ("{f}/good.jsonl --output {o} --shard_megabytes -1", ("--shard_megabytes -1",)),
+    "key": ("{f}/good.jsonl --output {o} tokenizer_typ=bytes", ("did you mean tokenizer_type",)),
+    "key of training": ("{f}/good.jsonl --output {o} steps=3", ("steps=3", "tokenizer_path")),
+    "far output": ("{f}/good.jsonl --output gs://bucket/a", ("gs://bucket/a", "local")),
+    "file for output": ("{f}/good.jsonl --output {f}/good.bin", ("{f}/good.bin", "write")),
+    "prepared input": ("{f}/set_good --output {o}", ("{f}/set_good", "prepared set")),
+    "text and tokens": ("{f}/good.jsonl {f}/good.bin --output {o}", ("INPUT", "tokens")),
+    "small BPE": ("{f}/good.jsonl --output {o} --train_bpe 100", ("--train_bpe 100", "258")),
+    "BPE of tokens": ("{f}/good.bin --output {o} --train_bpe 300", ("--train_bpe 300", "tokens")),
+    "no documents": ("{f}/empty.jsonl --output {o}", ("0 documents",)),
+    "torn input": ("{f}/cut_bin.bin --output {o}", ("{f}/cut_bin.idx: sequence 39",)),
+    "cut document": ("{f}/cut.jsonl --output {o}", ("{f}/cut.jsonl: line 40", "not JSON")),
+    "cut stream": ("{f}/cut.jsonl.zst --output {o}", ("{f}/cut.jsonl.zst", "cut off")),
+    "null document": ("{f}/null.parquet --output {o}", ("{f}/null.parquet: record 1",)),
+    "flipped document": (
+        "{f}/flipped.array_record --output {o}",
+        ("flipped.array_record: record",),
+    ),
+    "negative token": ("{f}/negative.bin --output {o}", ("{f}/negative.bin: document 0", "-3")),
+    "inspected folder": ("--inspect {f}", ("{f}", "no prepared set")),
+    "inspected torn set": ("--inspect {f}/set_short", ("shard-00000.bin", "torn")),
+}
+
+
+@pytest.mark.parametrize("name", PREPARE)
+def test_refused_by_prepare(name, f, tmp_path, capfd):
+    text, names = PREPARE[name]
+    given = text.replace("{f}", str(f)).replace("{o}", str(tmp_path / "set")).split()
+    assert prepare.main(given) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    check_line(error.removesuffix("\n"), names, f)
+    assert not (tmp_path / "set" / "manifest.json").exists()
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 25
+
+
+def test_good_files_are_not_refused(f):
+    """What the cases are made from opens: a case fails for its own reason alone."""
+    for arguments, _ in (
+        *(grain(f"{f}/{name}") for name in ("good.jsonl", "good.parquet", "good.array_record")),
+        *(grain(f"{f}/{name}") for name in ("good.bin", "good", "set_good")),
+        grain(f"{f}/rows.array_record", **TOKENS),
+        grain(f"{f}/good.jsonl,1;{f}/good.parquet,2"),
+    ):
+        assert len(open_corpus(make_config(*arguments, "vocab_size=320")).train[0].items)
