@@ -1,1 +1,1 @@
-"""Which rows there are (`sources`) and which of them a step trains on (`loader`)."""
+"""What there is to train on (`sources`) and which of it a step trains on (`loader`)."""

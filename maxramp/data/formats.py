@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -183,8 +184,31 @@ class JsonLines(RecordFile):
         return f"{self.path}: is cut off or no {self._compression} file ({error}); make it again"
 
 
+class _Recent:
+    """What was used last, up to a number of bytes; what has `nbytes` may be kept."""
+
+    def __init__(self, limit: int):
+        self._limit, self._held, self._kept = limit, 0, {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, read: Callable[[], Any]) -> Any:
+        """The value of a key, read if it is not kept."""
+        with self._lock:
+            value = self._kept.pop(key, None)
+            if value is None:
+                value = read()
+                self._held += value.nbytes
+            self._kept[key] = value  # dicts are in order of insertion: the last used is last
+            while self._held > self._limit and len(self._kept) > 1:
+                self._held -= self._kept.pop(next(iter(self._kept))).nbytes
+            return value
+
+
+_ROW_GROUPS = _Recent(512 << 20)
+
+
 class ParquetFile(RecordFile):
-    """The rows of one column; a row group is read and kept whole."""
+    """The rows of one column. A row group is read whole, and the last of them are kept."""
 
     def split(self, size: int) -> list[Piece]:
         """Ranges of row groups."""
@@ -213,14 +237,11 @@ class ParquetFile(RecordFile):
 
     def __getitem__(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
-        with self._lock:
-            if self._held[0] != group:
-                table = self._guarded(lambda: self._file.read_row_group(group, [self.column]))
-                self._held = group, table.column(0)
-            column = self._held[1]
+        column = _ROW_GROUPS.get((self.path, self.column, group), lambda: self._column(group))
         return self._value(column[index - int(self._starts[group])].as_py(), index)
 
-    _held: tuple[int, Any] = (-1, None)
+    def _column(self, group: int) -> Any:
+        return self._guarded(lambda: self._file.read_row_group(group, [self.column]).column(0))
 
     def _value(self, value: Any, index: int) -> Record:
         try:

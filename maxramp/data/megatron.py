@@ -52,7 +52,7 @@ class MegatronFile(RecordFile):
     @functools.cached_property
     def dtype(self) -> np.dtype:
         """Of the tokens."""
-        return self._index[0]
+        return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int32."""
@@ -133,17 +133,18 @@ class MegatronFile(RecordFile):
         return storage.map_bytes(f"{self.path}.bin")
 
     @functools.cached_property
-    def _index(self) -> tuple[np.dtype, "_Field", "_Field", "_Field"]:
-        """dtype, sizes, pointers, borders."""
+    def _header(self) -> tuple[np.dtype, int, int]:
+        """dtype, number of sequences, number of borders."""
         path = f"{self.path}.idx"
-        data = storage.map_bytes(path)
-        header = bytes(data[: _HEADER.size])
+        with storage.open_binary(path) as file:
+            header = file.read(_HEADER.size)
         if not header.startswith(_MAGIC):
             raise ConfigError(
                 f"{path}: is no Megatron index (it begins with {header[:9]!r}, not {_MAGIC!r})"
             )
+        size = storage.size_of(path)
         if len(header) < _HEADER.size:
-            raise ConfigError(f"{path}: is torn: {len(data)} bytes; make it again")
+            raise ConfigError(f"{path}: is torn: {size} bytes; make it again")
         _, version, code, n, d = _HEADER.unpack(header)
         if version != 1:
             raise ConfigError(f"{path}: version {version} is not known, only 1")
@@ -152,30 +153,31 @@ class MegatronFile(RecordFile):
                 f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
             )
         wanted = _HEADER.size + 12 * n + 8 * d
-        if len(data) not in (wanted, wanted + n):
+        if size not in (wanted, wanted + n):
             raise ConfigError(
-                f"{path}: is torn: {len(data)} bytes, but {n} sequences and {d} document borders "
-                f"take {wanted}; make it again"
+                f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
+                f"{wanted}; make it again"
             )
-        at = _HEADER.size
-        return (
-            np.dtype(_DTYPES[code]),
-            _Field(data, at, n, "<i4"),
-            _Field(data, at + 4 * n, n, "<i8"),
-            _Field(data, at + 12 * n, d, "<i8"),
-        )
+        return np.dtype(_DTYPES[code]), n, d
 
-    @property
+    @functools.cached_property
     def _sizes(self) -> "_Field":
-        return self._index[1]
+        return self._field(0, self._header[1], "<i4")
 
-    @property
+    @functools.cached_property
     def _pointers(self) -> "_Field":
-        return self._index[2]
+        return self._field(4 * self._header[1], self._header[1], "<i8")
 
-    @property
+    @functools.cached_property
     def _borders(self) -> "_Field":
-        return self._index[3]
+        return self._field(12 * self._header[1], self._header[2], "<i8")
+
+    def _field(self, offset: int, count: int, dtype: str) -> "_Field":
+        return _Field(self._index, _HEADER.size + offset, count, dtype)
+
+    @functools.cached_property
+    def _index(self) -> Any:
+        return storage.map_bytes(f"{self.path}.idx")
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:

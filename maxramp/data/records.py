@@ -6,7 +6,6 @@ in order without an index; the pieces of a file cover it once.
 """
 
 import abc
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,7 +26,6 @@ class RecordFile(abc.ABC):
           tokens: whether it holds token ids, else text.
         """
         self.path, self.column, self.tokens = path, column, tokens
-        self._lock = threading.Lock()
 
     @abc.abstractmethod
     def split(self, size: int) -> list[Piece]:
@@ -108,7 +106,9 @@ def decode_text(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise BadRecord(f"is not UTF-8 text (byte {error.start})") from None
+        raise BadRecord(
+            f"is not UTF-8 text (byte {error.start}); convert it, or leave it out"
+        ) from None
     if "\0" in text:
         raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
     return text
