@@ -5,16 +5,17 @@ python -m maxramp.prepare --inspect DIR
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from rich import progress as rich_progress
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp import config as config_lib
 from maxramp.data import mixture, preparation, prepared, storage, tokenizers
@@ -140,7 +141,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
                 f"input      {len(inputs):,} files, {size / 1e6:,.1f} MB, in {len(job.shards):,} "
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
-            with _Bar(size) as show:
+            with _progress(size) as show:
                 manifest = preparation.make(job, given.workers, show)
     _say(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
@@ -182,37 +183,24 @@ def _train_bpe(
     return path
 
 
-class _Bar:
-    """Progress: a bar on a terminal, elsewhere a line at every tenth."""
+@contextlib.contextmanager
+def _progress(size: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
+    start, tenths = time.perf_counter(), 0
+    columns = (BarColumn(30), "{task.description}", TimeRemainingColumn())
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("starting", total=size)
 
-    def __init__(self, size: int):
-        self._size, self._told, self._start = size, 0, time.perf_counter()
-        self._bar = None
-        if sys.stdout.isatty():
-            columns = ("{task.description}", rich_progress.TimeRemainingColumn())
-            self._bar = rich_progress.Progress(
-                rich_progress.BarColumn(30), *columns, transient=True
-            )
-            self._task = self._bar.add_task("starting", total=size)
+        def show(documents: int, tokens: int, done: int) -> None:
+            nonlocal tenths
+            rate = tokens / (time.perf_counter() - start)
+            line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+            bar.update(task, completed=done, description=line)
+            if bar.disable and done * 10 // max(1, size) > tenths:
+                tenths = done * 10 // size
+                _say(f"{tenths:>3}0%       {line}")
 
-    def __enter__(self) -> "_Bar":
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def __call__(self, counts: tuple[int, int, int]) -> None:
-        documents, tokens, size = counts
-        rate = tokens / max(1e-9, time.perf_counter() - self._start)
-        line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-        if self._bar:
-            self._bar.update(self._task, completed=size, description=line)
-        elif size * 10 // max(1, self._size) > self._told:
-            self._told = size * 10 // max(1, self._size)
-            _say(f"{self._told:>3}0%       {line}")
+        yield show
 
 
 def inspect(folder: str) -> None:

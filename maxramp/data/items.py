@@ -58,46 +58,49 @@ class SyntheticRows:
         return f"SyntheticRows({self._count} rows of {self._length} tokens)"
 
 
-class Documents:
-    """The documents of several files, tokenized when they are asked for."""
+class Chain:
+    """The items of several sequences, one after another."""
 
-    def __init__(self, files: Sequence[RecordFile], tokenizer: Tokenizer | None):
-        """
-        Args:
-          files: none without a record.
-          tokenizer: None where the records are token ids.
-        """
-        self._files, self._tokenizer = files, tokenizer
-        self._starts = np.concatenate([[0], np.cumsum([len(file) for file in files])])
+    def __init__(self, parts: Sequence[Any]):
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        file, number = self._find(index)
-        record = file[number]
-        if self._tokenizer is not None:
-            return self._tokenizer.encode([record])[0]
-        return record
+    def __getitem__(self, index: int) -> Any:
+        part, number = self._find(index)
+        return part[number]
 
     def where(self, index: int, position: int = 0) -> str:
-        """The file and the record of a document."""
-        file, number = self._find(index)
-        return file.where(number)
+        """The file and the record of an item."""
+        part, number = self._find(index)
+        return part.where(number)
 
-    def _find(self, index: int) -> tuple[RecordFile, int]:
+    def _find(self, index: int) -> tuple[Any, int]:
         which = int(np.searchsorted(self._starts, index, "right")) - 1
-        return self._files[which], index - int(self._starts[which])
+        return self._parts[which], index - int(self._starts[which])
 
     def __repr__(self) -> str:
-        return f"Documents({len(self)} of {len(self._files)} files)"
+        return f"{type(self).__name__}({len(self)} items of {len(self._parts)} files)"
 
 
-class RecordRows(Documents):
-    """Records that are rows already."""
+class Documents(Chain):
+    """The texts of several files, tokenized when they are asked for."""
+
+    def __init__(self, files: Sequence[RecordFile], tokenizer: Tokenizer):
+        super().__init__(files)
+        self._tokenizer = tokenizer
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._tokenizer.encode([super().__getitem__(index)])[0]
+
+
+class RecordRows(Chain):
+    """Records of token ids that are rows already."""
 
     def __init__(self, files: Sequence[RecordFile], length: int):
-        super().__init__(files, None)
+        super().__init__(files)
         self._length = length
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -122,7 +125,7 @@ class Checked:
 
     def __getitem__(self, index: int) -> np.ndarray:
         item = self._items[index]
-        if item.size and not (item.min() >= 0 and item.max() < self._vocab_size):
+        if item.size and not 0 <= item.min() <= item.max() < self._vocab_size:
             position = int(np.argmax((item < 0) | (item >= self._vocab_size)))
             raise ConfigError(
                 f"{self._items.where(index, position)}: token id {item[position]} is not below "
@@ -148,21 +151,3 @@ class Span:
 
     def __repr__(self) -> str:
         return f"{self._items}[{self._start}:{self._stop}]"
-
-
-class Chain:
-    """The items of several sequences, one after another."""
-
-    def __init__(self, parts: Sequence[Any]):
-        self._parts = parts
-        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        which = int(np.searchsorted(self._starts, index, "right")) - 1
-        return self._parts[which][index - int(self._starts[which])]
-
-    def __repr__(self) -> str:
-        return f"Chain({self._parts})"

@@ -41,8 +41,8 @@ class MegatronFile(RecordFile):
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
         self._known_whole = whole
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"whole": self._whole}
+    def __reduce__(self):
+        return MegatronFile, (self.path, "", True, self._whole)
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -73,7 +73,7 @@ class MegatronFile(RecordFile):
         while start < stop:
             offset = start - int(self._starts[first])
             count = min(stop, int(self._starts[first + 1])) - start
-            byte = int(self._pointers[first : first + 1][0]) + offset * self.dtype.itemsize
+            byte = int(self._pointers[first]) + offset * self.dtype.itemsize
             parts.append(self._at(byte, count))
             start, first = start + count, first + 1
         return np.concatenate(parts)
@@ -81,7 +81,7 @@ class MegatronFile(RecordFile):
     def where_token(self, position: int) -> str:
         """The file and the document of a token of the stream, for a person."""
         sequence = int(np.searchsorted(self._starts, position, "right")) - 1
-        document = int(np.searchsorted(self._borders[:], sequence, "right")) - 1
+        document = int(np.searchsorted(self._borders, sequence, "right")) - 1
         return f"{self.path}.bin: document {document}, token {position}"
 
     def split(self, size: int) -> list[Piece]:
@@ -114,7 +114,7 @@ class MegatronFile(RecordFile):
         Raises:
           ConfigError: the files are torn, do not belong together or hold no tokens.
         """
-        borders, n = self._borders[:], len(self._sizes)
+        borders, n = self._borders, self._header[1]
         if not len(borders) or borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any():
             raise ConfigError(
                 f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
@@ -160,29 +160,30 @@ class MegatronFile(RecordFile):
             )
         return np.dtype(_DTYPES[code]), n, d
 
-    @functools.cached_property
-    def _sizes(self) -> "_Field":
+    @property
+    def _sizes(self) -> np.ndarray:
         return self._field(0, self._header[1], "<i4")
 
-    @functools.cached_property
-    def _pointers(self) -> "_Field":
+    @property
+    def _pointers(self) -> np.ndarray:
         return self._field(4 * self._header[1], self._header[1], "<i8")
 
-    @functools.cached_property
-    def _borders(self) -> "_Field":
+    @property
+    def _borders(self) -> np.ndarray:
         return self._field(12 * self._header[1], self._header[2], "<i8")
 
-    def _field(self, offset: int, count: int, dtype: str) -> "_Field":
-        return _Field(self._index, _HEADER.size + offset, count, dtype)
+    def _field(self, offset: int, count: int, dtype: str) -> np.ndarray:
+        start = _HEADER.size + offset
+        return self._index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
     @functools.cached_property
-    def _index(self) -> Any:
-        return storage.map_bytes(f"{self.path}.idx")
+    def _index(self) -> np.ndarray:
+        return np.asarray(storage.map_bytes(f"{self.path}.idx")[:])
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
         """First token of each sequence in the stream, and the stream's end."""
-        return np.concatenate([[0], np.cumsum(self._sizes[:], dtype=np.int64)])
+        return np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
 
     @functools.cached_property
     def _whole(self) -> bool:
@@ -216,23 +217,6 @@ class MegatronFile(RecordFile):
             f"{self.path}.bin: has {len(self._data)} bytes, but its index names {tokens} tokens of "
             f"{self.dtype.itemsize}; one of them is torn: make them again"
         )
-
-
-class _Field:
-    """An array inside a file, whose slices are read on access."""
-
-    def __init__(self, data: Any, offset: int, count: int, dtype: str):
-        self._data, self._offset, self._count = data, offset, count
-        self._dtype = np.dtype(dtype)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self._count)
-        size = self._dtype.itemsize
-        data = self._data[self._offset + start * size : self._offset + stop * size]
-        return np.array(data).view(self._dtype)  # a copy, since an index is not aligned
 
 
 class TokenStream:

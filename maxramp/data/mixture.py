@@ -135,11 +135,8 @@ class _Opener:
         kind, paths = find_files(key, pattern, config.grain_file_type)
         if kind == "prepared":
             files, digest = self._open_prepared(paths)
-            return (
-                self._checked(key, pattern, StreamRows(TokenStream(files), length)),
-                False,
-                digest,
-            )
+            rows = StreamRows(TokenStream(files), length)
+            return self._checked(key, pattern, rows), False, digest
         if kind == "megatron":
             files = [MegatronFile(path) for path in paths]
             for file in files:
@@ -154,10 +151,10 @@ class _Opener:
                 if not len(file):
                     raise ConfigError(f"{file.path}: holds no records; leave it out")
             documents = not (kind == "arrayrecord" and tokens)
-            if documents:
-                items = Documents(files, None if tokens else self._open_tokenizer())
-            else:
+            if not documents:
                 items = RecordRows(files, length)
+            else:
+                items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
         items = self._checked(key, pattern, items)
         return items, documents, _sampled_hash(items, sum(map(_bytes_of, files)))
 

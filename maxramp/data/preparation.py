@@ -152,34 +152,7 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
         raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from None
 
 
-class Progress:
-    """Counts of all workers together: documents, tokens and bytes of finished pieces."""
-
-    def __init__(self):
-        self._counts = multiprocessing.get_context("spawn").Array("q", 4)
-
-    def add(self, documents: int, tokens: int, size: int) -> None:
-        """Counts a batch or a piece."""
-        with self._counts:
-            for index, more in enumerate((documents, tokens, size)):
-                self._counts[index] += more
-
-    def stop(self) -> None:
-        """Asks the workers to leave."""
-        self._counts[3] = 1
-
-    @property
-    def stopped(self) -> bool:
-        """Whether they were asked to."""
-        return bool(self._counts[3])
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Documents, tokens, bytes."""
-        return tuple(self._counts[:3])
-
-
-def make(job: Job, workers: int, show: Callable[[tuple[int, int, int]], None]) -> dict[str, Any]:
+def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[str, Any]:
     """Makes the shards that are not there, and the manifest.
 
     Args:
@@ -192,36 +165,34 @@ def make(job: Job, workers: int, show: Callable[[tuple[int, int, int]], None]) -
       TrainingError: a worker was killed.
     """
     done = job.finished()
-    progress = Progress()
-    progress.add(0, 0, sum(shard.size for shard in job.shards if shard.name in done))
     missing = [shard for shard in job.shards if shard.name not in done]
-    if missing:
-        with concurrent.futures.ProcessPoolExecutor(
-            min(workers, len(missing)),
-            multiprocessing.get_context("spawn"),
-            _start_worker,
-            (job, progress, os.getpid()),
-        ) as pool:
-            tasks = [pool.submit(_make_shard, shard) for shard in missing]
-            try:
-                pending = set(tasks)
-                while pending:
-                    finished, pending = concurrent.futures.wait(
-                        pending, 0.2, concurrent.futures.FIRST_EXCEPTION
-                    )
-                    show(progress.counts)
-                    for task in finished:
-                        task.result()
-            except concurrent.futures.process.BrokenProcessPool:
-                raise TrainingError(
-                    "a worker was killed, for want of memory perhaps (--workers takes fewer); "
-                    "start again to go on"
-                ) from None
-            finally:
-                progress.stop()
-                pool.shutdown(cancel_futures=True)
-        done = job.finished()
-    show(progress.counts)
+    # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave.
+    counts = multiprocessing.get_context("spawn").Array("q", 4)
+    counts[2] = sum(shard.size for shard in job.shards if shard.name in done)
+    with concurrent.futures.ProcessPoolExecutor(
+        max(1, min(workers, len(missing))),
+        multiprocessing.get_context("spawn"),
+        _start_worker,
+        (job, counts, os.getpid()),
+    ) as pool:
+        pending = {pool.submit(_make_shard, shard) for shard in missing}
+        try:
+            while pending:
+                finished, pending = concurrent.futures.wait(
+                    pending, 0.2, concurrent.futures.FIRST_EXCEPTION
+                )
+                show(*counts[:3])
+                for task in finished:
+                    task.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise TrainingError(
+                "a worker was killed, for want of memory perhaps (--workers takes fewer); start "
+                "again to go on"
+            ) from None
+        finally:
+            counts[3] = 1
+            pool.shutdown(cancel_futures=True)
+    done = job.finished()
     shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
     manifest = prepared.make_manifest(
         shards, describe(job.tokenizer, job.output), job.dtype, job.source
@@ -256,16 +227,17 @@ def _clean(job: Job) -> None:
             path.unlink(missing_ok=True)
 
 
-_job: Job
-_progress: Progress
-_parent: int
-
-
-def _start_worker(job: Job, progress: Progress, parent: int) -> None:
-    global _job, _progress, _parent
-    _job, _progress, _parent = job, progress, parent
+def _start_worker(*given: Any) -> None:
+    global _job, _counts, _parent
+    _job, _counts, _parent = given
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and asks us to leave
+
+
+def _count(documents: int, tokens: int, size: int) -> None:
+    with _counts:
+        for index, more in enumerate((documents, tokens, size)):
+            _counts[index] += more
 
 
 def _make_shard(shard: Shard) -> None:
@@ -273,12 +245,12 @@ def _make_shard(shard: Shard) -> None:
         for source, start, stop, size in shard.pieces:
             file = source.open(_job.column, _job.tokenizer is None)
             for batch in _batches(file.read(start, stop)):
-                if _progress.stopped or os.getppid() != _parent:
+                if _counts[3] or os.getppid() != _parent:
                     return
                 documents = batch if file.tokens else _job.tokenizer.encode(batch)
                 writer.add(documents)
-                _progress.add(len(documents), sum(map(len, documents)), 0)
-            _progress.add(0, 0, size)
+                _count(len(documents), sum(map(len, documents)), 0)
+            _count(0, 0, size)
         told = writer.finish() | {"source": shard.source}
     storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(told).encode())
 

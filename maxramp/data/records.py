@@ -45,11 +45,8 @@ class RecordFile(abc.ABC):
         """The file and a record of it, for a person."""
         return f"{self.path}: record {index}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "column": self.column, "tokens": self.tokens}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+    def __reduce__(self):
+        return type(self), (self.path, self.column, self.tokens)
 
     def _checked(self, value: Any) -> Record:
         """What a record holds, as text or ids.

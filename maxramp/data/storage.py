@@ -5,6 +5,7 @@ import glob
 import importlib
 import os
 import pathlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -35,53 +36,45 @@ def is_remote(path: str) -> bool:
 
 @functools.cache
 def _filesystem(protocol: str) -> Any:
-    fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     try:
-        return fsspec.filesystem(protocol)
-    except (ImportError, ValueError) as error:  # fsspec names the package that serves a protocol
+        return optional("fsspec", "fsspec", f"{protocol}://").filesystem(protocol)
+    except (ImportError, ValueError) as error:  # it names the package that serves a protocol
         raise ConfigError(f"{protocol}:// cannot be read: {error}") from None
+
+
+def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
+    """What the operating system, or for a URL the file system of its protocol, says of a path."""
+    try:
+        return far(_filesystem(path.partition("://")[0])) if is_remote(path) else near()
+    except ConfigError:
+        raise
+    except Exception as error:  # a store's client has errors of its own
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
 def find(pattern: str) -> list[str]:
     """Files and folders that a path, glob or URL with a glob matches, sorted."""
-    if not is_remote(pattern):
-        return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    filesystem = _filesystem(pattern.partition("://")[0])
-    try:
-        return sorted(map(filesystem.unstrip_protocol, filesystem.glob(pattern)))
-    except Exception as error:  # a store's client has errors of its own
-        raise ConfigError(f"{pattern}: cannot be listed: {_reason(error)}") from None
+    return _ask(
+        pattern,
+        lambda: sorted(glob.glob(os.path.expanduser(pattern), recursive=True)),
+        lambda store: sorted(map(store.unstrip_protocol, store.glob(pattern))),
+    )
 
 
 def exists(path: str) -> bool:
     """Whether there is such a file."""
-    if not is_remote(path):
-        return os.path.isfile(path)
-    return _filesystem(path.partition("://")[0]).isfile(path)
+    return _ask(path, lambda: os.path.isfile(path), lambda store: store.isfile(path))
 
 
 def open_binary(path: str) -> BinaryIO:
-    """A file to be read from its beginning, with seek and readline.
-
-    Raises:
-      ConfigError: it is not there or not to be read.
-    """
-    try:
-        if is_remote(path):
-            return _filesystem(path.partition("://")[0]).open(path, "rb")
-        return open(path, "rb")
-    except Exception as error:
-        raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
+    """A file to be read from its beginning, with seek and readline."""
+    return _ask(path, lambda: open(path, "rb"), lambda store: store.open(path, "rb"))
 
 
 def size_of(path: str) -> int:
     """Bytes of a file."""
-    try:
-        if is_remote(path):
-            return _filesystem(path.partition("://")[0]).size(path)
-        return os.stat(path).st_size
-    except Exception as error:
-        raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
+    return _ask(path, lambda: os.stat(path).st_size, lambda store: store.size(path))
 
 
 def read_bytes(path: str) -> bytes:
@@ -95,8 +88,7 @@ def map_bytes(path: str) -> Any:
     size = size_of(path)
     if is_remote(path):
         return _RemoteBytes(path, size)
-    open_binary(path).close()  # says in one line what is wrong
-    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+    return _ask(path, lambda: np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8), id)
 
 
 class _RemoteBytes:
@@ -108,16 +100,10 @@ class _RemoteBytes:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._size)
-        filesystem = _filesystem(self._path.partition("://")[0])
-        try:
-            data = filesystem.cat_file(self._path, start=start, end=stop) if stop > start else b""
-        except Exception as error:
-            raise ConfigError(f"{self._path}: cannot be read: {_reason(error)}") from None
+        if stop <= start:
+            return np.empty(0, np.uint8)
+        data = _ask(self._path, bytes, lambda s: s.cat_file(self._path, start=start, end=stop))
         return np.frombuffer(data, np.uint8)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def write_whole(path: pathlib.Path, data: bytes) -> None:
