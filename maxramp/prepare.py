@@ -18,8 +18,8 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp import config as config_lib
-from maxramp.data import mixture, preparation, prepared, storage, tokenizers
-from maxramp.data.preparation import Input
+from maxramp.data import formats, mixture, preparation, prepared, storage, tokenizers
+from maxramp.data.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 
@@ -102,31 +102,21 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
     """
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
-    inputs = []
-    for name in names:
-        kind, paths = mixture.find_files("INPUT", name, config.grain_file_type)
-        if kind == "prepared":
-            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        inputs += [Input(path, kind) for path in paths]
-    is_tokens = {source.kind == "megatron" for source in inputs}
-    if len(is_tokens) > 1:
-        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
-    (column,) = config.train_data_columns
+    inputs = _open_inputs(names, config)
     with preparation.sole_writer(output):
         tokenizer = None
-        if config.tokenize_train_data and is_tokens == {False}:
+        if not inputs[0].tokens:
             if given.train_bpe is not None:
                 config.tokenizer_type = "huggingface"
-                config.tokenizer_path = str(_train_bpe(given, output, inputs, column))
+                config.tokenizer_path = str(_train_bpe(given.train_bpe, output, inputs))
             tokenizer = tokenizers.load(
                 *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
             )
             _say(f"tokenizer  {_shown(tokenizer)}")
         elif given.train_bpe is not None:
             raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text but tokens")
-        job = preparation.plan(
-            output, inputs, column, tokenizer, max(1, int(given.shard_megabytes * 1e6))
-        )
+        size = max(1, int(given.shard_megabytes * 1e6))
+        job = preparation.plan(output, inputs, tokenizer, size)
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
             if manifest["source"] != job.source:
@@ -154,6 +144,23 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
     )
 
 
+def _open_inputs(names: Sequence[str], config: Any) -> list[RecordFile]:
+    storage.allow_many_files()
+    (column,) = config.train_data_columns
+    inputs = []
+    for name in names:
+        kind, paths = mixture.find_files("INPUT", name, config.grain_file_type)
+        if kind == "prepared":
+            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
+        tokens = not config.tokenize_train_data
+        inputs += [formats.READERS[kind](path, column, tokens) for path in paths]
+        for file in inputs if kind == "megatron" else ():
+            file.check()
+    if len({file.tokens for file in inputs}) > 1:
+        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
+    return inputs
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -166,20 +173,18 @@ def _shown(tokenizer: Tokenizer) -> str:
     )
 
 
-def _train_bpe(
-    given: argparse.Namespace, output: pathlib.Path, inputs: Sequence[Input], column: str
-) -> pathlib.Path:
-    """The file of a BPE trained on the inputs, or on what an earlier start trained it."""
-    size, path = given.train_bpe, output / "tokenizer.json"
+def _train_bpe(size: int, output: pathlib.Path, inputs: Sequence[RecordFile]) -> pathlib.Path:
+    """The file of a BPE trained on the inputs, now or by an earlier start."""
+    path = output / "tokenizer.json"
     if size < 258:
         raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
     if path.exists():
         _say(f"tokenizer  {path} is there from an earlier start")
         return path
-    texts, count = preparation.sample_texts(inputs, column, BPE_BYTES)
     start = time.perf_counter()
+    texts = preparation.sample_texts(inputs, BPE_BYTES)
     storage.write_whole(path, tokenizers.train_bpe(texts, size))
-    _say(f"tokenizer  trained on {count():,} documents in {time.perf_counter() - start:.1f}s")
+    _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
     return path
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import fsspec
 import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, run
@@ -78,12 +79,12 @@ def test_tokens_are_prepared_as_they_are(tmp_path):
 
 def test_rows_of_a_set_are_its_stream(tmp_path):
     """Whatever its shards are; and training reads them."""
-    path = write_file(tmp_path, "jsonl", TEXTS)
+    source = write_file(tmp_path, "jsonl", TEXTS)
     stream = [token for text in TEXTS for token in [256, *text.encode(), 257]]
     hashes = set()
     for megabytes in (1, 0.003):
         folder = tmp_path / f"set{megabytes}"
-        prepare(path, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
+        prepare(source, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
         keys = ("dataset_type=grain", f"grain_train_files={folder}", "vocab_size=264")
         opened = open_corpus(make_config(*keys, "eval_fraction=0.1"))
         rows = opened.train[0].items
@@ -93,6 +94,13 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         last = len(opened.held_out) - 1
         assert opened.held_out[last].tolist()[0] == stream[(len(rows) + last) * 16]
         hashes.add(opened.hash)
+        for path in folder.iterdir():
+            with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
+                copy.write(path.read_bytes())
+        far = open_corpus(
+            make_config(keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
+        )
+        assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
     assert len(hashes) == 2  # of the set, which its shards are part of
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
     short = ("steps=4", "enable_rampup_batch_size=False", "per_device_batch_size=8")
@@ -107,7 +115,7 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
 def test_a_tokenizer_trained_on_the_input(tmp_path):
     path = write_file(tmp_path, "jsonl", TEXTS)
     said = prepare(path, "--output", tmp_path / "set", "--train_bpe", 400, COLUMN)
-    assert "trained on 205 documents" in said and "vocab_size=448" in said
+    assert "trained in" in said and "vocab_size=448" in said
     said = prepare("--inspect", tmp_path / "set")
     assert "205 documents" in said and "tokenizer.json: 400 ids" in said
     assert "<s>first</s>" in said and "<s>document 199 word word" in said

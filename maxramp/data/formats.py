@@ -1,4 +1,4 @@
-"""JSON lines, Parquet and text files, and which format a file is of."""
+"""JSON lines, Parquet and text files, and the reader of every format."""
 
 import functools
 import gzip
@@ -15,6 +15,7 @@ import numpy as np
 
 from maxramp.data import storage
 from maxramp.data.arrayrecord import ArrayRecordFile
+from maxramp.data.megatron import MegatronFile
 from maxramp.data.records import BadRecord, Piece, Record, RecordFile, decode_text, shown
 from maxramp.data.storage import optional
 from maxramp.errors import ConfigError
@@ -212,11 +213,10 @@ class ParquetFile(RecordFile):
 
     def split(self, size: int) -> list[Piece]:
         """Ranges of row groups."""
-        groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         pieces, start, held = [], 0, 0
-        for index, group in enumerate(groups):
-            held += group.total_byte_size
-            if held >= size or index == len(groups) - 1:
+        for index in range(self._metadata.num_row_groups):
+            held += self._metadata.row_group(index).total_byte_size
+            if held >= size or index == self._metadata.num_row_groups - 1:
                 pieces.append((start, index + 1, held))
                 start, held = index + 1, 0
         return pieces
@@ -224,13 +224,12 @@ class ParquetFile(RecordFile):
     def read(self, start: int, stop: int) -> Iterator[Record]:
         """The rows of row groups [start, stop)."""
         index = int(self._starts[start])
-        batches = self._file.iter_batches(
-            batch_size=1024, row_groups=list(range(start, stop)), columns=[self.column]
-        )
-        while (batch := self._guarded(lambda: next(batches, None))) is not None:
-            for value in batch.column(0).to_pylist():
-                yield self._value(value, index)
-                index += 1
+        with self._open(self._metadata) as file:
+            batches = file.iter_batches(1024, list(range(start, stop)), [self.column])
+            while batch := self._guarded(lambda: next(batches, None)):
+                for value in batch.column(0).to_pylist():
+                    yield self._value(value, index)
+                    index += 1
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -241,7 +240,8 @@ class ParquetFile(RecordFile):
         return self._value(column[index - int(self._starts[group])].as_py(), index)
 
     def _column(self, group: int) -> Any:
-        return self._guarded(lambda: self._file.read_row_group(group, [self.column]).column(0))
+        with self._open(self._metadata) as file:
+            return self._guarded(lambda: file.read_row_group(group, [self.column]).column(0))
 
     def _value(self, value: Any, index: int) -> Record:
         try:
@@ -249,21 +249,24 @@ class ParquetFile(RecordFile):
         except BadRecord as bad:
             raise ConfigError(f"{self.where(index)}: {bad}") from None
 
-    @functools.cached_property
-    def _file(self) -> Any:
+    def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)
         source = storage.open_binary(self.path)
-        file = self._guarded(lambda: parquet.ParquetFile(source))
-        names = file.schema_arrow.names
-        if self.column not in names:
-            raise ConfigError(f"{self.path}: {self._missing(names)}")
-        return file
+        return self._guarded(lambda: parquet.ParquetFile(source, metadata=metadata))
+
+    @functools.cached_property
+    def _metadata(self) -> Any:
+        # Kept without the file: a run may have more files than a process can hold open.
+        with self._open() as file:
+            names = file.schema_arrow.names
+            if self.column not in names:
+                raise ConfigError(f"{self.path}: {self._missing(names)}")
+            return file.metadata
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        metadata = self._file.metadata
-        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        return np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
+        return np.cumsum([0, *(group.num_rows for group in groups)])
 
     def _guarded(self, reading: Callable[[], Any]) -> Any:
         try:
@@ -278,4 +281,5 @@ READERS = {
     "parquet": ParquetFile,
     "jsonl": JsonLines,
     "text": TextFile,
+    "megatron": MegatronFile,
 }

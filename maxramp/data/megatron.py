@@ -44,6 +44,11 @@ class MegatronFile(RecordFile):
     def __reduce__(self):
         return MegatronFile, (self.path, "", True, self._whole)
 
+    @property
+    def data_path(self) -> str:
+        """The .bin."""
+        return f"{self.path}.bin"
+
     @functools.cached_property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
@@ -130,7 +135,7 @@ class MegatronFile(RecordFile):
 
     @functools.cached_property
     def _data(self) -> Any:
-        return storage.map_bytes(f"{self.path}.bin")
+        return storage.map_bytes(self.data_path)
 
     @functools.cached_property
     def _header(self) -> tuple[np.dtype, int, int]:

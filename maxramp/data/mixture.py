@@ -68,6 +68,7 @@ def open_mixture(config: Config) -> Corpus:
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
+    storage.allow_many_files()
     opener = _Opener(config)
     train = opener.entries("grain_train_files", config.grain_train_files)
     eval_files = config.grain_eval_files
@@ -137,26 +138,21 @@ class _Opener:
             files, digest = self._open_prepared(paths)
             rows = StreamRows(TokenStream(files), length)
             return self._checked(key, pattern, rows), False, digest
+        (column,) = config.train_data_columns
+        tokens = not config.tokenize_train_data
+        files = [formats.READERS[kind](path, column, tokens) for path in paths]
+        for file in files:
+            file.check()
+        documents = kind != "megatron" and not (kind == "arrayrecord" and tokens)
         if kind == "megatron":
-            files = [MegatronFile(path) for path in paths]
-            for file in files:
-                file.check()
             items: Any = StreamRows(TokenStream(files), length)
-            documents = False
+        elif not documents:
+            items = RecordRows(files, length)
         else:
-            (column,) = config.train_data_columns
-            tokens = not config.tokenize_train_data
-            files = [formats.READERS[kind](path, column, tokens) for path in paths]
-            for file in files:
-                if not len(file):
-                    raise ConfigError(f"{file.path}: holds no records; leave it out")
-            documents = not (kind == "arrayrecord" and tokens)
-            if not documents:
-                items = RecordRows(files, length)
-            else:
-                items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
+            items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
         items = self._checked(key, pattern, items)
-        return items, documents, _sampled_hash(items, sum(map(_bytes_of, files)))
+        size = sum(storage.size_of(file.data_path) for file in files)
+        return items, documents, _sampled_hash(items, size)
 
     def _open_prepared(self, folders: list[str]) -> tuple[list[MegatronFile], str]:
         """The shards of prepared sets, and the hash of their tokens."""
@@ -236,10 +232,6 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     if kind == "megatron":
         paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
     return kind, paths
-
-
-def _bytes_of(file: Any) -> int:
-    return storage.size_of(f"{file.path}.bin" if isinstance(file, MegatronFile) else file.path)
 
 
 def _sampled_hash(items: Sequence[np.ndarray], size: int) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data import formats, prepared, storage
-from maxramp.data.megatron import MegatronFile, MegatronWriter
+from maxramp.data import prepared, storage
+from maxramp.data.megatron import MegatronWriter
 from maxramp.data.records import Record, RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
@@ -32,33 +32,11 @@ _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Input:
-    """A file of records."""
-
-    path: str  # of Megatron's files without .bin and .idx
-    kind: str
-
-    def open(self, column: str, tokens: bool) -> RecordFile:
-        """Its records."""
-        if self.kind == "megatron":
-            file = MegatronFile(self.path)
-            file.check()
-            return file
-        return formats.READERS[self.kind](self.path, column, tokens)
-
-    def stamp(self) -> tuple[Any, ...]:
-        """What changes when the file does."""
-        path = f"{self.path}.bin" if self.kind == "megatron" else self.path
-        changed = 0 if storage.is_remote(path) else os.stat(path).st_mtime_ns
-        return os.path.basename(path), storage.size_of(path), changed
-
-
-@dataclasses.dataclass(frozen=True)
 class Shard:
     """A pair of files to write, and the pieces (of `records.Piece`) of inputs that go into it."""
 
     name: str
-    pieces: tuple[tuple[Input, int, int, int], ...]
+    pieces: tuple[tuple[RecordFile, int, int, int], ...]
     source: str  # hash of the pieces and of how they are read
 
     @property
@@ -72,7 +50,6 @@ class Job:
     """What is to be prepared."""
 
     output: pathlib.Path
-    column: str
     tokenizer: Tokenizer | None  # None where the inputs hold tokens
     dtype: str
     shards: tuple[Shard, ...]
@@ -96,8 +73,7 @@ class Job:
 
 def plan(
     output: pathlib.Path,
-    inputs: Sequence[Input],
-    column: str,
+    inputs: Sequence[RecordFile],
     tokenizer: Tokenizer | None,
     shard_size: int,
 ) -> Job:
@@ -107,28 +83,30 @@ def plan(
       ConfigError: an input that is missing, torn or of another kind.
     """
     dtype = "uint16" if tokenizer is not None and tokenizer.vocab_size <= 2**16 else "int32"
-    how = (column, tokenizer.hash if tokenizer is not None else None, dtype)
-    shards: list[Shard] = []
-    pieces: list[tuple[Input, int, int, int]] = []
-    stamps: list[Any] = []
-
-    def close() -> None:
-        told = repr((how, stamps, [piece[1:] for piece in pieces]))
+    how = (tokenizer.hash if tokenizer is not None else None, dtype)
+    groups, held = [[]], 0
+    for file in inputs:
+        stamp = _stamp(file)
+        for start, stop, size in file.split(shard_size):
+            if groups[-1] and held + size > shard_size:
+                groups.append([])
+                held = 0
+            groups[-1].append(((file, start, stop, size), stamp))
+            held += size
+    shards = []
+    for group in filter(None, groups):
+        told = repr((how, [(stamp, piece[1:]) for piece, stamp in group]))
         source = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-        shards.append(Shard(f"shard-{len(shards):05d}", tuple(pieces), source))
-        pieces.clear()
-        stamps.clear()
+        pieces = tuple(piece for piece, _ in group)
+        shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
+    return Job(output, tokenizer, dtype, tuple(shards))
 
-    for source in inputs:
-        stamp = source.stamp()
-        for start, stop, size in source.open(column, tokenizer is None).split(shard_size):
-            if pieces and sum(piece[3] for piece in pieces) + size > shard_size:
-                close()
-            pieces.append((source, start, stop, size))
-            stamps.append(stamp)
-    if pieces:
-        close()
-    return Job(output, column, tokenizer, dtype, tuple(shards))
+
+def _stamp(file: RecordFile) -> tuple[Any, ...]:
+    """What changes when a file does, or what is read of it."""
+    path = file.data_path
+    changed = 0 if storage.is_remote(path) else os.stat(path).st_mtime_ns
+    return os.path.basename(path), storage.size_of(path), changed, file.column
 
 
 @contextlib.contextmanager
@@ -149,7 +127,9 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
     except BlockingIOError:
         raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from None
+        raise ConfigError(
+            f"--output {output}: cannot write there: {error.strerror or error}"
+        ) from None
 
 
 def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[str, Any]:
@@ -195,7 +175,7 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
     done = job.finished()
     shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
     manifest = prepared.make_manifest(
-        shards, describe(job.tokenizer, job.output), job.dtype, job.source
+        shards, _describe(job.tokenizer, job.output), job.dtype, job.source
     )
     if not manifest["tokens"]:
         raise ConfigError(f"the inputs hold {manifest['documents']} documents and no tokens")
@@ -204,7 +184,7 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
     return manifest
 
 
-def describe(tokenizer: Tokenizer | None, output: pathlib.Path) -> dict[str, Any] | None:
+def _describe(tokenizer: Tokenizer | None, output: pathlib.Path) -> dict[str, Any] | None:
     """A tokenizer as the manifest has it, its file copied into the set."""
     if tokenizer is None:
         return None
@@ -242,8 +222,7 @@ def _count(documents: int, tokens: int, size: int) -> None:
 
 def _make_shard(shard: Shard) -> None:
     with MegatronWriter(str(_job.output / shard.name), np.dtype(_job.dtype)) as writer:
-        for source, start, stop, size in shard.pieces:
-            file = source.open(_job.column, _job.tokenizer is None)
+        for file, start, stop, size in shard.pieces:
             for batch in _batches(file.read(start, stop)):
                 if _counts[3] or os.getppid() != _parent:
                     return
@@ -267,23 +246,14 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def sample_texts(
-    inputs: Sequence[Input], column: str, most: int
-) -> tuple[Iterator[str], Callable[[], int]]:
-    """Texts from all over the inputs, `most` bytes of them in all, and () -> how many so far."""
-    pieces = [(s, piece) for s in inputs for piece in s.open(column, False).split(1 << 24)]
+def sample_texts(inputs: Sequence[RecordFile], most: int) -> Iterator[str]:
+    """Texts from all over the inputs, about `most` bytes of them."""
+    pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
     total = sum(size for _, (*_, size) in pieces)
-    taken = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal taken
-        for source, (start, stop, size) in pieces:
-            left = size if total <= most else most * size // total
-            for text in source.open(column, False).read(start, stop):
-                taken += 1
-                yield text
-                left -= len(text)
-                if left <= 0 and total > most:
-                    break
-
-    return texts(), lambda: taken
+    for file, (start, stop, size) in pieces:
+        left = size * min(1.0, most / total)
+        for text in file.read(start, stop):
+            yield text
+            left -= len(text)
+            if left <= 0 and total > most:
+                break

@@ -62,8 +62,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
                 f"{path}: is of format {manifest['format']!r} version {manifest['version']}, not "
                 f"{FORMAT!r} version {VERSION}; prepare it again"
             )
-        told = (manifest[name] for name in ("shards", "tokenizer", "dtype", "source"))
-        made = make_manifest(*told)
+        made = make_manifest(*map(manifest.get, ("shards", "tokenizer", "dtype", "source")))
         torn = [name for name in made if manifest[name] != made[name]]
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):

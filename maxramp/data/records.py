@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.errors import ConfigError
+
 Record = str | np.ndarray
 Piece = tuple[int, int, int]
 
@@ -26,6 +28,20 @@ class RecordFile(abc.ABC):
           tokens: whether it holds token ids, else text.
         """
         self.path, self.column, self.tokens = path, column, tokens
+
+    @property
+    def data_path(self) -> str:
+        """The file that holds the records themselves."""
+        return self.path
+
+    def check(self) -> None:
+        """Refuses a file that cannot be trained on.
+
+        Raises:
+          ConfigError: it is torn or empty.
+        """
+        if not len(self):
+            raise ConfigError(f"{self.path}: holds no records; leave it out")
 
     @abc.abstractmethod
     def split(self, size: int) -> list[Piece]:

@@ -5,6 +5,7 @@ import glob
 import importlib
 import os
 import pathlib
+import resource
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -27,6 +28,12 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
             f"{purpose} needs the package {package}: python -m pip install {package} (or "
             "'maxramp[data]')"
         ) from None
+
+
+def allow_many_files() -> None:
+    """Lets this process and its children hold as many files open as the system permits."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def is_remote(path: str) -> bool:
