@@ -340,6 +340,8 @@ def test_documents_of_a_corpus(tmp_path):
     got += [opened.held_out[i] for i in range(len(opened.held_out))]
     assert [bytes(ids[1:-1].astype(np.uint8)).decode() for ids in got] == TEXTS
     assert {(ids[0], ids[-1]) for ids in got} == {(256, 257)} and len(opened.held_out) == 20
+    elsewhere = pickle.loads(pickle.dumps(part.items))  # in a process that reads ahead
+    np.testing.assert_array_equal(elsewhere[17], part.items[17])
 
 
 def test_evaluation_files_leave_the_training_files_whole(tmp_path):
@@ -370,6 +372,8 @@ def test_rows_of_records_and_of_streams(tmp_path):
     )  # by the name that both files share
     assert not opened.documents and len(opened.train[0].items) == (len(stream) - 1) // 16
     assert opened.train[0].items[3].tolist() == stream[48:65]
+    elsewhere = pickle.dumps(opened.train[0].items)
+    assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tolist() == stream[48:65]
 
 
 def test_the_hash_is_of_the_tokens(tmp_path):

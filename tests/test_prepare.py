@@ -1,5 +1,6 @@
 """maxramp.prepare as people run it: real processes, files and kills."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -165,7 +166,7 @@ def many(path: pathlib.Path, count: int) -> None:
 
 
 def test_killed_at_any_moment(tmp_path):
-    """kill -9 of the parent alone or of all, again and again: the set is byte for byte the same."""
+    """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
     many(tmp_path / "in.jsonl", 60_000)
     options = ("--shard_megabytes", "0.25")
     prepare(tmp_path / "in.jsonl", "--output", tmp_path / "whole", *options)
@@ -176,19 +177,24 @@ def test_killed_at_any_moment(tmp_path):
             command(*map(str, given), module="prepare"),
             env=environment(),
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        try:
-            # Longer each time, so that an end is reached on a slow machine as well.
+        # Longer each time, so that an end is reached on a slow machine as well.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(chance.uniform(0.3, 0.8) * 1.1**attempt)
-        except subprocess.TimeoutExpired:
-            victim = os.kill if attempt % 2 else os.killpg
-            victim(process.pid, signal.SIGKILL)
-            process.wait()
+        if process.poll() is None:
+            workers = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            worker = [int(pid) for pid in workers.read_text().split()][-1:]
+            if attempt % 3 == 0:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                os.kill(worker[0] if attempt % 3 == 1 and worker else process.pid, signal.SIGKILL)
             kills += 1
-        else:
-            assert process.returncode == 0
+        said = process.communicate(timeout=60)[1].decode()  # until no worker is left
+        if process.returncode == 0:
             break
+        assert process.returncode == -signal.SIGKILL or "a worker was killed" in said
     assert kills > 1
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     expected = [f"document {i} {'x' * (i % 50)}" for i in range(60_000)]

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from maxramp.data import prepared, storage
 from maxramp.data.megatron import MegatronWriter
 from maxramp.data.records import Record, RecordFile
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
 
 # Documents encoded together: so many characters or tokens, or so many documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
@@ -153,7 +154,7 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
         max(1, min(workers, len(missing))),
         multiprocessing.get_context("spawn"),
         _start_worker,
-        (job, counts, os.getpid()),
+        (job, counts),
     ) as pool:
         pending = {pool.submit(_make_shard, shard) for shard in missing}
         try:
@@ -208,10 +209,16 @@ def _clean(job: Job) -> None:
 
 
 def _start_worker(*given: Any) -> None:
-    global _job, _counts, _parent
-    _job, _counts, _parent = given
+    global _job, _counts
+    _job, _counts = given
+    threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and asks us to leave
+
+
+def _follow_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(EXIT_FAILED)  # it was killed, and nobody would ever ask for anything again
 
 
 def _count(documents: int, tokens: int, size: int) -> None:
@@ -224,7 +231,7 @@ def _make_shard(shard: Shard) -> None:
     with MegatronWriter(str(_job.output / shard.name), np.dtype(_job.dtype)) as writer:
         for file, start, stop, size in shard.pieces:
             for batch in _batches(file.read(start, stop)):
-                if _counts[3] or os.getppid() != _parent:
+                if _counts[3]:
                     return
                 documents = batch if file.tokens else _job.tokenizer.encode(batch)
                 writer.add(documents)
