@@ -92,6 +92,7 @@ def _make_megatron(f: pathlib.Path) -> None:
     )
     for name in names.split():
         write_megatron(f / name, [[row] for row in ROWS])
+    write_megatron(f / "parts", [[row] for row in ROWS], gap=4)
     write_megatron(f / "nothing", [])
     write_megatron(f / "negative", [[[1, 2, -3] * 10]])
     write_megatron(f / "huge", [[[1, 2, 2**32 + 5] * 10]], "<i8")
@@ -236,6 +237,7 @@ CASES = {
         "{f}/cut_bin.bin", "{f}/cut_bin.idx: sequence 39", "cut_bin.bin"
     ),
     "tokens beyond the index": grain("{f}/long_bin.bin", "{f}/long_bin.bin", "2728 bytes"),
+    "index of parts": grain("{f}/parts.bin", "{f}/parts.idx: sequence 0", "from byte 4"),
     "negative length": grain("{f}/size.bin", "{f}/size.idx: sequence 7", "-1 tokens"),
     "borders": grain("{f}/borders.bin", "{f}/borders.idx", "document borders"),
     "no .bin": grain("{f}/no_bin.idx", "{f}/no_bin.bin", "cannot be read"),

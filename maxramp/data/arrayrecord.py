@@ -1,13 +1,12 @@
 """ArrayRecord: records that are text, token ids or a tf.train.Example of either."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from maxramp.data import storage
-from maxramp.data.records import BadRecord, Piece, Record, RecordFile
+from maxramp.data.records import BadRecord, Record, RecordFile
 from maxramp.data.storage import optional
 from maxramp.errors import ConfigError
 
@@ -15,37 +14,16 @@ from maxramp.errors import ConfigError
 class ArrayRecordFile(RecordFile):
     """Records that are UTF-8 text or little-endian int32 ids, or a tf.train.Example of either."""
 
-    def split(self, size: int) -> list[Piece]:
-        """Ranges of records."""
-        count, total = len(self), storage.size_of(self.path)
-        step = max(1, count * size // max(1, total))
-        return [
-            (a, min(a + step, count), total * (min(a + step, count) - a) // count)
-            for a in range(0, count, step)
-        ]
-
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        """Records [start, stop)."""
-        for first in range(start, stop, 64):
-            numbers = range(first, min(first + 64, stop))
-            for number, data in zip(numbers, self._bytes(list(numbers)), strict=True):
-                yield self._value(data, number)
-
     def __len__(self) -> int:
         return self._reader.num_records()
 
     def __getitem__(self, index: int) -> Record:
-        return self._value(self._bytes([index])[0], index)
-
-    def _bytes(self, numbers: list[int]) -> list[bytes]:
         try:
-            return self._reader.read(numbers)
+            (data,) = self._reader.read([index])
         except (RuntimeError, IndexError) as error:
-            which = (
-                f"records {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"record {numbers[0]}"
-            )
             what = str(error).partition(";")[0][:150]
-            raise ConfigError(f"{self.path}: {which}: cannot be read ({what}); torn?") from None
+            raise ConfigError(f"{self.where(index)}: cannot be read ({what}); torn?") from None
+        return self._value(data, index)
 
     def _value(self, data: bytes, index: int) -> Record:
         try:

@@ -52,14 +52,6 @@ def detect(path: str) -> str:
 class TextFile(RecordFile):
     """A file that is one document."""
 
-    def split(self, size: int) -> list[Piece]:
-        """One piece."""
-        return [(0, 1, storage.size_of(self.path))]
-
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        """The document."""
-        yield self[0]
-
     def __len__(self) -> int:
         return 1
 

@@ -11,13 +11,13 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from maxramp.data import storage
-from maxramp.data.records import Piece, RecordFile
+from maxramp.data.records import RecordFile
 from maxramp.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -29,20 +29,13 @@ _BLOCK = 1 << 20  # sequences looked at together
 class MegatronFile(RecordFile):
     """A pair of files; a record is a document, and all of them are one stream of tokens."""
 
-    def __init__(self, path: str, column: str = "", tokens: bool = True, whole: bool | None = None):
+    def __init__(self, path: str, column: str = "", tokens: bool = True):
         """
         Args:
           path: of both files, without .bin or .idx (or with one of them).
-          column: not used.
-          tokens: not used: there is nothing else in such files.
-          whole: whether the sequences are known to be the .bin from its start to its end; None
-            looks.
+          column, tokens: not used: such files hold nothing but tokens.
         """
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
-        self._known_whole = whole
-
-    def __reduce__(self):
-        return MegatronFile, (self.path, "", True, self._whole)
 
     @property
     def data_path(self) -> str:
@@ -52,16 +45,17 @@ class MegatronFile(RecordFile):
     @functools.cached_property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return len(self._data) // self.dtype.itemsize if self._whole else int(self._starts[-1])
+        return storage.size_of(self.data_path) // self.dtype.itemsize
 
-    @functools.cached_property
+    @property
     def dtype(self) -> np.dtype:
         """Of the tokens."""
         return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int32."""
-        tokens = self._stored(start, stop)
+        size = self.dtype.itemsize
+        tokens = self._data[start * size : stop * size].view(self.dtype)
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
             raise ConfigError(
@@ -70,37 +64,11 @@ class MegatronFile(RecordFile):
             )
         return tokens.astype(np.int32)
 
-    def _stored(self, start: int, stop: int) -> np.ndarray:
-        if self._whole:
-            return self._at(start * self.dtype.itemsize, stop - start)
-        first = int(np.searchsorted(self._starts, start, "right")) - 1
-        parts = [np.empty(0, self.dtype)]
-        while start < stop:
-            offset = start - int(self._starts[first])
-            count = min(stop, int(self._starts[first + 1])) - start
-            byte = int(self._pointers[first]) + offset * self.dtype.itemsize
-            parts.append(self._at(byte, count))
-            start, first = start + count, first + 1
-        return np.concatenate(parts)
-
     def where_token(self, position: int) -> str:
         """The file and the document of a token of the stream, for a person."""
         sequence = int(np.searchsorted(self._starts, position, "right")) - 1
         document = int(np.searchsorted(self._borders, sequence, "right")) - 1
         return f"{self.path}.bin: document {document}, token {position}"
-
-    def split(self, size: int) -> list[Piece]:
-        """Ranges of documents."""
-        count, total = len(self), len(self._data)
-        step = max(1, count * size // max(1, total))
-        return [
-            (a, min(a + step, count), total * (min(a + step, count) - a) // count)
-            for a in range(0, count, step)
-        ]
-
-    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Documents [start, stop)."""
-        return (self[index] for index in range(start, stop))
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -114,24 +82,39 @@ class MegatronFile(RecordFile):
         return f"{self.path}.bin: document {index}"
 
     def check(self) -> None:
-        """Looks through the whole index.
+        """Looks through the whole index: sequences fill the .bin in order, documents take them all.
 
         Raises:
           ConfigError: the files are torn, do not belong together or hold no tokens.
         """
-        borders, n = self._borders, self._header[1]
+        _, n, _ = self._header
+        end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)
+        for first in range(0, n, _BLOCK):
+            sizes = self._sizes[first : first + _BLOCK].astype(np.int64)
+            pointers = self._pointers[first : first + _BLOCK]
+            ends = end + np.cumsum(sizes * itemsize)
+            wrong = (sizes < 0) | (pointers != ends - sizes * itemsize) | (ends > total)
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                raise ConfigError(
+                    f"{self.path}.idx: sequence {first + i} has {sizes[i]} tokens from byte "
+                    f"{pointers[i]} on, but the one before ends at {ends[i] - sizes[i] * itemsize} "
+                    f"and {self.data_path} at {total}; one of them is torn: make them again"
+                )
+            end = int(ends[-1])
+        if end != total:
+            raise ConfigError(
+                f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
+                f"tokens of {itemsize}; one of them is torn: make them again"
+            )
+        borders = self._borders
         if not len(borders) or borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any():
             raise ConfigError(
                 f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
                 "make it again"
             )
-        if self._whole and len(self._data) % self.dtype.itemsize:
-            raise self._torn_data(self.num_tokens)
-        if not self.num_tokens:
-            raise ConfigError(f"{self.path}.bin: holds no tokens; leave it out")
-
-    def _at(self, byte: int, count: int) -> np.ndarray:
-        return self._data[byte : byte + count * self.dtype.itemsize].view(self.dtype)
+        if not total:
+            raise ConfigError(f"{self.data_path}: holds no tokens; leave it out")
 
     @functools.cached_property
     def _data(self) -> Any:
@@ -189,39 +172,6 @@ class MegatronFile(RecordFile):
     def _starts(self) -> np.ndarray:
         """First token of each sequence in the stream, and the stream's end."""
         return np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
-
-    @functools.cached_property
-    def _whole(self) -> bool:
-        """Whether the stream is the .bin as it lies there; all sequences are checked on the way."""
-        if self._known_whole is not None:
-            return self._known_whole
-        whole, end, itemsize, total = True, 0, self.dtype.itemsize, len(self._data)
-        for first in range(0, len(self._sizes), _BLOCK):
-            sizes = self._sizes[first : first + _BLOCK].astype(np.int64)
-            pointers = self._pointers[first : first + _BLOCK]
-            ends = pointers + sizes * itemsize
-            wrong = (sizes < 0) | (pointers < 0) | (pointers % itemsize != 0)
-            beyond = ends > total
-            if (wrong | beyond).any():
-                i = int(np.argmax(wrong | beyond))
-                what = (
-                    f"ends at byte {ends[i]}, but {self.path}.bin has {total}: one of them is torn"
-                    if beyond[i] and not wrong[i]
-                    else f"has {sizes[i]} tokens from byte {pointers[i]} on"
-                )
-                raise ConfigError(f"{self.path}.idx: sequence {first + i} {what}; make it again")
-            follow = np.concatenate([[end], end + np.cumsum(sizes * itemsize)])
-            whole &= bool((pointers == follow[:-1]).all())
-            end = int(follow[-1])
-        if whole and end != total:
-            raise self._torn_data(end // itemsize)
-        return whole
-
-    def _torn_data(self, tokens: int) -> ConfigError:
-        return ConfigError(
-            f"{self.path}.bin: has {len(self._data)} bytes, but its index names {tokens} tokens of "
-            f"{self.dtype.itemsize}; one of them is torn: make them again"
-        )
 
 
 class TokenStream:

@@ -85,7 +85,7 @@ def open_shards(folder: str, manifest: dict[str, Any]) -> list[MegatronFile]:
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile:
         path, n = posixpath.join(folder, shard["name"]), shard["documents"]
-        file = MegatronFile(path, whole=True)
+        file = MegatronFile(path)
         if file.dtype != dtype:
             raise ConfigError(
                 f"{path}.idx: its tokens are {file.dtype}, but {NAME} says {dtype}; prepare the "

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.data import storage
 from maxramp.errors import ConfigError
 
 Record = str | np.ndarray
@@ -43,13 +44,16 @@ class RecordFile(abc.ABC):
         if not len(self):
             raise ConfigError(f"{self.path}: holds no records; leave it out")
 
-    @abc.abstractmethod
     def split(self, size: int) -> list[Piece]:
         """Pieces of about `size` bytes."""
+        count, total = len(self), storage.size_of(self.data_path)
+        step = max(1, count * size // max(1, total))
+        ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
+        return [(first, last, total * (last - first) // count) for first, last in ranges]
 
-    @abc.abstractmethod
     def read(self, start: int, stop: int) -> Iterator[Record]:
         """The records of a piece, in order."""
+        return (self[index] for index in range(start, stop))
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
