@@ -77,7 +77,7 @@ _ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 _AT_LEAST = {
     1: (
         *("log_period", "max_target_length", "num_epoch", "grain_prefetch_buffer_size"),
-        *("min_nodes",),
+        *("min_nodes", "grain_num_threads"),
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
         *("base_num_decoder_layers", "vocab_size", "checkpoint_period"),
         *("max_num_checkpoints_to_keep", "profiler_steps"),
@@ -87,6 +87,7 @@ _AT_LEAST = {
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
         *("planned_pass_overhead", "skip_first_n_steps_for_profiler"),
+        *("grain_worker_count", "grain_prefetch_buffer_gib"),
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (
@@ -375,6 +376,7 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     for name in ("init_weights_seed", "data_shuffle_seed", "num_epoch"):
         if config[name] >= 2**32:
             raise ConfigError(f"{name}={config[name]} must be below 2^32 = {2**32}")
+    _check_expansion(config.expansion_factor_real_data)
     from_fraction = config.dataset_type != "synthetic" and not config.grain_eval_files
     if config.eval_interval > 0 and from_fraction and config.eval_fraction == 0:
         raise ConfigError(
@@ -412,6 +414,24 @@ def _check_files(config: ml_collections.ConfigDict) -> None:
         raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
 
 
+def _check_expansion(factor: float) -> None:
+    name = f"expansion_factor_real_data={factor:g}"
+    if factor <= 0 and factor != -1:
+        raise ConfigError(
+            f"{name} must be above 0, or -1 for 1: of so many processes one reads the data"
+        )
+    if factor > 1 and factor % 1:
+        near = f"{math.floor(factor)} or {math.ceil(factor)}"
+        raise ConfigError(f"{name} must be a whole number of processes; use {near}")
+    if 0 < factor < 1 and abs(round(1 / factor) * factor - 1) > 1e-6:
+        times = f"{1 / factor:.4g}"
+        raise ConfigError(
+            f"{name} stands for a checkpoint of 1/f = {times} times as many devices, which is no "
+            f"whole number; use 1/{round(1 / factor)} as a decimal, or leave it out: any "
+            "checkpoint reads on"
+        )
+
+
 def resolve(
     config: ml_collections.ConfigDict, num_devices: int, num_slices: int, num_processes: int
 ) -> Config:
@@ -434,6 +454,8 @@ def resolve(
     config = config.copy_and_resolve_references()
     if not config.run_name:
         config.run_name = config.model_name
+    if config.expansion_factor_real_data == -1:
+        config.expansion_factor_real_data = 1.0
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
     _resolve_nodes(config, num_devices, num_processes)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from maxramp.mesh import BATCH_AXES
-
-PADDING = -1  # a token id that stands for no token: never a target
+from maxramp.rows import PADDING
 
 _X_BTD = P(BATCH_AXES, None, None)
 _HEAD_DV = P("fsdp", "tensor")
@@ -33,8 +32,12 @@ def cross_entropy_sums(
     """Sums over the tokens that are targets, of logits = x @ head in float32.
 
     Args:
+<<<<<<< HEAD
       x_BTD: the last layer's output, rows sharded.
       head_DV: output weights of x's dtype, sharded as P("fsdp", "tensor").
+      targets_BT: token ids, PADDING where there is no target.
+=======
+      logits_BTV: float32.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.

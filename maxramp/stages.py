@@ -24,12 +24,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxramp.config import Config
+from maxramp.data.expansion import Expansion
 from maxramp.errors import TrainingError
 from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.mesh import platform
+from maxramp.model import Decoder
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
-from maxramp.step import BATCH_ABS, TrainState, eval_step, init_state, train_step
+from maxramp.step import Metrics, TrainState, eval_step, init_state, train_step
 
 _THREAD = "compile"
 # What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
@@ -96,7 +98,7 @@ class Programs:
     def __init__(
         self,
         config: Config,
-        mesh: Mesh,
+        expansion: Expansion,
         learning_rate: LearningRate,
         state: TrainState,
         stages: list[Stage],
@@ -108,7 +110,7 @@ class Programs:
 
         Args:
           config: a resolved config.
-          mesh: the mesh that is set.
+          expansion: how rows get to their devices, on the mesh that is set.
           learning_rate: of consumed samples.
           state: abstract state.
           stages: the stages that will run, in order.
@@ -116,24 +118,29 @@ class Programs:
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
-        self._mesh = mesh
+        self._expansion = expansion
         self._row_length = config.max_target_length + 1
         self._memory_limit = device_memory(config)
-        self._options = compiler_options(mesh.devices.flat[0].platform)
+        self._options = compiler_options(expansion.mesh.devices.flat[0].platform)
         self._say, self._on_failure = say, on_failure
         self._failure: TrainingError | None = None
         self._programs: dict[Any, _Program] = {}
         self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
 
-        step = functools.partial(train_step, config=config, learning_rate=learning_rate)
+        def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, Metrics]:
+            rows = expansion.gather(batch)
+            return train_step(state, rows, config=config, learning_rate=learning_rate)
+
+        def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
+            return eval_step(model, sums, expansion.gather(batch), config=config)
+
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
             name = f"stage {stage.index + 1} (batch {stage.global_batch_size})"
             self._plan(batch.shape, name, step, state, batch, donate=(0,))
             if i == 0 and eval_rows:  # an evaluation may come before the second stage
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
-                evaluate = functools.partial(eval_step, config=config)
                 batch = self._batch(1, eval_rows)
                 self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
 
@@ -147,9 +154,8 @@ class Programs:
         Raises:
           TrainingError: it does not compile.
         """
-        return self._get(
-            (stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length)
-        )
+        batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        return self._get(batch.shape)
 
     def eval_step(self) -> tuple[Callable, float]:
         """The compiled evaluation step, and the seconds spent waiting for it."""
@@ -178,9 +184,7 @@ class Programs:
         self._thread.join(1.0)
 
     def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self._mesh, BATCH_ABS)
-        shape = (accumulation, rows, self._row_length)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        return self._expansion.abstract_batch(accumulation, rows, self._row_length)
 
     def _plan(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()

@@ -15,8 +15,10 @@ from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.checkpoint import Checkpoints, Position
 from maxramp.config import Config
+from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
-from maxramp.data.sources import Corpus, open_corpus
+from maxramp.data.opening import open_shared
+from maxramp.data.sources import Corpus
 from maxramp.errors import (
     EXIT_PREEMPTED,
     EXIT_STAGE_END,
@@ -45,18 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         take_up = functools.partial(
             Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
         )
-        jax.set_mesh(mesh_lib.make_mesh(config))
-        return train(config, open_corpus(config), take_up)
+        mesh = mesh_lib.make_mesh(config)
+        jax.set_mesh(mesh)
+        expansion = Expansion(mesh, config.expansion_factor_real_data)
+        return train(config, open_shared(config, expansion.reads), expansion, take_up)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:
         return report(error)
 
 
-def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], Schedule]) -> int:
+def train(
+    config: Config,
+    corpus: Corpus,
+    expansion: Expansion,
+    take_up: Callable[[Position | None], Schedule],
+) -> int:
     """Trains from where the run stands to the end of the run or the stage, on the mesh that is set.
 
     Args:
       config: a resolved config.
       corpus: the rows.
+      expansion: which processes read them.
       take_up: where a checkpoint stands -> the schedule from there.
 
     Returns:
@@ -83,11 +93,11 @@ def train(config: Config, corpus: Corpus, take_up: Callable[[Position | None], S
 
         with_eval = config.eval_interval > 0
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
-        loader = Loader(config, corpus, ramp, mesh, first_step, eval_rows)
+        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
         closing.callback(loader.close)
         abstract = abstract_state(config, mesh)
         programs = Programs(
-            *(config, mesh, LearningRate.of(config, ramp), abstract),
+            *(config, expansion, LearningRate.of(config, ramp), abstract),
             stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
             say=output.say,

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "maxramp"
 
 # Bottom up. A module may import from lower layers, and from its own as long as no circle closes.
 LAYERS = (
-    ("errors", "yamlfile", "notations", "layout", "rampup", "config"),
+    ("errors", "rows", "yamlfile", "notations", "layout", "rampup", "config"),
     ("mesh",),
     ("attention", "loss", "optimizer"),
     ("model",),
@@ -20,7 +20,8 @@ LAYERS = (
     (
         *("data.storage", "data.records", "data.arrayrecord", "data.formats", "data.megatron"),
         *("data.tokenizers", "data.items", "data.prepared", "data.corpus", "data.mixture"),
-        *("data.preparation", "data.sources", "data.loader"),
+        *("data.preparation", "data.sources", "data.opening", "data.order"),
+        *("data.prefetch", "data.expansion", "data.loader"),
         *("checkpoint", "stages", "metrics", "memory"),
     ),
     ("picture", "display", "preemption", "profiling", "resume", "output", "fit"),

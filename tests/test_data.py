@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
 from maxramp.data.sources import BEGIN, END, StreamRows, open_corpus
 from maxramp.errors import ConfigError
@@ -38,7 +39,7 @@ def read_run(config, first_step=0):
     """The rows of every step from `first_step` on, in order, and the loader's mesh shape."""
     ramp, mesh = RampupBatchManager(config), make_mesh(config)
     eval_rows = int(config.eval_per_device_batch_size * mesh.size)
-    loader = Loader(config, open_corpus(config), ramp, mesh, first_step, eval_rows)
+    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), first_step, eval_rows)
     rows = []
     for step in range(first_step, config.steps):
         batch, waited = loader.batch(step)
@@ -190,14 +191,14 @@ def test_too_few_rows_say_what_would_do(texts):
     steps = str(caught.value).rsplit("steps=", 1)[1]
     read_first = small(texts, "steps=100000", f"num_epoch={wanted}")
     mesh, ramp = make_mesh(read_first), RampupBatchManager(read_first)
-    Loader(read_first, open_corpus(read_first), ramp, mesh, 0, 16).close()
+    Loader(read_first, open_corpus(read_first), ramp, Expansion(mesh, 1), 0, 16).close()
     read_run(small(texts, f"steps={steps}"))
 
 
 def test_batches_are_sharded_over_rows(texts):
     config = small(texts, "ici_tensor_parallelism=2")
     mesh, ramp = make_mesh(config), RampupBatchManager(config)
-    loader = Loader(config, open_corpus(config), ramp, mesh, 0, 16)
+    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), 0, 16)
     batch, _ = loader.batch(0)
     loader.close()
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 2, 17)}

@@ -16,9 +16,10 @@ from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
 from maxramp import config as config_lib
-from maxramp.loss import PADDING, cross_entropy_sums
+from maxramp.loss import cross_entropy_sums
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
+from maxramp.rows import PADDING
 from maxramp.step import BATCH_ABS, eval_step, fingerprint, init_state, train_step
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 64, 16, 264

@@ -1,72 +1,22 @@
-"""Samples [lo, hi) -> one global array, read ahead of the step.
+"""Samples [lo, hi) -> one global array, read ahead of the step."""
 
-Glossary
-  row r of the run   element r of the shuffled, repeated corpus: what sample r is, for every batch
-                     size, host count and restart
-  step k             trains on rows [samples_before(k), samples_before(k + 1)), in order; row r
-                     of the step is row r % B of micro batch r // B (B = micro batch size)
-  local rows         the rows of a micro batch that this process's devices hold; no other is read
-
-Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the next one.
-"""
-
-import functools
+import contextlib
+import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from maxramp.config import Config
+from maxramp.data.expansion import Expansion
+from maxramp.data.order import EvalBatches, RunRows, StepBatches
+from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import Corpus
 from maxramp.errors import ConfigError
-from maxramp.loss import PADDING
-from maxramp.rampup import RampupBatchManager
-from maxramp.step import BATCH_ABS
-
-
-class _StepBatches:
-    """Element k: this process's rows of step k, int32 [A, local B, S]."""
-
-    def __init__(self, rows: grain.MapDataset, ramp: RampupBatchManager, local_rows):
-        self._rows, self._ramp, self._local_rows = rows, ramp, local_rows
-
-    def __len__(self) -> int:
-        return self._ramp.step_at_sample(len(self._rows))  # whole batches only
-
-    def __getitem__(self, step: int) -> np.ndarray:
-        stage = self._ramp.stage_at_step(step)
-        first, B = self._ramp.samples_before(step), stage.micro_batch_size
-        batch = [
-            [self._rows[first + a * B + row] for row in self._local_rows(B)]
-            for a in range(stage.gradient_accumulation_steps)
-        ]
-        return np.asarray(batch, np.int32)
-
-    def __repr__(self) -> str:
-        return f"_StepBatches({self._rows})"
-
-
-class _EvalBatches:
-    """Element n: this process's rows of evaluation batch n; past the last row there is padding."""
-
-    def __init__(self, rows, batch_size: int, length: int, local_rows):
-        self._rows, self._batch_size, self._local_rows = rows, batch_size, local_rows
-        self._padding = np.full((length,), PADDING, np.int32)
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        first = index * self._batch_size
-        rows = [first + row for row in self._local_rows(self._batch_size)]
-        batch = [self._rows[i] if i < len(self._rows) else self._padding for i in rows]
-        return np.asarray([batch], np.int32)
-
-    def __repr__(self) -> str:
-        return f"_EvalBatches({self._rows})"
+from maxramp.rampup import RampupBatchManager, Stage
 
 
 class Loader:
@@ -77,7 +27,7 @@ class Loader:
         config: Config,
         corpus: Corpus,
         ramp: RampupBatchManager,
-        mesh: Mesh,
+        expansion: Expansion,
         first_step: int,
         eval_rows: int,
     ):
@@ -86,71 +36,84 @@ class Loader:
           config: a resolved config.
           corpus: the rows.
           ramp: which of them a step takes.
-          mesh: the mesh that they are spread over.
+          expansion: which processes read them.
           first_step: the step whose batch comes first.
           eval_rows: rows of an evaluation batch.
 
         Raises:
           ConfigError: the run needs more rows than there are.
         """
-        (part,) = corpus.train
-        rows = grain.MapDataset.source(part.items)
-        if config.enable_data_shuffling:
-            rows = rows.shuffle(seed=config.data_shuffle_seed)
-        rows = rows.repeat(config.num_epoch)
-        needed, there = ramp.total_samples, len(rows)
-        if needed > there:
-            raise ConfigError(
-                f"steps={ramp.total_steps} takes {needed} rows, but the data has "
-                f"{len(part.items)} x num_epoch={config.num_epoch} = {there}; use num_epoch="
-                f"{-(-needed // len(part.items))}, or at most steps={ramp.step_at_sample(there)}"
-            )
-        self._sharding = NamedSharding(mesh, BATCH_ABS)
+        seed = config.data_shuffle_seed if config.enable_data_shuffling else None
+        rows = RunRows(corpus.train, config.num_epoch, seed)
+        _check_enough(config, corpus, rows, ramp)
+        self._config, self._ramp, self._expansion = config, ramp, expansion
         self._row_length = config.max_target_length + 1
-        self._local_rows = functools.cache(self._find_local_rows)
-        self._prefetch = grain.ReadOptions(
-            num_threads=1, prefetch_buffer_size=config.grain_prefetch_buffer_size
-        )
         self._eval_rows, self._eval_steps = eval_rows, config.eval_steps
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
-        self._batches = self._read_ahead(
-            _StepBatches(rows, ramp, self._local_rows), first_step, ramp.total_steps
+        last_step = ramp.total_steps
+        largest = max(
+            ramp.stages_between(first_step, last_step), key=lambda stage: stage.global_batch_size
         )
-        self._ramp, self._next_step = ramp, first_step
+        self._batches = self._read_ahead(
+            StepBatches(rows, ramp, expansion.share),
+            *(first_step, last_step, self._abstract(largest)),
+        )
+        self._next_step = first_step
 
     def batch(self, step: int) -> tuple[jax.Array, float]:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
 
         Returns:
-          int32 [A, B, S] sharded as BATCH_ABS, seconds.
+          What `Expansion.gather` makes int32 [A, B, S] of, and seconds.
         """
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         self._next_step += 1
         start = time.perf_counter()
-        local = next(self._batches)
-        batch = self._global(local, self._ramp.stage_at_step(step).micro_batch_size)
+        stage = self._ramp.stage_at_step(step)
+        batch = self._expansion.place(next(self._batches), self._abstract(stage))
         return batch, time.perf_counter() - start
 
     def eval_batches(self) -> Iterator[jax.Array]:
-        """Batches [1, B, S] of the held-out rows: all of them once, or the first eval_steps."""
-        batches = _EvalBatches(self._held_out, self._eval_rows, self._row_length, self._local_rows)
+        """Batches of the held-out rows, as from `batch`, with A = 1: all rows once, or the first
+        eval_steps batches."""
+        abstract = self._expansion.abstract_batch(1, self._eval_rows, self._row_length)
+        batches = EvalBatches(
+            *(self._held_out, self._eval_rows, self._row_length, self._expansion.share)
+        )
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        for local in self._read_ahead(batches, 0, steps):
-            yield self._global(local, self._eval_rows)
+        with contextlib.closing(self._read_ahead(batches, 0, steps, abstract)) as reading:
+            for local in reading:
+                yield self._expansion.place(local, abstract)
 
     def close(self) -> None:
         """Stops reading ahead."""
         self._batches.close()
 
-    def _read_ahead(self, batches, first: int, last: int) -> Iterator[np.ndarray]:
-        return iter(grain.MapDataset.source(batches)[first:last].to_iter_dataset(self._prefetch))
+    def _abstract(self, stage: Stage) -> jax.ShapeDtypeStruct:
+        return self._expansion.abstract_batch(
+            stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length
+        )
 
-    def _global(self, local: np.ndarray, micro_batch_size: int) -> jax.Array:
-        shape = (len(local), micro_batch_size, self._row_length)
-        return jax.make_array_from_process_local_data(self._sharding, local, shape)
+    def _read_ahead(
+        self, batches: Any, first: int, last: int, largest: jax.ShapeDtypeStruct
+    ) -> Iterator[np.ndarray | None]:
+        if not self._expansion.reads:
+            return (None for _ in range(first, last))
+        return ReadAhead(
+            batches, first, last, self._config, largest.size * 4 // jax.process_count()
+        )
 
-    def _find_local_rows(self, micro_batch_size: int) -> list[int]:
-        shape = (1, micro_batch_size, self._row_length)
-        indices = self._sharding.addressable_devices_indices_map(shape).values()
-        return sorted({row for index in indices for row in range(micro_batch_size)[index[1]]})
+
+def _check_enough(config: Config, corpus: Corpus, rows: RunRows, ramp: RampupBatchManager) -> None:
+    needed, there = ramp.total_samples, len(rows)
+    if needed <= there:
+        return
+    once, part = rows.length(1)
+    epochs = next(n for n in itertools.count(-(-needed // once)) if rows.length(n)[0] >= needed)
+    raise ConfigError(
+        f"steps={ramp.total_steps} takes {needed} rows, but the data has {once} x "
+        f"num_epoch={config.num_epoch} = {there}"
+        + (f", after which {part} is used up" if len(corpus.train) > 1 else "")
+        + f"; use num_epoch={epochs}, or at most steps={ramp.step_at_sample(there)}"
+    )

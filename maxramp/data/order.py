@@ -1,0 +1,201 @@
+"""Which rows a step trains on: pure functions of the row's number, with random access.
+
+Glossary
+  part         one entry of a mixture: its rows and its share of the rows of the run
+  row r of the run
+               what sample r is, for every batch size, host count and restart
+  step k       trains on rows [samples_before(k), samples_before(k + 1)), in order; row r of the
+               step is row r % B of micro batch r // B (B = micro batch size)
+  group        the devices that hold the same rows of a micro batch: equal parts of it, in order
+  share        the groups whose rows a process reads; no other row is read
+
+Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them that a process
+reads, S tokens of a row and the next one.
+
+This module imports no jax, so that a process that only reads starts quickly.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import grain
+import numpy as np
+
+from maxramp.rampup import RampupBatchManager
+from maxramp.rows import PADDING
+
+_LONGEST_PERIOD = 100_000
+
+
+class Interleaving:
+    """Which part item n of a mixture comes from, and which item of that part it is.
+
+    Of the first n items, for every n, each part has its exact share to within one item: a place
+    goes to the part that would fall behind first, of those that it does not put ahead of their
+    share (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). The choices
+    repeat after a period, the smallest number of items that the shares divide.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        """
+        Args:
+          weights: of the parts, relative to each other, taken as the decimals they are written as.
+            Where their period would exceed 100,000 items, shares are rounded to that fraction.
+        """
+        self._shares = _whole_shares(weights)
+        period = sum(self._shares)
+        counts, picks, ranks = [0] * len(weights), [], []
+        for n in range(1, period + 1):
+            behind = (
+                (Fraction(count + 1, share), part)
+                for part, (count, share) in enumerate(zip(counts, self._shares, strict=True))
+                if count * period < share * n
+            )
+            part = min(behind)[1]
+            picks.append(part)
+            ranks.append(counts[part])
+            counts[part] += 1
+        self._picks, self._ranks = picks, ranks
+        self._places = [[n for n in range(period) if picks[n] == p] for p in range(len(weights))]
+
+    def locate(self, item: int) -> tuple[int, int]:
+        """(part, item of the part) of an item of the mixture."""
+        period, place = divmod(item, len(self._picks))
+        part = self._picks[place]
+        return part, period * self._shares[part] + self._ranks[place]
+
+    def length(self, available: Sequence[int]) -> tuple[int, int]:
+        """Items of the mixture until a part with so many is used up, and which part that is."""
+        ends = []
+        for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
+            periods, rest = divmod(count, share)
+            ends.append((periods * len(self._picks) + self._places[part][rest], part))
+        return min(ends)
+
+
+def _whole_shares(weights: Sequence[float]) -> list[int]:
+    """The smallest integers in the proportion of the weights."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    period = math.lcm(*((weight / total).denominator for weight in exact))
+    period = min(period, _LONGEST_PERIOD)
+    shares = [max(1, round(weight / total * period)) for weight in exact]
+    common = math.gcd(*shares)
+    return [share // common for share in shares]
+
+
+class RunRows:
+    """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions."""
+
+    def __init__(self, parts: Sequence[Any], num_epoch: int, seed: int | None):
+        """
+        Args:
+          parts: with `name`, `weight` and `items`, rows with random access.
+          num_epoch: how often a part's rows are used, at most.
+          seed: of the order; None = in the order of the data.
+        """
+        self._parts, self._rows = parts, []
+        for index, part in enumerate(parts):
+            rows = grain.MapDataset.source(part.items)
+            if seed is not None:
+                rows = rows.shuffle(seed=(seed + index) % 2**32)
+            self._rows.append(rows.repeat(num_epoch))
+        self._mixture = Interleaving([part.weight for part in parts])
+        self._length, _ = self.length(num_epoch)
+
+    def length(self, num_epoch: int) -> tuple[int, str]:
+        """Rows until a part was used so often, and the name of that part."""
+        available = [len(part.items) * num_epoch for part in self._parts]
+        length, part = self._mixture.length(available)
+        return length, self._parts[part].name
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        part, index = self._mixture.locate(row)
+        return self._rows[part][index]
+
+    def __repr__(self) -> str:
+        return f"RunRows({', '.join(part.name for part in self._parts)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows of every micro batch that a process reads, and how it lays them out.
+
+    Attributes:
+      num_groups: of the mesh; each holds B / num_groups rows.
+      groups: those whose rows this process reads, ascending.
+      slots: which entries of `groups` its devices receive or pass on: int [factor, devices]; None
+        where every row stays where it is read.
+    """
+
+    num_groups: int
+    groups: tuple[int, ...]
+    slots: np.ndarray | None
+
+    def rows(self, micro_batch_size: int) -> list[int]:
+        """Which rows of a micro batch are read."""
+        size = micro_batch_size // self.num_groups
+        return [row for g in self.groups for row in range(g * size, (g + 1) * size)]
+
+    def lay_out(self, batch_ARS: np.ndarray) -> np.ndarray:
+        """What was read, as this process's part of the array that the step takes.
+
+        Returns:
+          [A, R, S] as it is, or with slots [factor, A, devices x rows of a group, S].
+        """
+        if self.slots is None:
+            return batch_ARS
+        A, R, S = batch_ARS.shape
+        size = R // len(self.groups)
+        by_group = batch_ARS.reshape(A, len(self.groups), size, S)
+        chosen = np.moveaxis(by_group[:, self.slots], 1, 0)  # [factor, A, devices, size, S]
+        return chosen.reshape(len(self.slots), A, -1, S)
+
+
+class StepBatches:
+    """Element k: what this process reads for step k."""
+
+    def __init__(self, rows: Sequence[np.ndarray], ramp: RampupBatchManager, share: Share):
+        self._rows, self._ramp, self._share = rows, ramp, share
+
+    def __len__(self) -> int:
+        return self._ramp.step_at_sample(len(self._rows))  # whole batches only
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        stage = self._ramp.stage_at_step(step)
+        first, B = self._ramp.samples_before(step), stage.micro_batch_size
+        local = self._share.rows(B)
+        batch = [
+            [self._rows[first + a * B + row] for row in local]
+            for a in range(stage.gradient_accumulation_steps)
+        ]
+        return self._share.lay_out(np.asarray(batch, np.int32))
+
+    def __repr__(self) -> str:
+        return f"StepBatches({self._rows})"
+
+
+class EvalBatches:
+    """Element n: what this process reads of evaluation batch n; past the last row is padding."""
+
+    def __init__(self, rows: Sequence[np.ndarray], batch_size: int, length: int, share: Share):
+        self._rows, self._batch_size, self._share = rows, batch_size, share
+        self._padding = np.full((length,), PADDING, np.int32)
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first = index * self._batch_size
+        rows = [first + row for row in self._share.rows(self._batch_size)]
+        batch = [self._rows[i] if i < len(self._rows) else self._padding for i in rows]
+        return self._share.lay_out(np.asarray([batch], np.int32))
+
+    def __repr__(self) -> str:
+        return f"EvalBatches({self._rows})"

@@ -1,0 +1,65 @@
+"""Reading ahead: whole elements (batches, mostly) in threads or processes, in order."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+from absl import flags
+
+from maxramp.config import Config
+from maxramp.errors import ConfigError, TrainingError
+
+
+class ReadAhead(Iterator[Any]):
+    """Elements first .. last - 1, read ahead of who takes them; to be closed."""
+
+    def __init__(
+        self, elements: Sequence[Any], first: int, last: int, config: Config, element_bytes: int
+    ):
+        """Starts to read.
+
+        Args:
+          elements: with random access, and picklable where there are worker processes.
+          first, last: which of them.
+          config: how: grain_worker_count, grain_num_threads, and the bounds on what is read ahead,
+            grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib.
+          element_bytes: of the largest element.
+        """
+        self._elements, self._next = elements, first
+        bound = int(config.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
+        buffer = max(1, min(config.grain_prefetch_buffer_size, bound))
+        # A worker holds what its threads have read and one more, on its way.
+        workers = min(config.grain_worker_count, max(1, buffer // 2))
+        per_worker = max(1, buffer // workers - 1) if workers else buffer
+        threads = min(config.grain_num_threads, per_worker)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
+        dataset = grain.MapDataset.source(elements)[first:last].to_iter_dataset(options)
+        if workers:
+            if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(workers, 1))
+        self._iterator = iter(dataset)
+        self._iterator.start_prefetch()
+
+    def __next__(self) -> Any:
+        """The next element.
+
+        Raises:
+          ConfigError: a file is not what it should be.
+          TrainingError: an element cannot be read for another reason, a worker's death for one.
+        """
+        try:
+            element = next(self._iterator)
+        except (StopIteration, ConfigError, TrainingError):
+            raise
+        except Exception as error:  # whatever a file, a library or a worker died of
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise TrainingError(
+                f"{self._elements}: element {self._next} could not be read: {reason}"
+            ) from None
+        self._next += 1
+        return element
+
+    def close(self) -> None:
+        """Stops reading."""
+        self._iterator.close()
