@@ -56,6 +56,7 @@ _CHOICES = {
     "dataset_type": ("text", "synthetic", "grain"),
     "grain_file_type": ("", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"),
     "tokenizer_type": ("bytes", "huggingface", "sentencepiece", "tiktoken"),
+    "grain_packing_type": ("concat_then_split", "best_fit"),
     "decoder_block": ("llama2",),
     "dtype": _DTYPES,
     "weight_dtype": _DTYPES,

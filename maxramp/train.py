@@ -17,7 +17,7 @@ from maxramp.checkpoint import Checkpoints, Position
 from maxramp.config import Config
 from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
-from maxramp.data.opening import open_shared
+from maxramp.data.opening import open_rows
 from maxramp.data.sources import Corpus
 from maxramp.errors import (
     EXIT_PREEMPTED,
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh = mesh_lib.make_mesh(config)
         jax.set_mesh(mesh)
         expansion = Expansion(mesh, config.expansion_factor_real_data)
-        return train(config, open_shared(config, expansion.reads), expansion, take_up)
+        return train(config, open_rows(config, expansion.reads), expansion, take_up)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:
         return report(error)
 

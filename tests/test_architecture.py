@@ -20,7 +20,7 @@ LAYERS = (
     (
         *("data.storage", "data.records", "data.arrayrecord", "data.formats", "data.megatron"),
         *("data.tokenizers", "data.items", "data.prepared", "data.corpus", "data.mixture"),
-        *("data.preparation", "data.sources", "data.opening", "data.order"),
+        *("data.preparation", "data.sources", "data.packing", "data.opening", "data.order"),
         *("data.prefetch", "data.expansion", "data.loader"),
         *("checkpoint", "stages", "metrics", "memory"),
     ),

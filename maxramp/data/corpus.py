@@ -45,6 +45,7 @@ class Corpus:
     description: str  # one line for a person
     hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
+    packed: bool = False  # rows of several documents, marked (`rows.START`)
 
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""
@@ -54,6 +55,7 @@ class Corpus:
             "description": self.description,
             "hash": self.hash,
             "documents": self.documents,
+            "packed": self.packed,
         }
 
     @classmethod

@@ -1,64 +1,151 @@
-"""The corpus on every process of a job, whether it reads or not.
+"""The rows on every process of a job, whether it reads them or not.
 
-Processes that do not read learn the sizes from the first process. What is wrong in one process ends
-all of them with the same line, before anything is trained.
+Processes that do not read learn the sizes from those that do. What is wrong in one process ends all
+of them with the same line, before anything is trained.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxramp.config import Config
-from maxramp.data.sources import Corpus, open_corpus
-from maxramp.errors import ConfigError
+from maxramp.data import packing
+from maxramp.data.prefetch import ReadAhead
+from maxramp.data.corpus import Corpus
+from maxramp.data.sources import open_corpus
+from maxramp.errors import ConfigError, TrainingError
+
+_T = TypeVar("_T")
+_LAYOUTS = {
+    "concat_then_split": packing.concat_then_split,
+    "best_fit": packing.best_fit,
+}
+_BLOCK = 256  # documents whose lengths are counted together
 
 
-def open_shared(config: Config, reads: bool) -> Corpus:
+def open_rows(config: Config, reads: bool) -> Corpus:
     """The rows that a resolved config names; called by all processes of the job.
+
+    Documents are laid out in rows, for which their lengths are counted: a pass over the data that
+    the processes that read share.
 
     Args:
       config: a resolved config.
-      reads: whether this process opens the data. The others get items with a length only.
+      reads: whether this process opens the data. The others get rows with a number only.
 
     Raises:
       ConfigError: on every process, what is wrong on one of them.
     """
-    corpus = agree(lambda: open_corpus(config) if reads else None)
-    return corpus
+    corpus = _together(lambda: open_corpus(config) if reads else None)
+    summaries = _exchange(corpus.summary() if corpus else None)
+    for process, other in enumerate(summaries):
+        if other is not None and other != summaries[0]:
+            raise ConfigError(
+                f"process {process} sees other data than process 0 (hash {other['hash']}, not "
+                f"{summaries[0]['hash']}); give all processes the same files"
+            )
+    corpus = corpus or Corpus.from_summary(summaries[0])
+    if not corpus.documents:
+        return corpus
+    readers = [process for process, other in enumerate(summaries) if other is not None]
+    train, full = [], []
+    for part in corpus.train:
+        rows, used = _rows_of(config, part.items, readers)
+        if not len(rows):
+            raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
+        train.append(dataclasses.replace(part, items=rows))
+        full.append((used, len(rows)))
+    held_out, _ = _rows_of(config, corpus.held_out, readers)
+    used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
+    return dataclasses.replace(
+        corpus,
+        train=tuple(train),
+        held_out=held_out,
+        documents=False,
+        packed=config.packing,
+        description=f"{corpus.description}, in {rows} rows, "
+        f"{used / rows / (config.max_target_length + 1):.1%} full",
+    )
 
 
-def agree(function: Callable[[], Corpus | None]) -> Corpus:
-    """Calls `function` on every process; its corpus, or that of the first process without tokens.
+def _rows_of(
+    config: Config, documents: Sequence[np.ndarray], readers: list[int]
+) -> tuple[packing.PackedRows, int]:
+    """The rows of documents, and the tokens in them."""
+    lengths = _count(config, documents, readers)
+    lay_out = _LAYOUTS[config.grain_packing_type] if config.packing else packing.one_per_row
+    layout = lay_out(lengths, config.max_target_length)
+    rows = packing.PackedRows(documents, layout, config.max_target_length, config.packing)
+    return rows, int(layout.size.sum())
+
+
+class _Lengths:
+    """Element n: the lengths of the n-th block of documents."""
+
+    def __init__(self, documents: Sequence[np.ndarray]):
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return -(-len(self._documents) // _BLOCK)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        block = range(index * _BLOCK, min((index + 1) * _BLOCK, len(self._documents)))
+        return np.array([len(self._documents[i]) for i in block], np.int32)
+
+    def __repr__(self) -> str:
+        return repr(self._documents)
+
+
+def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) -> np.ndarray:
+    """The lengths of all documents, each counted by one of the processes that read."""
+    if not len(documents):
+        return np.empty(0, np.int32)
+    blocks = _Lengths(documents)
+    per_reader = -(-len(blocks) // len(readers))
+    bounds = [min(i * per_reader, len(blocks)) for i in range(len(readers) + 1)]
+    own = [0, 0]
+    if jax.process_index() in readers:
+        reader = readers.index(jax.process_index())
+        own = bounds[reader : reader + 2]
+
+    def count() -> np.ndarray:
+        reading = ReadAhead(blocks, *own, config, element_bytes=4 * _BLOCK)
+        try:
+            return np.concatenate([np.empty(0, np.int32), *reading])
+        finally:
+            reading.close()
+
+    counted = _together(count)
+    if jax.process_count() == 1:
+        return counted
+    padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))
+    everyone = multihost_utils.process_allgather(padded)
+    return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]
+
+
+def _together(function: Callable[[], _T]) -> _T:
+    """What `function` returns here, once no process has failed in it.
 
     Raises:
-      ConfigError: what one of them raised, or that they see different data.
+      ConfigError: on every process, what it raised on one.
     """
-    answer: dict[str, Any] = {}
-    corpus = None
+    result, failure = None, None
     try:
-        corpus = function()
-        if corpus is not None:
-            answer["summary"] = corpus.summary()
-    except ConfigError as error:
-        answer["error"] = str(error)
-    answers = _exchange(answer)
-    for process, other in enumerate(answers):
-        if "error" in other:
-            raise ConfigError(other["error"])
-        if "summary" in other and other["summary"] != answers[0]["summary"]:
-            raise ConfigError(
-                f"process {process} sees other data than process 0: hash "
-                f"{other['summary']['hash']}, not {answers[0]['summary']['hash']}; give all "
-                "processes the same files"
-            )
-    return corpus if corpus is not None else Corpus.from_summary(answers[0]["summary"])
+        result = function()
+    except (ConfigError, TrainingError) as error:
+        failure = str(error)
+    for message in _exchange(failure):
+        if message is not None:
+            raise ConfigError(message)
+    return result
 
 
-def _exchange(value: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(value: Any) -> list[Any]:
     """The JSON values of all processes, in their order."""
     if jax.process_count() == 1:
         return [value]

@@ -1,0 +1,148 @@
+"""Documents -> rows of fixed length, laid out once, so that every row has random access.
+
+From the documents' lengths follows which pieces of which documents make row i; the pieces are read
+when the row is asked for. So rows depend on no host count, and a restart needs no state.
+
+A row of S = max_target_length + 1 tokens predicts all of its tokens but the first. A piece starts
+with a document, or repeats the last token of the piece before it, so that every token of a document
+but its first is predicted once. A document of fewer than two tokens predicts nothing and is left
+out. What is left of a row is padding.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxramp.rows import PADDING, START
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order.
+
+    Attributes:
+      document, start, size: of every piece: int64, and in tokens int32.
+      first: int64 [rows + 1].
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    first: np.ndarray
+
+    @classmethod
+    def of(cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray):
+        """Pieces in any order, with the row of each."""
+        order = np.argsort(row, kind="stable")
+        rows = int(row.max()) + 1 if len(row) else 0
+        first = np.searchsorted(row[order], np.arange(rows + 1))
+        start, size = start[order].astype(np.int32), size[order].astype(np.int32)
+        return cls(document[order], start, size, first)
+
+
+class PackedRows:
+    """Rows made of pieces of documents; with `mark`, a piece's first token carries START."""
+
+    def __init__(self, documents: Sequence[np.ndarray], layout: Layout, length: int, mark: bool):
+        """
+        Args:
+          documents: int32 arrays with random access.
+          layout: of their rows.
+          length: tokens that a row predicts.
+          mark: whether a row may hold several documents.
+        """
+        self._documents, self._layout, self._length, self._mark = documents, layout, length, mark
+
+    def __len__(self) -> int:
+        return len(self._layout.first) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        row = np.full((self._length + 1,), PADDING, np.int32)
+        layout, at = self._layout, 0
+        for piece in range(layout.first[index], layout.first[index + 1]):
+            start, size = int(layout.start[piece]), int(layout.size[piece])
+            document = self._documents[int(layout.document[piece])]
+            row[at : at + size] = document[start : start + size]
+            if self._mark:
+                row[at] += START
+            at += size
+        return row
+
+    def __repr__(self) -> str:
+        return f"PackedRows({len(self)} rows of {self._documents})"
+
+
+def concat_then_split(lengths: np.ndarray, length: int) -> Layout:
+    """The documents one after another, cut into rows; no padding but for what predicts nothing.
+
+    Args:
+      lengths: tokens of every document.
+      length: T, tokens that a row predicts.
+    """
+    document, lengths = _of_two_tokens(lengths)
+    end = np.cumsum(lengths)
+    begin = end - lengths
+    # Row r predicts tokens r * T + 1 .. r * T + T of the stream.
+    first_row, last_row = begin // length, (end - 2) // length
+    which, piece = _repeat(last_row - first_row + 1)
+    row = first_row[which] + piece
+    start = np.maximum(begin[which], row * length)
+    stop = np.minimum(end[which], row * length + length + 1)
+    return Layout.of(document[which], start - begin[which], stop - start, row)
+
+
+def one_per_row(lengths: np.ndarray, length: int) -> Layout:
+    """Every document in a row of its own, a longer one in several."""
+    document, start, size = _cut(lengths, length)
+    return Layout.of(document, start, size, np.arange(len(document)))
+
+
+def best_fit(lengths: np.ndarray, length: int) -> Layout:
+    """As few cuts as can be: only documents longer than a row are cut, and each piece, the longest
+    first, goes to the row with the least room that still takes it (best-fit decreasing; Ding et
+    al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830).
+
+    Rows stand in the order of their first document.
+    """
+    document, start, size = _cut(lengths, length)
+    row = np.empty(len(document), np.int64)
+    rows_with_room: list[list[int]] = [[] for _ in range(length + 2)]
+    rooms = rows = 0  # bit r of rooms: there is a row with room for r tokens
+    for piece in np.argsort(-size, kind="stable"):
+        wanted = int(size[piece])
+        if enough := rooms >> wanted:
+            room = wanted + (enough & -enough).bit_length() - 1
+            chosen = rows_with_room[room].pop()
+            if not rows_with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, chosen = length + 1, rows
+            rows += 1
+        row[piece] = chosen
+        rows_with_room[room - wanted].append(chosen)
+        rooms |= 1 << room - wanted
+    first_piece = np.full(rows, len(document))
+    np.minimum.at(first_piece, row, np.arange(len(document)))
+    place = np.argsort(np.argsort(first_piece))
+    return Layout.of(document, start, size, place[row])
+
+
+def _of_two_tokens(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and lengths of the documents that predict something."""
+    document = np.flatnonzero(lengths >= 2)
+    return document, lengths[document].astype(np.int64)
+
+
+def _cut(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Document, start and size of pieces of at most length + 1 tokens."""
+    document, lengths = _of_two_tokens(lengths)
+    which, piece = _repeat(-(-(lengths - 1) // length))
+    start = piece * length
+    return document[which], start, np.minimum(lengths[which] - start, length + 1)
+
+
+def _repeat(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """counts [2, 1] -> ([0, 0, 1], [0, 1, 0]): every index as often, and the numbers of each."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,85 @@
+"""A job of several processes on this machine, for the tests: what its loader hands out.
+
+Started by test_hosts.py, once per process: python tests/hosts.py REQUESTS, a JSON list of
+[first step, arguments of maxramp.train]. Prints for each, as one line of JSON: the fingerprint of
+every step from the first step on and of every evaluation batch, the bytes that the expansion moves
+in each step by the compiled program, and what this process reads.
+"""
+
+import functools
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+
+from maxramp import config as config_lib
+from maxramp import mesh as mesh_lib
+from maxramp.data.expansion import Expansion
+from maxramp.data.loader import Loader
+from maxramp.data.opening import open_rows
+from maxramp.rampup import RampupBatchManager
+from maxramp.step import fingerprint
+
+_MOVE = re.compile(
+    r"s32\[([\d,]+)\]\S* collective-permute(?:-start)?\("
+    r".*source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
+)
+
+
+def moved_bytes(program: str) -> int:
+    """Bytes that the collective permutes of a compiled program carry between devices."""
+    assert not re.search(r" all-(gather|to-all)", program)
+    return sum(
+        4 * int(np.prod([int(n) for n in shape.split(",")])) * pairs.count("{")
+        for shape, pairs in _MOVE.findall(program)
+    )
+
+
+def serve(first_step: int, loaded) -> dict:
+    config = config_lib.resolve(loaded, jax.device_count(), 1, jax.process_count())
+    mesh = mesh_lib.make_mesh(config)
+    with jax.set_mesh(mesh):
+        expansion = Expansion(mesh, config.expansion_factor_real_data)
+        corpus = open_rows(config, expansion.reads)
+        ramp = RampupBatchManager(config, jax.device_count())
+        eval_rows = int(config.eval_per_device_batch_size * jax.device_count())
+        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
+
+        @functools.cache
+        def program(shape, sharding):
+            batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+            compiled = jax.jit(lambda x: fingerprint(expansion.gather(x))).lower(batch).compile()
+            return compiled, moved_bytes(compiled.as_text())
+
+        def look(batch):
+            compiled, moved = program(batch.shape, batch.sharding)
+            high, low = jax.device_get(compiled(batch)).tolist()
+            return f"{high:08x}{low:08x}", moved
+
+        steps = [look(loader.batch(k)[0]) for k in range(first_step, ramp.total_steps)]
+        evaluations = [look(batch) for batch in loader.eval_batches()]
+        loader.close()
+    return {
+        "steps": [fingerprint for fingerprint, _ in steps],
+        "evaluations": [fingerprint for fingerprint, _ in evaluations],
+        "moved": [moved for _, moved in steps],
+        "reads": expansion.reads,
+        "share": [len(expansion.share.rows(s.micro_batch_size)) for s in ramp.stages],
+        "hash": corpus.hash,
+        "packed": corpus.packed,
+    }
+
+
+def main() -> None:
+    requests = json.loads(sys.argv[1])
+    for i, (first_step, arguments) in enumerate(requests):
+        loaded = config_lib.load(arguments)
+        if i == 0:
+            mesh_lib.start_backend(loaded)
+        print(json.dumps(serve(first_step, loaded)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
