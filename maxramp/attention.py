@@ -77,8 +77,13 @@ def rotary_angles(length: int, head_dim: int, max_timescale: float) -> tuple[jax
 
 
 def rotate(x_BTHh: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (x_i, x_{i + h/2}) of every head by the angles of their position."""
-    cos_T1h, sin_T1h = (part[:, None, :] for part in angles)
+    """Turns the pairs (x_i, x_{i + h/2}) of every head by the angles of their position.
+
+    Args:
+      x_BTHh: queries or keys.
+      angles: cosine and sine, [T, h/2], or [B, T, h/2] where rows have positions of their own.
+    """
+    cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
     return jnp.concatenate(turned, axis=-1).astype(x_BTHh.dtype)

@@ -32,12 +32,8 @@ def cross_entropy_sums(
     """Sums over the tokens that are targets, of logits = x @ head in float32.
 
     Args:
-<<<<<<< HEAD
       x_BTD: the last layer's output, rows sharded.
       head_DV: output weights of x's dtype, sharded as P("fsdp", "tensor").
-      targets_BT: token ids, PADDING where there is no target.
-=======
-      logits_BTV: float32.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.

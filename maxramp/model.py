@@ -178,7 +178,8 @@ class Decoder(nnx.Module):
 
         Args:
           tokens_BT: token ids; padding reads as token 0.
-          segments_BT: integers; tokens of different segments do not see each other.
+          segments_BT: integers, rising along a row; tokens of different segments do not see each
+            other, and positions start anew in each.
         """
         with jax.named_scope("embedding"):
             # Gathering from a table that is sharded both ways would make XLA copy it whole.
@@ -186,6 +187,9 @@ class Decoder(nnx.Module):
             x_BTD = table_VD.at[jnp.maximum(tokens_BT, 0)].get(out_sharding=X_BTD)
         head_dim = self.layers.attention.query_DHh.shape[-1]
         angles = rotary_angles(tokens_BT.shape[1], head_dim, self.rope_max_timescale)
+        if segments_BT is not None:
+            positions_BT = _positions(segments_BT)
+            angles = tuple(part.at[positions_BT].get(out_sharding=X_BTD) for part in angles)
 
         def layer(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return block(x_BTD, angles, segments_BT), None
@@ -210,6 +214,14 @@ class Decoder(nnx.Module):
             return weight if "scale_D" in str(path) else weight.astype(self.dtype)
 
         return jax.tree_util.tree_map_with_path(cast, self)
+
+
+def _positions(segments_BT: jax.Array) -> jax.Array:
+    """The place of every token in its segment, from 0."""
+    index_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
+    index_BT = jax.reshard(index_BT, P(BATCH_AXES, None))
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return index_BT - jax.lax.cummax(jnp.where(is_first_BT, index_BT, 0), axis=1)
 
 
 def num_parameters(model: Decoder) -> int:

@@ -103,6 +103,7 @@ class Programs:
         state: TrainState,
         stages: list[Stage],
         eval_rows: int,
+        packed: bool,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
     ):
@@ -115,6 +116,7 @@ class Programs:
           state: abstract state.
           stages: the stages that will run, in order.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
+          packed: whether rows hold several documents.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
@@ -130,10 +132,12 @@ class Programs:
 
         def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, Metrics]:
             rows = expansion.gather(batch)
-            return train_step(state, rows, config=config, learning_rate=learning_rate)
+            return train_step(
+                state, rows, config=config, learning_rate=learning_rate, packed=packed
+            )
 
         def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
-            return eval_step(model, sums, expansion.gather(batch), config=config)
+            return eval_step(model, sums, expansion.gather(batch), config=config, packed=packed)
 
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)

@@ -18,6 +18,7 @@ from maxramp.loss import cross_entropy_sums
 from maxramp.mesh import BATCH_AXES
 from maxramp.model import Decoder
 from maxramp.optimizer import LearningRate, make_optimizer
+from maxramp.rows import PADDING, START
 
 BATCH_ABS = P(None, BATCH_AXES, None)  # sharding of a batch
 
@@ -49,7 +50,12 @@ def init_state(config: Config) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch_ABS: jax.Array, *, config: Config, learning_rate: LearningRate
+    state: TrainState,
+    batch_ABS: jax.Array,
+    *,
+    config: Config,
+    learning_rate: LearningRate,
+    packed: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows.
 
@@ -61,15 +67,16 @@ def train_step(
       batch_ABS: int32 token ids, sharded as BATCH_ABS; row r of the step is [r // B, r % B].
       config: a resolved config.
       learning_rate: of consumed samples.
+      packed: whether rows hold several documents, marked (`rows.START`).
 
     Returns:
       The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
       `learning_rate`, and `batch_fingerprint` (uint32[2]).
     """
 
-    def add_micro_batch(sums: Any, tokens_BS: jax.Array) -> tuple[Any, None]:
+    def add_micro_batch(sums: Any, rows_BS: jax.Array) -> tuple[Any, None]:
         gradient = jax.grad(_objective, has_aux=True)
-        return jax.tree.map(jnp.add, sums, gradient(model, tokens_BS, config)), None
+        return jax.tree.map(jnp.add, sums, gradient(model, rows_BS, config, packed)), None
 
     model = state.model.cast()  # once, whatever the number of micro batches
 
@@ -101,25 +108,45 @@ def train_step(
 
 
 def _objective(
-    model: Decoder, tokens_BS: jax.Array, config: Config
+    model: Decoder, rows_BS: jax.Array, config: Config, packed: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What training minimizes on some rows, as a sum; with it the cross-entropy and the tokens."""
-    x_BTD = model.hidden(tokens_BS[:, :-1])
+    tokens_BT, targets_BT, segments_BT = rows_BS[:, :-1], rows_BS[:, 1:], None
+    if packed:
+        tokens_BT, targets_BT, segments_BT = take_apart(rows_BS)
+    x_BTD = model.hidden(tokens_BT, segments_BT)
     with jax.named_scope("loss"):
         objective, *sums = cross_entropy_sums(
-            *(x_BTD, model.head(), tokens_BS[:, 1:]),
+            *(x_BTD, model.head(), targets_BT),
             *(config.z_loss_multiplier, config.loss_block_tokens),
         )
     return objective, tuple(sums)
 
 
+def take_apart(rows_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows of several documents -> tokens, targets and segment ids, all [B, T].
+
+    The token that begins a document is no target of the document before it.
+    """
+    begins_BS = rows_BS >= START
+    tokens_BS = jnp.where(begins_BS, rows_BS - START, rows_BS)
+    targets_BT = jnp.where(begins_BS[:, 1:], PADDING, tokens_BS[:, 1:])
+    segments_BS = jnp.cumsum(begins_BS, axis=1, dtype=jnp.int32)
+    return tokens_BS[:, :-1], targets_BT, segments_BS[:, :-1]
+
+
 def eval_step(
-    model: Decoder, sums: tuple[jax.Array, jax.Array], batch_ABS: jax.Array, *, config: Config
+    model: Decoder,
+    sums: tuple[jax.Array, jax.Array],
+    batch_ABS: jax.Array,
+    *,
+    config: Config,
+    packed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the cross-entropy and the number of target tokens of a batch to `sums`."""
 
-    def add_micro_batch(sums: Any, tokens_BS: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, _objective(model, tokens_BS, config)[1]), None
+    def add_micro_batch(sums: Any, rows_BS: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, _objective(model, rows_BS, config, packed)[1]), None
 
     return jax.lax.scan(add_micro_batch, sums, batch_ABS)[0]
 

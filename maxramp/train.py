@@ -100,6 +100,7 @@ def train(
             *(config, expansion, LearningRate.of(config, ramp), abstract),
             stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
+            packed=corpus.packed,
             say=output.say,
             on_failure=preemption.ask,
         )
