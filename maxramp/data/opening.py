@@ -98,7 +98,7 @@ class _Lengths:
         return np.array([len(self._documents[i]) for i in block], np.int32)
 
     def __repr__(self) -> str:
-        return repr(self._documents)
+        return f"{self._documents}: block of {_BLOCK} documents"
 
 
 def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) -> np.ndarray:

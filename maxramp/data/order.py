@@ -178,7 +178,7 @@ class StepBatches:
         return self._share.lay_out(np.asarray(batch, np.int32))
 
     def __repr__(self) -> str:
-        return f"StepBatches({self._rows})"
+        return "the batch of step"
 
 
 class EvalBatches:
@@ -198,4 +198,4 @@ class EvalBatches:
         return self._share.lay_out(np.asarray([batch], np.int32))
 
     def __repr__(self) -> str:
-        return f"EvalBatches({self._rows})"
+        return "evaluation batch"

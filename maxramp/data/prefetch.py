@@ -19,7 +19,8 @@ class ReadAhead(Iterator[Any]):
         """Starts to read.
 
         Args:
-          elements: with random access, and picklable where there are worker processes.
+          elements: with random access, whose text says what one is, and picklable where there are
+            worker processes.
           first, last: which of them.
           config: how: grain_worker_count, grain_num_threads, and the bounds on what is read ahead,
             grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib.
@@ -50,12 +51,14 @@ class ReadAhead(Iterator[Any]):
         """
         try:
             element = next(self._iterator)
-        except (StopIteration, ConfigError, TrainingError):
+        except StopIteration:
             raise
+        except (ConfigError, TrainingError) as error:
+            raise type(error)(str(error)) from None  # without what Grain adds to it
         except Exception as error:  # whatever a file, a library or a worker died of
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise TrainingError(
-                f"{self._elements}: element {self._next} could not be read: {reason}"
+                f"{self._elements} {self._next} could not be read: {reason}"
             ) from None
         self._next += 1
         return element
