@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from maxramp.config import Config, mesh_sizes, to_yaml
-from maxramp.data.sources import Corpus
+from maxramp.data.corpus import Corpus
 from maxramp.display import Display
 from maxramp.errors import ConfigError
 from maxramp.metrics import JsonlWriter, Record, TensorBoardWriter, read_records

@@ -15,10 +15,10 @@ from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.checkpoint import Checkpoints, Position
 from maxramp.config import Config
+from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
-from maxramp.data.sources import Corpus
 from maxramp.errors import (
     EXIT_PREEMPTED,
     EXIT_STAGE_END,

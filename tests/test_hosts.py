@@ -1,12 +1,16 @@
 """Real jax.distributed processes on this machine: the same rows whoever reads them."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import BASE, ROOT, TINY, environment
+
+from maxramp.metrics import read_records
 
 PROGRAM = [sys.executable, str(ROOT / "tests" / "hosts.py")]
 TRAIN = [sys.executable, "-m", "maxramp.train"]
@@ -25,9 +29,13 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "with" / "text").mkdir(parents=True)
     (folder / "without").mkdir()
-    for i in range(40):
-        text = f"file {i}: " + " ".join(str(i * j) for j in range(90))
+    texts = [f"file {i}: " + " ".join(str(i * j) for j in range(90)) for i in range(40)]
+    for i, text in enumerate(texts):
         (folder / "with" / "text" / f"{i:02}.txt").write_text(text)
+    words = [text[at : at + 9 + 7 * (at % 5)] for text in texts for at in range(0, len(text), 40)]
+    lines = [json.dumps({"text": text}) + "\n" for text in words]
+    (folder / "with" / "a.jsonl").write_text("".join(lines[::2]))
+    (folder / "with" / "b.jsonl").write_text("".join(lines[1::2]))
     return folder
 
 
@@ -80,7 +88,7 @@ def keys(devices, *given, factor=1, tensor=1, accumulation=1):
 
 def places(data, processes, factor):
     """Where the processes of a job stand: only those that should read have the data there."""
-    return [data / ("with" if i % factor == 0 else "without") for i in range(processes)]
+    return [data / ("with" if i % max(1, factor) == 0 else "without") for i in range(processes)]
 
 
 def ask(data, requests, processes=1, devices=1):
@@ -161,3 +169,90 @@ def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
         if processes % factor == 0 and processes * devices % tensor == 0
     ]
     check(data, alone, processes, devices, cases)
+
+
+MIXTURE = ("dataset_type=grain", "grain_train_files=a.jsonl,0.7;b.jsonl,0.3", "num_epoch=9")
+
+
+@pytest.mark.parametrize("packing", ("concat_then_split", "best_fit", "none"))
+def test_documents_of_a_mixture_are_the_same_rows(data, packing):
+    """Counted by those who read, laid out alike by all; first asked alone, then of two."""
+    text = (*MIXTURE, f"packing={packing != 'none'}", "text_files=")
+    text += (f"grain_packing_type={packing}",) if packing != "none" else ()
+    ((alone,),) = ask(data, [(0, 1, keys(1, *text))])
+    assert alone["packed"] == (packing != "none")
+    for factor in (1, 2):
+        (both,) = ask(data, [(0, factor, keys(2, *text, factor=factor))], processes=2)
+        for seen in both:
+            for name in ("steps", "evaluations", "hash", "packed"):
+                assert seen[name] == alone[name]
+
+
+def train(data, folder, cache_dir, name, processes, devices, *given, kill_at=None, **shape):
+    """Runs a job of maxramp.train; its records. With `kill_at`, all of it is killed when that
+    checkpoint is there."""
+    factor, count = shape.get("factor", 1), processes * devices
+    arguments = keys(count, f"base_output_directory={folder}", f"run_name={name}", *given, **shape)
+    command = [*TRAIN, *arguments, f"jax_cache_dir={cache_dir}", "checkpoint_period=2"]
+    job = start(command, processes, devices, places(data, processes, factor))
+    if kill_at is not None:
+        deadline = time.monotonic() + 200
+        while not (folder / name / "checkpoints" / str(kill_at)).exists():
+            assert time.monotonic() < deadline and all(p.poll() is None for p in job)
+            time.sleep(0.01)
+        for process in job:
+            process.kill()
+    done = finish(job)
+    assert kill_at is not None or not any(status for *_, status in done), done
+    return read_records(folder / name / "metrics.jsonl")
+
+
+def losses(records):
+    return [(r["step"], r.get("loss"), r.get("eval_loss"), r.get("grad_norm")) for r in records]
+
+
+def fingerprints(records):
+    return [r["batch_fingerprint"] for r in records if "loss" in r]
+
+
+def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
+    """One process of two devices, and two of which one reads: packed text, bit for bit."""
+    text = (*MIXTURE, "text_files=", "total_samples=48")  # one stage, to compile less
+    first = train(data, tmp_path, cache_dir, "a", 1, 2, *text)
+    second = train(data, tmp_path, cache_dir, "b", 2, 1, *text, factor=2)
+    assert losses(first) == losses(second)
+    assert fingerprints(first) == fingerprints(second) and len(set(fingerprints(first))) == 3
+
+
+SHAPES = {
+    "plain": {},
+    "tensor parallelism": {"tensor": 2},
+    "tensor parallelism and accumulation": {"tensor": 2, "accumulation": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_losses_are_the_same_bits_on_four_devices(data, tmp_path, cache_dir, shape):
+    first = train(data, tmp_path, cache_dir, "1x4", 1, 4, **shape)
+    for processes, factor in ((2, 1), (2, 2), (4, 2), (4, 4)):
+        name = f"{processes} {factor}"
+        other = train(
+            data, tmp_path, cache_dir, name, processes, 4 // processes, factor=factor, **shape
+        )
+        assert losses(other) == losses(first) and fingerprints(other) == fingerprints(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ((), (*MIXTURE, "text_files=")), ids=("rows", "packed"))
+def test_killed_on_four_and_resumed_on_two_and_on_eight(data, tmp_path, cache_dir, text):
+    """With other factors, one below 1 among them; in the middle of the ramp."""
+    whole = train(data, tmp_path, cache_dir, "whole", 1, 1, *text)
+    train(data, tmp_path, cache_dir, "killed", 4, 1, *text, factor=2, kill_at=4)
+    assert len(fingerprints(whole)) == 8
+    for processes, factor in ((2, 0.5), (8, 4)):
+        name = f"on {processes}"
+        shutil.copytree(tmp_path / "killed", tmp_path / name)
+        resumed = train(data, tmp_path, cache_dir, name, processes, 1, *text, factor=factor)
+        assert fingerprints(resumed) == fingerprints(whole)
+        assert [r["consumed_samples"] for r in resumed] == [r["consumed_samples"] for r in whole]

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from maxramp.config import Config
+from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.sources import Corpus
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
 

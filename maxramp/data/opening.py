@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 
 from maxramp.config import Config
 from maxramp.data import packing
-from maxramp.data.prefetch import ReadAhead
 from maxramp.data.corpus import Corpus
+from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError, TrainingError
 
