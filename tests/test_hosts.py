@@ -8,8 +8,10 @@ import sys
 import time
 
 import pytest
-from conftest import BASE, ROOT, TINY, environment
+from conftest import BASE, ROOT, TINY, environment, run
 
+from maxramp import config as config_lib
+from maxramp.errors import ConfigError
 from maxramp.metrics import read_records
 
 PROGRAM = [sys.executable, str(ROOT / "tests" / "hosts.py")]
@@ -171,21 +173,53 @@ def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
     check(data, alone, processes, devices, cases)
 
 
+REFUSED = {
+    "expansion_factor_real_data=0": "must be above 0, or -1 for 1",
+    "expansion_factor_real_data=-2": "must be above 0, or -1 for 1",
+    "expansion_factor_real_data=1.5": "must be a whole number of processes; use 1 or 2",
+    "expansion_factor_real_data=0.3": "3.333 times as many devices, which is no whole number",
+    "expansion_factor_real_data=two": "must be a number, not text",
+    "expansion_factor_real_data=.nan": "must be a finite number",
+    "grain_packing_type=first_fit": "is not one of concat_then_split, best_fit",
+    "packing=2": "must be True or False, not an integer",
+    "grain_worker_count=-1": "must be 0 or more",
+    "grain_num_threads=0": "must be 1 or more",
+    "grain_prefetch_buffer_gib=-1": "must be 0 or more",
+}
+
+
+@pytest.mark.parametrize(("argument", "reason"), REFUSED.items(), ids=REFUSED)
+def test_keys_that_are_refused(argument, reason):
+    with pytest.raises(ConfigError) as caught:
+        config_lib.load([BASE, argument])
+    name, _, value = argument.partition("=")
+    assert str(caught.value).startswith(f"{name}={value.removeprefix('.')}") and reason in str(
+        caught.value
+    )
+
+
+def test_a_factor_that_the_processes_do_not_divide_by():
+    """Said before the data is looked for."""
+    done = run(*keys(1, "text_files=nowhere", factor=2))
+    assert done.returncode == 2 and not done.stdout
+    line = "expansion_factor_real_data=2: of so many processes one reads for the others, but this"
+    assert done.stderr == f"error: {line} job has 1; use 1\n"
+
+
 MIXTURE = ("dataset_type=grain", "grain_train_files=a.jsonl,0.7;b.jsonl,0.3", "num_epoch=9")
 
 
 @pytest.mark.parametrize("packing", ("concat_then_split", "best_fit", "none"))
 def test_documents_of_a_mixture_are_the_same_rows(data, packing):
-    """Counted by those who read, laid out alike by all; first asked alone, then of two."""
+    """Counted by who reads, laid out alike by all."""
     text = (*MIXTURE, f"packing={packing != 'none'}", "text_files=")
     text += (f"grain_packing_type={packing}",) if packing != "none" else ()
     ((alone,),) = ask(data, [(0, 1, keys(1, *text))])
     assert alone["packed"] == (packing != "none")
-    for factor in (1, 2):
-        (both,) = ask(data, [(0, factor, keys(2, *text, factor=factor))], processes=2)
-        for seen in both:
-            for name in ("steps", "evaluations", "hash", "packed"):
-                assert seen[name] == alone[name]
+    (both,) = ask(data, [(0, 2, keys(2, *text, factor=2))], processes=2)
+    for seen in both:
+        for name in ("steps", "evaluations", "hash", "packed"):
+            assert seen[name] == alone[name]
 
 
 def train(data, folder, cache_dir, name, processes, devices, *given, kill_at=None, **shape):

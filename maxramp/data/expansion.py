@@ -55,9 +55,8 @@ class Expansion:
         if processes % factor:
             possible = [n for n in range(1, processes + 1) if processes % n == 0]
             raise ConfigError(
-                f"expansion_factor_real_data={factor} does not divide the {processes} processes of "
-                f"this job into equal groups, one of which reads for the others; use "
-                f"{', '.join(map(str, possible))}"
+                f"expansion_factor_real_data={factor}: of so many processes one reads for the "
+                f"others, but this job has {processes}; use {' or '.join(map(str, possible))}"
             )
         if factor > 1 and len({len(own) for own in places.values()}) > 1:
             raise ConfigError(

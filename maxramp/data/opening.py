@@ -60,14 +60,18 @@ def open_rows(config: Config, reads: bool) -> Corpus:
             raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
         train.append(dataclasses.replace(part, items=rows))
         full.append((used, len(rows)))
-    held_out, _ = _rows_of(config, corpus.held_out, readers)
+    held_out: Sequence[np.ndarray] = ()
+    if config.eval_interval > 0:
+        held_out, _ = _rows_of(config, corpus.held_out, readers)
     used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
+    layout = config.grain_packing_type if config.packing else "one_per_row"
     return dataclasses.replace(
         corpus,
         train=tuple(train),
         held_out=held_out,
         documents=False,
         packed=config.packing,
+        hash=f"{corpus.hash}-{layout}",
         description=f"{corpus.description}, in {rows} rows, "
         f"{used / rows / (config.max_target_length + 1):.1%} full",
     )
