@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import ROOT, environment, make_config
 
 from maxramp.data.corpus import Part
 from maxramp.data.order import Interleaving, RunRows
@@ -87,7 +90,7 @@ class Elements:
 
 def read(elements, first, last, *arguments, size=24):
     config = make_config(*arguments)
-    reading = ReadAhead(elements, first, last, config, size)
+    reading = ReadAhead(elements, first, last, config, size, config.grain_worker_count)
     try:
         return [int(element[0]) for element in reading]
     finally:
@@ -117,6 +120,50 @@ def test_a_worker_that_dies_is_said():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("ending", (signal.SIGTERM, signal.SIGKILL))
+def test_workers_stay_with_their_parent(ending):
+    """A signal to all of a job leaves them to their parent; a killed one leaves none behind."""
+    program = (
+        "import os, time, test_order, conftest\n"
+        "from maxramp.data.prefetch import ReadAhead\n"
+        "if __name__ == '__main__':\n"
+        "    config = conftest.make_config()\n"
+        "    reading = ReadAhead(test_order.Elements(), 0, 100, config, 24, workers=2)\n"
+        "    next(reading)\n"
+        "    import multiprocessing\n"
+        "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    path = str(pathlib.Path(__file__).parent)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment() | {"PYTHONPATH": f"{ROOT}:{path}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    if ending == signal.SIGTERM:
+        for worker in workers:
+            os.kill(worker, signal.SIGTERM)
+        time.sleep(0.5)
+        assert all(alive(worker) for worker in workers)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(alive(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"  # not a zombie
+
+
 class Counted(Elements):
     """Remembers the furthest element that was asked for."""
 
@@ -137,7 +184,7 @@ class Counted(Elements):
 )
 def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
-    reading = ReadAhead(elements, 0, 100, make_config(*arguments), size)
+    reading = ReadAhead(elements, 0, 100, make_config(*arguments), size, workers=0)
     for taken in range(20):
         next(reading)
         deadline = time.monotonic() + 5

@@ -57,7 +57,7 @@ class Loader:
         )
         self._batches = self._read_ahead(
             StepBatches(rows, ramp, expansion.share),
-            *(first_step, last_step, self._abstract(largest)),
+            *(first_step, last_step, self._abstract(largest), config.grain_worker_count),
         )
         self._next_step = first_step
 
@@ -82,7 +82,9 @@ class Loader:
             *(self._held_out, self._eval_rows, self._row_length, self._expansion.share)
         )
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        with contextlib.closing(self._read_ahead(batches, 0, steps, abstract)) as reading:
+        with contextlib.closing(
+            self._read_ahead(batches, 0, steps, abstract, workers=0)
+        ) as reading:
             for local in reading:
                 yield self._expansion.place(local, abstract)
 
@@ -96,13 +98,12 @@ class Loader:
         )
 
     def _read_ahead(
-        self, batches: Any, first: int, last: int, largest: jax.ShapeDtypeStruct
+        self, batches: Any, first: int, last: int, largest: jax.ShapeDtypeStruct, workers: int
     ) -> Iterator[np.ndarray | None]:
         if not self._expansion.reads:
             return (None for _ in range(first, last))
-        return ReadAhead(
-            batches, first, last, self._config, largest.size * 4 // jax.process_count()
-        )
+        size = largest.size * 4 // jax.process_count()
+        return ReadAhead(batches, first, last, self._config, size, workers)
 
 
 def _check_enough(config: Config, corpus: Corpus, rows: RunRows, ramp: RampupBatchManager) -> None:

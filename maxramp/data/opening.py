@@ -118,7 +118,7 @@ def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) 
         own = bounds[reader : reader + 2]
 
     def count() -> np.ndarray:
-        reading = ReadAhead(blocks, *own, config, element_bytes=4 * _BLOCK)
+        reading = ReadAhead(blocks, *own, config, 4 * _BLOCK, config.grain_worker_count)
         try:
             return np.concatenate([np.empty(0, np.int32), *reading])
         finally:

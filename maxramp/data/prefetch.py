@@ -1,5 +1,9 @@
 """Reading ahead: whole elements (batches, mostly) in threads or processes, in order."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +18,13 @@ class ReadAhead(Iterator[Any]):
     """Elements first .. last - 1, read ahead of who takes them; to be closed."""
 
     def __init__(
-        self, elements: Sequence[Any], first: int, last: int, config: Config, element_bytes: int
+        self,
+        elements: Sequence[Any],
+        first: int,
+        last: int,
+        config: Config,
+        element_bytes: int,
+        workers: int,
     ):
         """Starts to read.
 
@@ -22,15 +32,16 @@ class ReadAhead(Iterator[Any]):
           elements: with random access, whose text says what one is, and picklable where there are
             worker processes.
           first, last: which of them.
-          config: how: grain_worker_count, grain_num_threads, and the bounds on what is read ahead,
+          config: how: grain_num_threads, and the bounds on what is read ahead,
             grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib.
           element_bytes: of the largest element.
+          workers: processes that read, which take seconds to start; 0 = threads of this one.
         """
-        self._elements, self._next = elements, first
+        self._elements, self._next, self._shared = elements, first, workers > 0
         bound = int(config.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
         buffer = max(1, min(config.grain_prefetch_buffer_size, bound))
         # A worker holds what its threads have read and one more, on its way.
-        workers = min(config.grain_worker_count, max(1, buffer // 2))
+        workers = min(workers, max(1, buffer // 2))
         per_worker = max(1, buffer // workers - 1) if workers else buffer
         threads = min(config.grain_num_threads, per_worker)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
@@ -38,7 +49,8 @@ class ReadAhead(Iterator[Any]):
         if workers:
             if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
                 flags.FLAGS.mark_as_parsed()
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(workers, 1))
+            options = grain.MultiprocessingOptions(workers, 1)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=_stay_with_parent)
         self._iterator = iter(dataset)
         self._iterator.start_prefetch()
 
@@ -61,8 +73,24 @@ class ReadAhead(Iterator[Any]):
                 f"{self._elements} {self._next} could not be read: {reason}"
             ) from None
         self._next += 1
-        return element
+        # A copy, since what workers share is not freed while a device array lies on it.
+        return element.copy() if self._shared else element
 
     def close(self) -> None:
         """Stops reading."""
         self._iterator.close()
+
+
+def _stay_with_parent(worker: int, workers: int) -> None:
+    """Lets a worker end when its parent does, even by a kill, and not before it.
+
+    Signals that ask for an end often go to all processes of a job, but the parent saves first.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
