@@ -11,6 +11,7 @@ import jax
 import pytest
 from conftest import BASE, TINY, environment, make_config, make_mesh, run
 
+from maxramp.data.expansion import Expansion
 from maxramp.metrics import read_records
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
@@ -204,8 +205,9 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     said = []
     with jax.set_mesh(mesh):
         programs = Programs(
-            *(config, mesh, LearningRate.of(config, ramp), abstract_state(config, mesh)),
-            *(ramp.stages_between(20, ramp.total_steps), 0, said.append),
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages_between(20, ramp.total_steps), 0, False, said.append),
             lambda: os.kill(os.getpid(), signal.SIGTERM),
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
@@ -253,8 +255,9 @@ def test_parts_of_the_model_are_named_in_the_program():
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         programs = Programs(
-            *(config, mesh, LearningRate.of(config, ramp), abstract_state(config, mesh)),
-            *(ramp.stages, 0, json.dumps, programs_fail),
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages, 0, False, json.dumps, programs_fail),
         )
         text = programs.train_step(ramp.stages[0])[0].as_text()
         programs.close()
