@@ -40,6 +40,7 @@ def open_rows(config: Config, reads: bool) -> Corpus:
 
     Raises:
       ConfigError: on every process, what is wrong on one of them.
+      TrainingError: the same for a document that could not be read.
     """
     corpus = _together(lambda: open_corpus(config) if reads else None)
     summaries = _exchange(corpus.summary() if corpus else None)
@@ -136,16 +137,17 @@ def _together(function: Callable[[], _T]) -> _T:
     """What `function` returns here, once no process has failed in it.
 
     Raises:
-      ConfigError: on every process, what it raised on one.
+      ConfigError, TrainingError: on every process, what it raised on one.
     """
     result, failure = None, None
     try:
         result = function()
     except (ConfigError, TrainingError) as error:
-        failure = str(error)
-    for message in _exchange(failure):
-        if message is not None:
-            raise ConfigError(message)
+        failure = [isinstance(error, ConfigError), str(error)]
+    for other in _exchange(failure):
+        if other is not None:
+            is_config, message = other
+            raise (ConfigError if is_config else TrainingError)(message)
     return result
 
 
