@@ -5,7 +5,6 @@ Writes some text in every format that this environment can write, then reads bat
 python benchmarks/loader.py [--json FILE] [--seconds 2] [--megabytes 24]
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -18,6 +17,7 @@ import time
 
 import jax
 import numpy as np
+from figures import ROOT, parser, save
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
@@ -29,7 +29,6 @@ from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
 from maxramp.step import BATCH_ABS, init_state, train_step
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BATCH = 64
 WARM_UP = 8
 SETTINGS = {
@@ -178,11 +177,10 @@ def step_eats() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures there")
-    parser.add_argument("--seconds", type=float, default=2, help="to read for each figure")
-    parser.add_argument("--megabytes", type=int, default=24, help="of text")
-    arguments = parser.parse_args()
+    options = parser("loader", __doc__)
+    options.add_argument("--seconds", type=float, default=2, help="to read for each figure")
+    options.add_argument("--megabytes", type=int, default=24, help="of text")
+    arguments = options.parse_args()
     default = step_eats()
     eaten = {}
     for length in (2048, 8192):
@@ -194,7 +192,7 @@ def main() -> None:
         }
         for name, rate in eaten[length].items():
             print(f"eaten at {length} tokens a row: {rate:8.1f} rows/s by {name}")
-    figures: dict = {"jax": jax.__version__, "eaten": eaten, "read": []}
+    figures: dict = {"eaten": eaten, "read": []}
     with tempfile.TemporaryDirectory() as name:
         sources = write_texts(pathlib.Path(name), arguments.megabytes)
         titles = " ".join(f"{setting:>12s}" for setting in SETTINGS)
@@ -222,8 +220,7 @@ def main() -> None:
                 **figures["memory"]
             )
         )
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(figures, indent=2))
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def marked(owner, name, mark):
     setattr(owner, name, call)
 
 marked(mesh, "start_backend", "backend")
-marked(train, "open_corpus", "data")
+marked(train, "open_rows", "data")
 marked(train, "Programs", "lowering of stage 1")
 marked(metrics.MetricsLog, "__init__", "first weights")
 marked(metrics.JsonlWriter, "__call__", "step 0")
