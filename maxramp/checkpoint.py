@@ -1,140 +1,155 @@
-"""Saving and restoring the train state, on any mesh.
+"""What checkpoints there are and whether they are whole.
 
-Checkpoint n means "n steps done". Its metadata holds what a restart needs before anything is built:
-the consumed samples, the stages, the configuration and what identifies the data.
+python -m maxramp.checkpoint ls|show|verify PATH [PATH ...]
 """
 
-import dataclasses
-import json
+import argparse
 import pathlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-from orbax.checkpoint import v1 as ocp
+from maxramp import config as config_lib
+from maxramp import saved as saved_lib
+from maxramp.errors import EXIT_FAILED, ConfigError, report
+from maxramp.saved import Saved, TornError
+from maxramp.yamlfile import read_yaml
 
-from maxramp.config import Config
-from maxramp.errors import ConfigError
-from maxramp.rampup import RampupBatchManager
-from maxramp.step import TrainState
+USAGE = """PATH is a checkpoint, a checkpoints folder or the folder of a run.
 
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where a checkpoint stands."""
-
-    step: int  # steps done = the next step
-    consumed_samples: int
-    stages: list[dict[str, Any]]  # of the schedule it was trained with, as in plan.json
+ls      one line for each checkpoint: step, samples, stage, batch, size, whether it is complete,
+        and which keys changed since the one before
+show    all that is known of one (of the newest in a folder), with its keys that are no defaults
+verify  reads every value of each; exit status 1 if one is torn
+"""
 
 
-class Checkpoints:
-    """The checkpoints of a run's folder."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m maxramp.checkpoint",
+        epilog=USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("ls", "show", "verify"))
+    parser.add_argument("path", nargs="+", type=pathlib.Path)
+    given = parser.parse_args(arguments)
+    command = {"ls": ls, "show": show, "verify": verify}[given.command]
+    try:
+        return max(command(path) for path in given.path)
+    except (ConfigError, OSError) as error:
+        return report(error)
 
-    def __init__(self, config: Config, folder: pathlib.Path, corpus_hash: str):
-        self._config, self._folder, self._corpus_hash = config, folder.absolute(), corpus_hash
-        self._checkpointer = None
-        if config.enable_checkpointing:
-            self._checkpointer = self._open(for_saving=False)
 
-    def _open(self, for_saving: bool) -> ocp.training.Checkpointer:
-        keep = self._config.max_num_checkpoints_to_keep
-        policies = ocp.training.preservation_policies
-        return ocp.training.Checkpointer(
-            self._folder,
-            preservation_policy=policies.LatestN(keep) if keep else policies.PreserveAll(),
-            cleanup_tmp_directories=for_saving,
+def ls(path: pathlib.Path) -> int:
+    """Lists what is in a folder."""
+    before: Saved | None = None
+    checkpoints = _checkpoints(path)
+    print(f"{'step':>9} {'samples':>12} {'stage':>7} {'batch':>7} {'size':>9}  state")
+    for checkpoint in checkpoints:
+        size = _bytes(checkpoint)
+        try:
+            saved = saved_lib.read(checkpoint)
+        except TornError as error:
+            print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  torn ({error})")
+            continue
+        stage = saved.stage()
+        place = f"{stage['index'] + 1}/{len(saved.stages)}"
+        changes = _listed(before.differences(saved.config)) if before else ""
+        print(
+            f"{saved.step:>9} {saved.consumed_samples:>12,} {place:>7} "
+            f"{stage['global_batch_size']:>7,} {size:>9}  complete"
+            + (f"; from here on {changes}" if changes else "")
         )
-
-    def start_saving(self) -> None:
-        """Removes what killed saves left behind. Before it, nothing in the folder is changed."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-            self._checkpointer = self._open(for_saving=True)
-
-    def latest(self) -> Position | None:
-        """Where the newest checkpoint stands; None without one.
-
-        Raises:
-          ConfigError: the checkpoint was trained on other data.
-        """
-        if self._checkpointer is None or self._checkpointer.latest is None:
-            return None
-        newest = self._checkpointer.latest
-        saved = self._checkpointer.checkpointables_metadata(newest).custom_metadata or {}
-        if "consumed_samples" not in saved:
-            raise ConfigError(
-                f"{newest.path}: not a checkpoint of maxramp; move it away, or take another "
-                "run_name"
-            )
-        if saved["corpus_hash"] != self._corpus_hash:
-            raise ConfigError(
-                f"{newest.path}: trained on other data (hash {saved['corpus_hash']}, now "
-                f"{self._corpus_hash}), whose rows cannot be continued; restore the data, or take "
-                "another run_name"
-            )
-        return Position(newest.step, saved["consumed_samples"], saved["stages"])
-
-    def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state after `step` steps, with the shapes, dtypes and shardings of `abstract`.
-
-        Raises:
-          ConfigError: the checkpoint holds other weights than the config describes.
-        """
-        saved = self._checkpointer.checkpointables_metadata(step).metadata["state"]
-        there = {_path(p): (tuple(x.shape), str(x.dtype)) for p, x in _leaves(saved)}
-        wanted = {_path(p): (tuple(x.shape), str(x.dtype)) for p, x in _leaves(abstract)}
-        for path in sorted(there.keys() | wanted.keys()):
-            if there.get(path) != wanted.get(path):
-                raise ConfigError(
-                    f"{self._checkpointer.directory / str(step)}: {path} is "
-                    f"{_shown(there.get(path))}, but this config makes it "
-                    f"{_shown(wanted.get(path))}; give the model and optimizer keys it was "
-                    "trained with, or another run_name"
-                )
-        return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
-
-    def is_due(self, step: int) -> bool:
-        """Whether checkpoint `step` is one of every checkpoint_period."""
-        return self._checkpointer is not None and step % self._config.checkpoint_period == 0
-
-    def save(self, step: int, state: TrainState, ramp: RampupBatchManager) -> None:
-        """Saves the state after `step` steps of `ramp`, unless that checkpoint is there already.
-
-        Returns when the state is copied; files are written in the background if
-        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
-        """
-        if self._checkpointer is None or any(
-            checkpoint.step == step for checkpoint in self._checkpointer.checkpoints
-        ):
-            return
-        metadata = {
-            "consumed_samples": ramp.samples_before(step),
-            "stages": [stage.to_json() for stage in ramp.stages],
-            "corpus_hash": self._corpus_hash,
-            "config": json.dumps(self._config.to_dict()),
-            "versions": {"jax": jax.__version__},
-        }
-        response = self._checkpointer.save_checkpointables_async(
-            step, {"state": state}, force=True, custom_metadata=metadata
-        )
-        if not self._config.async_checkpointing:
-            response.result()
-
-    def close(self) -> None:
-        """Waits until everything is written."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        before = saved
+    folder = saved_lib.find(path).parent
+    for other in sorted(p for p in folder.iterdir() if not p.name.isdigit()):
+        print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
+    return 0
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def show(path: pathlib.Path) -> int:
+    """Prints what is known of one checkpoint."""
+    try:
+        saved = saved_lib.read(saved_lib.find(path))
+    except TornError as error:
+        raise ConfigError(f"{saved_lib.find(path)} is torn: {error}") from None
+    stage, config = saved.stage(), saved.config
+    tokens = saved.consumed_samples * config["max_target_length"]
+    defaults = read_yaml(config_lib.CONFIGS / "base.yml")
+    own = [f"{name}={value}" for name, (value, _) in saved.differences(defaults).items()]
+    print(f"path      {saved.path}")
+    print(f"state     {saved.step:,} steps, {saved.consumed_samples:,} samples, {tokens:,} tokens")
+    print(
+        f"stage     {stage['index'] + 1} of {len(saved.stages)}: global batch "
+        f"{stage['global_batch_size']:,}, from step {stage['first_step']:,}"
+    )
+    print(f"size      {_bytes(saved.path)}")
+    print(f"corpus    hash {saved.corpus_hash}")
+    print(f"versions  {', '.join(f'{name} {version}' for name, version in saved.versions.items())}")
+    print(f"config    {' '.join(own)}")
+    return 0
 
 
-def _path(path: Any) -> str:
-    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return ".".join(name for name in names if name != "value")
+def verify(path: pathlib.Path) -> int:
+    """Reads every value of every checkpoint; 1 if one is torn."""
+    status = 0
+    for checkpoint in _checkpoints(path):
+        try:
+            saved_lib.read(checkpoint)
+            arrays, values, strange = _read_all(checkpoint)
+        except TornError as error:
+            print(f"{checkpoint}: torn ({error})")
+            status = EXIT_FAILED
+        else:
+            finite = f", {strange:,} of them not finite" if strange else ""
+            print(f"{checkpoint}: complete, {values:,} values in {arrays} arrays{finite}")
+    return status
 
 
-def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
+    """Reads the arrays one by one: their number, their values, and those that are not finite."""
+    import jax
+    import numpy as np
+
+    jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
+    from maxramp import saving
+
+    arrays, values, strange = 0, 0, 0
+    for array in saving.stored_arrays(checkpoint):
+        arrays, values = arrays + 1, values + array.size
+        if not np.issubdtype(array.dtype, np.integer):
+            strange += array.size - int(np.isfinite(array.astype(np.float32)).sum())
+    return arrays, values, strange
+
+
+def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
+    found = saved_lib.find(path)
+    if found == path.expanduser().absolute():
+        return [found]
+    return [found.parent / str(step) for step in saved_lib.steps_in(found.parent)]
+
+
+def _described(path: pathlib.Path) -> str:
+    return {
+        saved_lib.UNFINISHED: "a save that is going on, or was killed",
+        saved_lib.TORN: "torn, moved aside by a restart",
+        saved_lib.DELETING: "being removed",
+    }.get(path.suffix, "not a checkpoint")
+
+
+def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name}={after} (was {before})" for name, (before, after) in pairs.items())
+
+
+def _bytes(path: pathlib.Path) -> str:
+    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    for unit, digits in (("B", 0), ("kB", 0), ("MB", 1), ("GB", 1)):
+        if size < 1000:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -80,22 +80,26 @@ _AT_LEAST = {
         *("log_period", "max_target_length", "num_epoch", "grain_prefetch_buffer_size"),
         *("min_nodes", "grain_num_threads"),
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
-        *("base_num_decoder_layers", "vocab_size", "checkpoint_period"),
-        *("max_num_checkpoints_to_keep", "profiler_steps"),
+        *("base_num_decoder_layers", "vocab_size", "max_num_checkpoints_to_keep"),
+        *("max_failed_saves", "profiler_steps"),
     ),
     0: (
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
-        *("planned_pass_overhead", "skip_first_n_steps_for_profiler"),
+        *("planned_pass_overhead", "skip_first_n_steps_for_profiler", "skip_bad_steps"),
         *("grain_worker_count", "grain_prefetch_buffer_gib"),
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (
     *("num_nodes", "devices_per_node", "eval_interval", "eval_steps"),
     *("learning_rate_schedule_steps", "steps", "total_samples", "total_tokens"),
+    *("checkpoint_period", "checkpoint_period_samples", "checkpoint_keep_period"),
 )
-_ABOVE_ZERO_OR_MINUS_ONE = ("device_memory_gib", "planned_tflops_per_device")
+_ABOVE_ZERO_OR_MINUS_ONE = (
+    *("device_memory_gib", "planned_tflops_per_device"),
+    *("checkpoint_period_minutes", "hang_timeout_seconds"),
+)
 _FRACTIONS = ("warmup_steps_fraction", "wsd_decay_steps_fraction")  # from 0 to 1
 _BELOW_ONE = ("eval_fraction", "adam_b1", "adam_b2")  # from 0 to below 1
 
@@ -330,6 +334,22 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             f"run_name={config.run_name} must name one folder below base_output_directory; "
             "put the path into base_output_directory"
         )
+    if config.load_parameters_path and config.load_full_state_path:
+        raise ConfigError(
+            f"load_parameters_path={config.load_parameters_path} and "
+            f"load_full_state_path={config.load_full_state_path}: a run starts from one of them; "
+            "the second brings the weights as well"
+        )
+    if config.checkpoint_keep_period != -1 and config.max_num_checkpoints_to_keep is None:
+        raise ConfigError(
+            f"checkpoint_keep_period={config.checkpoint_keep_period} says what stays besides the "
+            "newest, but max_num_checkpoints_to_keep is not given, and so all stay; give it"
+        )
+    for name in config.allow_changed:
+        if name not in defaults and name != "corpus":
+            raise ConfigError(
+                f"allow_changed={list(config.allow_changed)}: {name} is neither a key nor corpus"
+            )
     if config.rope_max_timescale <= 0:
         raise ConfigError(f"rope_max_timescale={config.rope_max_timescale} must be above 0")
     if config.head_dim % 2:

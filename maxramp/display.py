@@ -81,6 +81,11 @@ class Display:
                 f"({record['eval_tokens']} tokens in {duration(record['eval_seconds'])})"
             )
             return
+        if record.get("bad_steps"):
+            self.say(
+                f"step {record['step']:>6}  skipped: its gradient is not finite "
+                f"({record['bad_steps']} in a row)"
+            )
         stage = self._ramp.stages[record["stage"]]
         if stage.index != self._stage_index:
             self._stage_index = stage.index

@@ -6,6 +6,7 @@ EXIT_FAILED = 1  # the run could not go on
 EXIT_CONFIG = 2  # the configuration or the command line is wrong
 EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for the next one
 EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
+EXIT_LOST = 77  # no step for hang_timeout_seconds, or a peer process was lost: start again
 
 
 class ConfigError(ValueError):

@@ -7,14 +7,16 @@ layer's heads and MLP. Rows of a batch are spread over data x fsdp.
 import math
 import os
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from maxramp.config import AXES, Config
-from maxramp.errors import ConfigError
+from maxramp.errors import EXIT_CONFIG, ConfigError
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -99,6 +101,40 @@ def platform() -> str | None:
     """What the devices of the mesh that is set are: "cpu", "gpu", "tpu"; None where it has none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else None
+
+
+def together(function: Callable[[], Any]) -> Any:
+    """Calls a function on every process, and goes on only where it fails on none.
+
+    Raises:
+      ConfigError: it failed here.
+      SystemExit: it failed on another process, which says why.
+    """
+    answer, error = None, None
+    try:
+        answer = function()
+    except ConfigError as raised:
+        error = raised
+    failed = anywhere(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise SystemExit(EXIT_CONFIG)
+    return answer
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether a flag is set on any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def from_first(number: int) -> int:
+    """The number that the first process gives, on all of them."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
 
 def num_slices() -> int:

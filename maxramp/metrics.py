@@ -5,6 +5,7 @@ finished, while step k is already queued.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -73,7 +74,11 @@ class MetricsLog:
         """
 
         def finish(read: dict[str, Any], seconds: float) -> Record:
-            self._check_finite(step, read)
+            skipped = {"bad_steps": int(read["bad_steps"])} if "bad_steps" in read else {}
+            if skipped.get("bad_steps"):
+                self._check_bad_steps(step, **skipped)
+            else:
+                self._check_finite(step, read)
             high, low = (int(word) for word in read["batch_fingerprint"])
             tokens = stage.global_batch_size * self._config.max_target_length
             flops = tokens * self._flops_per_token / stage.devices
@@ -94,7 +99,7 @@ class MetricsLog:
                 "tokens_per_second": tokens / seconds,
                 "tflops_per_device": flops / seconds / 1e12,
                 "batch_fingerprint": f"{high:08x}{low:08x}",
-            }
+            } | skipped
 
         self._push(_Pending(metrics, finish))
 
@@ -132,6 +137,14 @@ class MetricsLog:
             for write in self._writers:
                 write(record)
 
+    def _check_bad_steps(self, step: int, bad_steps: int) -> None:
+        if bad_steps >= self._config.skip_bad_steps:
+            raise TrainingError(
+                f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
+                f"skip_bad_steps={bad_steps} in a row end the run, the last checkpoint stands "
+                "before that; lower learning_rate, or look at the data of these steps"
+            )
+
     def _check_finite(self, step: int, read: dict[str, Any]) -> None:
         for name in ("loss", "grad_norm"):
             value = float(read[name])
@@ -150,16 +163,12 @@ class MetricsLog:
 class JsonlWriter:
     """metrics.jsonl: one object per optimizer step, and one per evaluation.
 
-    A run that is started again drops the lines past the checkpoint that it goes on from, so that a
-    step appears once.
+    A disk that is full for a while loses nothing: what could not be written waits in memory.
     """
 
-    def __init__(self, path: pathlib.Path, first_step: int):
-        kept = [json.dumps(record) + "\n" for record in read_records(path, first_step)]
-        shortened = path.with_suffix(".tmp")
-        shortened.write_text("".join(kept))
-        shortened.replace(path)  # at once: a kill leaves the old file or the new one
-        self._file = path.open("a", buffering=1)
+    def __init__(self, path: pathlib.Path):
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def __call__(self, record: Record) -> None:
         """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
@@ -167,11 +176,45 @@ class JsonlWriter:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
+        self._unwritten += (json.dumps(finite) + "\n").encode()
+        with contextlib.suppress(OSError):  # `flush` says so
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands everything to the file system.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+def cut_records(path: pathlib.Path, first_step: int) -> int:
+    """Drops the records of metrics.jsonl from step `first_step` on, and what a kill tore.
+
+    Returns:
+      The steps that were dropped.
+    """
+    if not path.exists():
+        return 0
+    end, dropped = 0, 0
+    with path.open("r+b") as file:
+        for line in file:
+            record = _parse(line)
+            if not dropped and record and record["step"] < first_step and line.endswith(b"\n"):
+                end += len(line)
+            else:
+                dropped += record is None or "loss" in record
+        file.truncate(end)
+    return dropped
 
 
 def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
@@ -179,42 +222,13 @@ def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
 
     A last line that was torn by a kill is left out.
     """
-    records = []
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if steps is None or record["step"] < steps:
-            records.append(record)
-    return records
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for record in map(_parse, lines) if record is not None]
+    return [r for r in records if steps is None or r["step"] < steps]
 
 
-class TensorBoardWriter:
-    """tensorboard/: the same numbers over steps, and the loss over consumed samples."""
-
-    def __init__(self, folder: pathlib.Path, first_step: int):
-        self._folder, self._first_step, self._writer = folder, first_step, None
-
-    def __call__(self, record: Record) -> None:
-        """Writes the numbers of a record."""
-        if self._writer is None:  # imported when the first step is done, not before it starts
-            import tensorboardX
-
-            self._writer = tensorboardX.SummaryWriter(
-                str(self._folder), purge_step=self._first_step
-            )
-        for name, value in record.items():
-            if name != "step" and not isinstance(value, str):
-                self._writer.add_scalar(name, value, record["step"])
-        for name in ("loss", "eval_loss"):
-            if name in record:
-                self._writer.add_scalar(
-                    f"{name}_over_samples", record[name], record["consumed_samples"]
-                )
-
-    def close(self) -> None:
-        """Writes out what is buffered."""
-        if self._writer is not None:
-            self._writer.close()
+def _parse(line: bytes) -> Record | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,22 +1,29 @@
 """The output folder of a run and what is said about it."""
 
+import datetime
+import fcntl
 import json
+import os
 import pathlib
+import platform
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from maxramp import mesh as mesh_lib
 from maxramp.config import Config, mesh_sizes, to_yaml
 from maxramp.data.corpus import Corpus
 from maxramp.display import Display
 from maxramp.errors import ConfigError
-from maxramp.metrics import JsonlWriter, Record, TensorBoardWriter, read_records
+from maxramp.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.model import Decoder, num_parameters
 from maxramp.notations import plain_number
 from maxramp.picture import draw_run
 from maxramp.rampup import RampupBatchManager, Stage
 from maxramp.resume import Schedule
+from maxramp.tensorboard import TensorBoardWriter
 
 
 def plan_json(ramp: RampupBatchManager) -> dict[str, Any]:
@@ -39,28 +46,46 @@ class Output:
     def __init__(self, config: Config):
         """
         Raises:
-          ConfigError: the folder cannot be written.
+          ConfigError: the folder cannot be written, or another run writes it.
         """
         self._config = config
         self._is_first = jax.process_index() == 0
         self.folder = pathlib.Path(config.base_output_directory) / config.run_name
-        if self._is_first:
-            try:
-                self.folder = self.folder.expanduser()
-                (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-                (self.folder / ".writable").touch()
-                (self.folder / ".writable").unlink()
-                for name in ("metrics.jsonl", "config.yml", "plan.json"):
-                    if (self.folder / name).exists():
-                        (self.folder / name).open("a").close()
-            except (OSError, RuntimeError) as error:
-                raise ConfigError(
-                    f"base_output_directory={config.base_output_directory}: cannot write to "
-                    f"{getattr(error, 'filename', None) or self.folder}: "
-                    f"{getattr(error, 'strerror', None) or error}"
-                ) from None
+        mesh_lib.together(self._take_folder)
         self._display = Display(config.log_period, quiet=not self._is_first)
         self._files: list[JsonlWriter | TensorBoardWriter] = []
+
+    def _take_folder(self) -> None:
+        """Makes the folder and locks it for this run; the system takes the lock off at its end."""
+        try:
+            self.folder = self.folder.expanduser()
+            if not self._is_first:
+                return
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "config.yml", "plan.json"):
+                if (self.folder / name).exists():
+                    (self.folder / name).open("a").close()
+            self._lock = (self.folder / ".lock").open("a+")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.truncate(0)
+            now = datetime.datetime.now().isoformat(" ", "seconds")
+            self._lock.write(f"process {os.getpid()} on {platform.node()} since {now}")
+            self._lock.flush()
+        except BlockingIOError:
+            self._lock.seek(0)
+            raise ConfigError(
+                f"run_name={self._config.run_name}: {self.folder} is in use by "
+                f"{self._lock.read()}; wait until it ends, or take another run_name"
+            ) from None
+        except (OSError, RuntimeError) as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"base_output_directory={self._config.base_output_directory}: cannot write to "
+            f"{getattr(error, 'filename', None) or self.folder}: "
+            f"{getattr(error, 'strerror', None) or error}"
+        )
 
     def open_files(
         self, ramp: RampupBatchManager, first_step: int
@@ -69,17 +94,41 @@ class Output:
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
         first `first_step` steps.
+
+        Raises:
+          ConfigError: the folder takes no more files.
         """
+        mesh_lib.together(lambda: self._open_files(ramp, first_step))
         if not self._is_first:
             return []
-        (self.folder / "config.yml").write_text(to_yaml(self._config))
-        (self.folder / "plan.json").write_text(json.dumps(plan_json(ramp), indent=2) + "\n")
-        (self.folder / "next_stage.json").unlink(missing_ok=True)
-        self._files.append(JsonlWriter(self.folder / "metrics.jsonl", first_step))
-        if self._config.enable_tensorboard:
-            self._files.append(TensorBoardWriter(self.folder / "tensorboard", first_step))
         self._display.start(ramp)
         return [*self._files, self._display]
+
+    def _open_files(self, ramp: RampupBatchManager, first_step: int) -> None:
+        if not self._is_first:
+            return
+        try:
+            _replace(self.folder / "config.yml", to_yaml(self._config))
+            _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
+            (self.folder / "next_stage.json").unlink(missing_ok=True)
+            if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
+                self.say(f"again    {dropped} step{'s'[: dropped > 1]} done after it, not saved")
+            self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
+        except OSError as error:
+            raise self._refusal(error) from None
+        if self._config.enable_tensorboard:
+            consumed = ramp.samples_before(first_step)
+            folder = self.folder / "tensorboard"
+            self._files.append(TensorBoardWriter(folder, first_step, consumed))
+
+    def flush(self) -> None:
+        """Hands all records to the file system: a checkpoint stands for steps that are recorded.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        for file in self._files:
+            file.flush()
 
     def write_next_stage(self, stage: Stage) -> None:
         """Leaves next_stage.json for whoever starts the next job, and says so."""
@@ -94,9 +143,7 @@ class Output:
             "devices": stage.devices,
             "consumed_samples": stage.first_sample,
         }
-        path = self.folder / "next_stage.json"
-        path.with_suffix(".tmp").write_text(json.dumps(following, indent=2) + "\n")
-        path.with_suffix(".tmp").rename(path)  # whole or not there
+        _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
             f"{stage.nodes} node{'s'[: stage.nodes > 1]} of {stage.devices // stage.nodes}: "
@@ -107,6 +154,10 @@ class Output:
         """Prints a line, above the progress where there is one."""
         self._display.say(line)
 
+    def warn(self, line: str) -> None:
+        """Says on stderr what went wrong and is no reason to stop."""
+        print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
+
     def say_start(
         self,
         corpus: Corpus,
@@ -114,8 +165,9 @@ class Output:
         mesh: jax.sharding.Mesh,
         schedule: Schedule,
         first_step: int,
+        changes: str,
     ) -> None:
-        """What is about to run."""
+        """What is about to run, and what changed since the checkpoint that it goes on from."""
         config, ramp = self._config, schedule.ramp
         count = len(ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps))
         device = mesh.devices.flat[0]
@@ -135,6 +187,8 @@ class Output:
                 f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "
                 "consumed"
             )
+        if changes:
+            self.say(f"keys     {changes}")
         if schedule.change:
             self.say(f"change   {schedule.change}")
 
@@ -150,13 +204,23 @@ class Output:
 
     def __exit__(self, kind, error, trace) -> None:
         self._display.close()
-        for file in self._files:
-            file.close()
         if self._files:
-            draw_run(
-                read_records(self.folder / "metrics.jsonl"),
-                self.folder / "ramp.png",
-                f"{self._config.run_name}: batch size and loss",
-            )
+            for end in (*(file.close for file in self._files), self._draw):
+                try:
+                    end()
+                except OSError as problem:
+                    self.warn(str(self._refusal(problem)))
             self.say(f"done     {self._display.summary()}")
             self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, config.yml, plan.json")
+
+    def _draw(self) -> None:
+        records = read_records(self.folder / "metrics.jsonl")
+        title = f"{self._config.run_name}: batch size and loss"
+        draw_run(records, self.folder / "ramp.png", title)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file at once: whoever looks, or a kill, finds the old one or the new one."""
+    writing = path.with_name(f"{path.name}.tmp")
+    writing.write_text(text)
+    writing.replace(path)

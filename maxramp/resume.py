@@ -1,10 +1,56 @@
-"""Where a start of a run takes up its schedule, and where it ends."""
+"""What a start of a run takes up: its schedule, and the history that it must fit."""
 
 from collections.abc import Callable
 
-from maxramp.checkpoint import Position
 from maxramp.config import Config
+from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager
+from maxramp.saved import Saved
+
+# Keys that decide which rows the run has seen, and from which weights it began.
+_HISTORY_KEYS = (
+    *("dataset_type", "max_target_length", "eval_fraction", "enable_data_shuffling"),
+    *("data_shuffle_seed", "init_weights_seed"),
+)
+_CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
+
+
+def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict[str, str]) -> str:
+    """What a start changes against the checkpoint that it goes on from.
+
+    Args:
+      saved: the checkpoint.
+      config: a resolved config.
+      corpus_hash: of today's data.
+      versions: of today's packages.
+
+    Returns:
+      The changed keys and versions in one line; "" if nothing changed.
+
+    Raises:
+      ConfigError: a change makes the run another one, and `allow_changed` does not name it.
+    """
+    pairs = saved.differences(config.to_dict())
+    pairs.pop("allow_changed", None)
+    refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
+    if saved.corpus_hash != corpus_hash:
+        refused[_CORPUS] = saved.corpus_hash, corpus_hash
+    refused = {name: pair for name, pair in refused.items() if name not in config.allow_changed}
+    if refused:
+        raise ConfigError(
+            f"{saved.path}: trained with {_listed(refused)}, which would change what the run has "
+            f"seen; give back what was, allow_changed=[{','.join(refused)}], or another run_name"
+        )
+    pairs |= {
+        name: (saved.versions[name], version)
+        for name, version in versions.items()
+        if saved.versions.get(name, version) != version
+    }
+    return _listed(pairs)
+
+
+def _listed(pairs: dict[str, tuple]) -> str:
+    return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
 
 
 class Schedule:
@@ -22,7 +68,7 @@ class Schedule:
         config: Config,
         num_devices: int,
         usable: Callable[[int], bool],
-        position: Position | None = None,
+        position: Saved | None = None,
     ):
         """
         Args:

@@ -27,7 +27,7 @@ Metrics = dict[str, jax.Array]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("consumed_samples", "model", "opt_state"),
+    data_fields=("consumed_samples", "model", "opt_state", "bad_steps"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +35,21 @@ class TrainState:
     """All that training changes.
 
     `consumed_samples` is the clock: uint32[2], low and high word, because a long run passes 2^32
-    samples and JAX has no 64-bit integers by default.
+    samples and JAX has no 64-bit integers by default. `bad_steps` counts the last steps in a row
+    that were skipped (uint32).
     """
 
     consumed_samples: jax.Array
     model: Decoder
     opt_state: Any
+    bad_steps: jax.Array
 
 
 def init_state(config: Config) -> TrainState:
     """The state before the first step; under jit and a mesh weights are born sharded."""
     model = Decoder(config, jax.random.key(config.init_weights_seed))
-    return TrainState(jnp.zeros((2,), jnp.uint32), model, make_optimizer(config).init(model))
+    opt_state = make_optimizer(config).init(model)
+    return TrainState(jnp.zeros((2,), jnp.uint32), model, opt_state, jnp.uint32(0))
 
 
 def train_step(
@@ -62,6 +65,9 @@ def train_step(
     Losses and gradients are sums over tokens; they are divided once, by the number of target tokens
     in the whole batch, so any split of the same rows into A x B gives the same update.
 
+    Under `skip_bad_steps` a step whose gradient is not finite changes nothing but the clock: its
+    rows count as consumed, weights and optimizer stay as they were.
+
     Args:
       state: donated by the caller.
       batch_ABS: int32 token ids, sharded as BATCH_ABS; row r of the step is [r // B, r % B].
@@ -71,7 +77,8 @@ def train_step(
 
     Returns:
       The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
-      `learning_rate`, and `batch_fingerprint` (uint32[2]).
+      `learning_rate`, `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps`
+      (uint32: skipped steps in a row, this one included).
     """
 
     def add_micro_batch(sums: Any, rows_BS: jax.Array) -> tuple[Any, None]:
@@ -104,7 +111,15 @@ def train_step(
         "learning_rate": rate,
         "batch_fingerprint": fingerprint(batch_ABS),
     }
-    return TrainState(consumed, model, opt_state), metrics
+    bad_steps = state.bad_steps
+    if config.skip_bad_steps:
+        good = jnp.isfinite(grad_norm)
+        model, opt_state = jax.tree.map(
+            functools.partial(jnp.where, good), (model, opt_state), (state.model, state.opt_state)
+        )
+        bad_steps = jnp.where(good, jnp.uint32(0), bad_steps + jnp.uint32(1))
+        metrics["bad_steps"] = bad_steps
+    return TrainState(consumed, model, opt_state, bad_steps), metrics
 
 
 def _objective(

@@ -4,6 +4,7 @@ python -m maxramp.train CONFIG.yml [key=value ...]
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
-from maxramp.checkpoint import Checkpoints, Position
 from maxramp.config import Config
 from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
@@ -32,15 +32,20 @@ from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
 from maxramp.profiling import Profiler
-from maxramp.resume import Schedule
+from maxramp.resume import Schedule, changes_since
+from maxramp.saved import Saved
+from maxramp.saving import Checkpoints, versions
 from maxramp.stages import Programs, abstract_state, end_process, initial_state
+from maxramp.watchdog import Watchdog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
+    preemption = Preemption()
     try:
         loaded = config_lib.load(sys.argv[1:] if arguments is None else arguments)
         mesh_lib.start_backend(loaded)
+        preemption.begin()
         config = config_lib.resolve(
             loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
         )
@@ -50,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh = mesh_lib.make_mesh(config)
         jax.set_mesh(mesh)
         expansion = Expansion(mesh, config.expansion_factor_real_data)
-        return train(config, open_rows(config, expansion.reads), expansion, take_up)
+        corpus = open_rows(config, expansion.reads)
+        return train(config, corpus, expansion, take_up, preemption)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:
         return report(error)
 
@@ -59,7 +65,8 @@ def train(
     config: Config,
     corpus: Corpus,
     expansion: Expansion,
-    take_up: Callable[[Position | None], Schedule],
+    take_up: Callable[[Saved | None], Schedule],
+    preemption: Preemption,
 ) -> int:
     """Trains from where the run stands to the end of the run or the stage, on the mesh that is set.
 
@@ -68,6 +75,7 @@ def train(
       corpus: the rows.
       expansion: which processes read them.
       take_up: where a checkpoint stands -> the schedule from there.
+      preemption: whether somebody asked the run to stop.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -78,13 +86,14 @@ def train(
       TrainingError: the run cannot go on.
     """
     mesh = jax.sharding.get_mesh()
-    preemption = Preemption()
     with contextlib.ExitStack() as closing:
+        watchdog = closing.enter_context(Watchdog(config.hang_timeout_seconds))
         output = closing.enter_context(Output(config))
-        checkpoints = Checkpoints(config, output.folder / "checkpoints", corpus.hash)
+        checkpoints = Checkpoints(config, output.folder / "checkpoints", corpus.hash, output.warn)
         closing.callback(checkpoints.close)
         position = checkpoints.latest()
         first_step = position.step if position else 0
+        changes = changes_since(position, config, corpus.hash, versions()) if position else ""
         schedule = take_up(position)
         ramp, last_step = schedule.ramp, schedule.last_step
         if first_step >= ramp.total_steps:
@@ -96,6 +105,8 @@ def train(
         loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
         closing.callback(loader.close)
         abstract = abstract_state(config, mesh)
+        if position:
+            checkpoints.compare(position, abstract)
         programs = Programs(
             *(config, expansion, LearningRate.of(config, ramp), abstract),
             stages=ramp.stages_between(first_step, last_step),
@@ -105,8 +116,14 @@ def train(
             on_failure=preemption.ask,
         )
         closing.callback(programs.close)
-        output.say_start(corpus, abstract.model, mesh, schedule, first_step)
-        state = checkpoints.restore(first_step, abstract) if position else initial_state(config)
+        output.say_start(corpus, abstract.model, mesh, schedule, first_step, changes)
+        if position:
+            state = checkpoints.restore(position, abstract)
+        else:
+            state = initial_state(config)
+            if config.load_parameters_path:
+                model = checkpoints.load_parameters(abstract.model)
+                state = dataclasses.replace(state, model=model)
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))
@@ -138,17 +155,19 @@ def train(
                     sums = eval_step(state.model, sums, eval_batch)
                 log.log_eval(step, consumed, sums)
 
+            watchdog.beat()
+            checkpoints.check()
             stopping = preemption.reached(done)
-            if checkpoints.is_due(done) or done == last_step or stopping:
+            last = stopping or done == last_step
+            if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved
-                checkpoints.save(done, state, ramp)
+                checkpoints.save(done, state, ramp, output.flush, last)
                 log.restart_clock()
             if stopping and done < last_step:
                 programs.raise_failure()  # which asked for the end
                 output.say(f"stopped by a signal after step {step}, saved; start again to go on")
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:
-            checkpoints.close()  # the next job may start as soon as next_stage.json is there
             output.write_next_stage(schedule.planned.stage_at_step(last_step))
             return EXIT_STAGE_END
         return 0

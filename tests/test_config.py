@@ -253,6 +253,7 @@ def test_nothing_is_left_open():
     assert left == {
         *("total_samples", "total_tokens", "global_batch_size", "micro_batch_size"),
         *("learning_rate_schedule_steps", "planned_tflops_per_device", "device_memory_gib"),
+        *("checkpoint_period_samples", "checkpoint_period_minutes", "checkpoint_keep_period"),
     }
 
 

@@ -1,6 +1,7 @@
 """`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
 
 import json
+import pathlib
 import random
 import re
 import time
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
 
-from maxramp.checkpoint import Position
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
@@ -18,6 +18,7 @@ from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
 from maxramp.resume import Schedule
+from maxramp.saved import Saved
 from maxramp.stages import Programs, abstract_state
 
 NEMO_8B = [
@@ -232,7 +233,11 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
 
 
-def taken_up(schedule: str, position: Position | None):
+def standing(step: int, consumed_samples: int, stages: list[dict]) -> Saved:
+    return Saved(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
+
+
+def taken_up(schedule: str, position: Saved | None):
     config = make_config(
         *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
         devices=1,
@@ -244,14 +249,14 @@ def test_what_is_said_of_a_change_is_what_will_be():
     """Steps of 7 from sample 60 pass 100 at 102, although from sample 0 they would at 105."""
     old = taken_up("0:4 50:8", None)
     saved = [stage.to_json() for stage in old.ramp.stages]
-    new = taken_up("0:7 100:16 130:2", Position(14, 60, saved))
+    new = taken_up("0:7 100:16 130:2", standing(14, 60, saved))
     assert new.change == (
         "from sample 60 on (step 14) the batch sizes are 7, 16 from 102, 2 from 134; before this "
         "start they were to be 8"
     )
     assert [s.first_sample for s in new.ramp.stages] == [60, 102, 134]
     saved = [stage.to_json() for stage in new.ramp.stages]
-    again = taken_up("0:7 100:16 130:2", Position(17, 81, saved))
+    again = taken_up("0:7 100:16 130:2", standing(17, 81, saved))
     assert not again.change and again.ramp.stages == new.ramp.stages
 
 

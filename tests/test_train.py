@@ -185,7 +185,7 @@ def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):
     folder, _ = uninterrupted
     line = arguments(folder.parent, cache_dir, "a run", f"text_files={text}", "steps=500")
     done = run(*line)
-    assert done.returncode == 2 and "trained on other data" in done.stderr
+    assert done.returncode == 2 and "allow_changed=[corpus]" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -1,0 +1,434 @@
+"""Saving and restoring the train state, on any mesh, with Orbax.
+
+Checkpoint n means "n steps done". What a restart needs before anything is built (the consumed
+samples, the stages, the configuration, what identifies the data) stands beside its arrays, where
+`saved` reads it.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import logging
+import pathlib
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from maxramp import mesh as mesh_lib
+from maxramp import saved as saved_lib
+from maxramp.config import Config
+from maxramp.errors import ConfigError, TrainingError
+from maxramp.model import Decoder
+from maxramp.rampup import RampupBatchManager
+from maxramp.saved import Saved
+from maxramp.step import TrainState
+
+# What it has to say is in the errors it raises; on stderr it would be pages.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+# Keys that decide which arrays there are and of what shape.
+_SHAPE_KEYS = (
+    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
+    *("base_num_decoder_layers", "vocab_size", "logits_via_embedding", "decoder_block"),
+    *("weight_dtype", "mu_dtype", "opt_type"),
+)
+
+
+class Checkpoints:
+    """The checkpoints of a run's folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: pathlib.Path,
+        corpus_hash: str,
+        warn: Callable[[str], None],
+    ):
+        """
+        Args:
+          config: a resolved config.
+          folder: of the checkpoints; every process of the job sees it.
+          corpus_hash: what identifies the data.
+          warn: told in one line what went wrong and is no reason to stop.
+        """
+        self._config, self._folder, self._warn = config, folder.absolute(), warn
+        self._corpus_hash = corpus_hash
+        self._is_first = jax.process_index() == 0
+        self._torn: list[int] = []
+        self._last_good: int | None = None
+        self._failed_in_a_row = 0
+        self._finisher = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._timer: _Timer | None = None
+
+    def latest(self) -> Saved | None:
+        """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
+
+        The first process chooses, the others follow. Nothing in the folder is changed.
+
+        Raises:
+          ConfigError: there are checkpoints, but all of them are torn.
+        """
+        newest = -1
+        if self._config.enable_checkpointing:
+            newest = mesh_lib.from_first(mesh_lib.together(self._newest_whole))
+        self._last_good = None if newest < 0 else newest
+        if newest >= 0:
+            return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
+        if path := self._config.load_full_state_path:
+            return mesh_lib.together(lambda: self._read(saved_lib.find(pathlib.Path(path))))
+        return None
+
+    def _newest_whole(self) -> int:
+        """The newest step whose checkpoint is whole, -1 without any checkpoint."""
+        reason = ""
+        for step in reversed(saved_lib.steps_in(self._folder) if self._is_first else []):
+            try:
+                saved_lib.read(self._folder / str(step))
+            except saved_lib.TornError as error:
+                self._torn.append(step)
+                reason = reason or f"{self._folder / str(step)} is torn ({error})"
+            else:
+                if reason:
+                    self._warn(f"{reason}; going on from the checkpoint before it, {step}")
+                return step
+        if reason:
+            raise ConfigError(
+                f"{reason}, and no checkpoint before it is whole; put the file back, or take "
+                "another run_name"
+            )
+        return -1
+
+    def _read(self, path: pathlib.Path) -> Saved:
+        try:
+            return saved_lib.read(path)
+        except saved_lib.TornError as error:
+            raise ConfigError(
+                f"{path}: {error}; the checkpoint must be whole, and every host must see it"
+            ) from None
+
+    def compare(self, saved: Saved, abstract: Any, names: tuple[str, ...] | None = None) -> None:
+        """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
+
+        Args:
+          saved: the checkpoint.
+          abstract: an abstract train state, or parts of one by name.
+          names: the parts to compare; all of them without it.
+
+        Raises:
+          ConfigError: names the first parameter that differs, and the keys that make it so.
+        """
+        items = abstract if isinstance(abstract, dict) else _items(abstract)
+        with _reading(saved.path):
+            stored = ocp.checkpointables_metadata(saved.path).metadata
+        there, wanted = _leaves(stored, items), _leaves(items, items)
+        changed = [k for k in _SHAPE_KEYS if saved.config.get(k) != self._config[k]]
+        keys = ", ".join(f"{k}={self._config[k]} (there {saved.config.get(k)})" for k in changed)
+        for path in sorted(there.keys() | wanted.keys()):
+            if there.get(path) != wanted.get(path):
+                raise ConfigError(
+                    f"{saved.path}: {path} is {_shown(there.get(path))}, but "
+                    f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
+                    "model and optimizer keys it was trained with, or another run_name"
+                )
+
+    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
+        """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
+
+        Raises:
+          ConfigError: the arrays cannot be read.
+        """
+        with _reading(saved.path):
+            loaded = ocp.load_checkpointables(saved.path, _items(abstract))
+        state = TrainState(model=loaded["model"], **loaded["optimizer"])
+        low, high = (int(word) for word in jax.device_get(state.consumed_samples))
+        if (high << 32) + low != saved.consumed_samples:
+            raise ConfigError(
+                f"{saved.path}: its clock stands at {(high << 32) + low} samples and its metadata "
+                f"at {saved.consumed_samples}; move it away to go on from the one before"
+            )
+        return state
+
+    def load_parameters(self, model: Decoder) -> Decoder:
+        """The weights alone of load_parameters_path, with the shapes and shardings of `model`.
+
+        Raises:
+          ConfigError: there is no such checkpoint, or it holds other weights.
+        """
+        saved = self._read(saved_lib.find(pathlib.Path(self._config.load_parameters_path)))
+        self.compare(saved, {"model": model})
+        with _reading(saved.path):
+            return ocp.load_checkpointables(saved.path, {"model": model})["model"]
+
+    def start_saving(self) -> None:
+        """Removes what killed saves left behind and moves torn checkpoints aside."""
+        self._timer = _Timer(self._config.checkpoint_period_minutes)
+        if not (self._config.enable_checkpointing and self._is_first):
+            return
+        for path in self._folder.iterdir():
+            if path.name.endswith((saved_lib.UNFINISHED, saved_lib.DELETING)):
+                shutil.rmtree(path, ignore_errors=True)
+        for step in self._torn:
+            aside = self._folder / f"{step}{saved_lib.TORN}"
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier restart
+            (self._folder / str(step)).rename(aside)
+
+    def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
+        """Whether to save after `step` steps: the same answer on every process."""
+        config = self._config
+        if not config.enable_checkpointing:
+            return False
+        before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
+        steps, samples = config.checkpoint_period, config.checkpoint_period_samples
+        return (
+            (steps != -1 and step % steps == 0)
+            or (samples != -1 and after // samples > before // samples)
+            or (config.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
+            or self._timer.is_due()
+        )
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        ramp: RampupBatchManager,
+        prepare: Callable[[], None],
+        last: bool,
+    ) -> None:
+        """Saves the state after `step` steps of `ramp`.
+
+        Returns when the state is copied; files are written in the background if
+        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
+
+        Args:
+          step: steps done.
+          state: after them.
+          ramp: the schedule.
+          prepare: writes what must be on disk before; where it raises an OSError nothing is saved.
+          last: nothing is trained after it: returns when it is written.
+
+        Raises:
+          TrainingError: max_failed_saves saves in a row have failed, or the last one.
+        """
+        if not self._config.enable_checkpointing:
+            return
+        self._finish_save(wait=True)
+        saved = Saved(
+            path=self._folder / str(step),
+            step=step,
+            consumed_samples=ramp.samples_before(step),
+            stages=[stage.to_json() for stage in ramp.stages],
+            corpus_hash=self._corpus_hash,
+            config=self._config.to_dict(),
+            versions=versions(),
+        )
+        error = _error_of(prepare)
+        if mesh_lib.anywhere(error is not None):
+            writing = _raiser(error or OSError("the first process cannot write"))
+        else:
+            try:
+                writing = ocp.save_checkpointables_async(
+                    saved.path, _items(state), custom_metadata=saved.metadata()
+                ).result
+            except Exception as raised:  # by the part that does not run in the background
+                writing = _raiser(raised)
+        self._saving = step, self._finisher.submit(self._write, saved.path, writing)
+        self._timer.restart()
+        if last or not self._config.async_checkpointing:
+            self._finish_save(wait=True, last=last)
+
+    def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
+        """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
+        writing()
+        if self._is_first:
+            saved_lib.write_sizes(path)
+            for old in self._not_kept():
+                gone = self._folder / f"{old}{saved_lib.DELETING}"
+                (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _not_kept(self) -> list[int]:
+        """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
+        steps, newest = saved_lib.steps_in(self._folder), self._config.max_num_checkpoints_to_keep
+        if newest is None:
+            return []
+        period, kept = self._config.checkpoint_keep_period, {}
+        if period != -1:
+            for step in steps:
+                kept.setdefault(step // period, step)
+        return [step for step in steps[:-newest] if step not in kept.values() or step < period]
+
+    def check(self) -> None:
+        """Notices a save that has failed by now.
+
+        Raises:
+          TrainingError: max_failed_saves saves in a row have failed.
+        """
+        self._finish_save(wait=False)
+
+    def _finish_save(self, wait: bool, last: bool = False) -> None:
+        if self._saving is None or not (wait or self._saving[1].done()):
+            return
+        (step, saving), self._saving = self._saving, None
+        error = saving.exception()
+        if error is None:
+            self._last_good, self._failed_in_a_row = step, 0
+            return
+        if self._is_first:
+            unfinished = self._folder / f"{step}{saved_lib.UNFINISHED}"
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self._failed_in_a_row += 1
+        most = self._config.max_failed_saves
+        stands = (
+            "there is none before it"
+            if self._last_good is None
+            else f"checkpoint {self._last_good} stands"
+        )
+        line = f"{self._folder / str(step)} was not saved: {reason_of(error)}; {stands}"
+        if last or self._failed_in_a_row >= most:
+            raise TrainingError(
+                f"{line}; make room or mend the storage and start again"
+                + ("" if last else f" (max_failed_saves={most} in a row have failed)")
+            )
+        self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of max_failed_saves={most})")
+
+    def close(self) -> None:
+        """Waits until everything is written; says what was not."""
+        try:
+            self._finish_save(wait=True)
+        except TrainingError as error:
+            self._warn(str(error))
+        self._finisher.shutdown()
+
+
+def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
+    """The arrays of a checkpoint, one by one.
+
+    Raises:
+      TornError: one cannot be read.
+    """
+    try:
+        stored = ocp.checkpointables_metadata(path).metadata
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        for name, tree in stored.items():
+            leaves, structure = jax.tree.flatten(tree)
+            for i, leaf in enumerate(leaves):
+                wanted = [ocp.PLACEHOLDER] * len(leaves)
+                wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+                loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
+                yield np.asarray(jax.tree.leaves(loaded)[i])
+    except Exception as error:
+        raise saved_lib.TornError(reason_of(error)) from None
+
+
+class _Timer:
+    """Whether checkpoint_period_minutes have passed since the last save.
+
+    Clocks differ between processes, and all must save the same step, so the first process's clock
+    counts. Its answer travels through the devices, dispatched behind one step and read behind the
+    next, when it is there without waiting.
+    """
+
+    def __init__(self, minutes: float):
+        self._seconds = 60 * minutes
+        self._pending: jax.Array | None = None
+        if minutes > 0 and jax.process_count() > 1:
+            devices = jax.sharding.get_mesh().devices
+            mesh = jax.sharding.Mesh(devices.reshape(-1), ("devices",))
+            self._sharding = NamedSharding(mesh, P("devices"))
+            self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+        self.restart()
+
+    def restart(self) -> None:
+        self._start, self._pending = time.monotonic(), None
+
+    def is_due(self) -> bool:
+        if self._seconds < 0:
+            return False
+        due = time.monotonic() - self._start >= self._seconds
+        if jax.process_count() == 1:
+            return due
+        before = self._pending
+        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
+        self._pending = self._any(jax.make_array_from_process_local_data(self._sharding, mine))
+        return before is not None and bool(before)
+
+
+def versions() -> dict[str, str]:
+    """What decides the arithmetic besides the config."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    return {"python": platform.python_version()} | {
+        p: importlib.metadata.version(p) for p in packages
+    }
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library raised, in a line that a person can read."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    for known in ("No space left on device", "Read-only file system", "Disk quota exceeded"):
+        if known in text:
+            return known
+    return text[:200] or type(error).__name__
+
+
+class _reading:
+    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, Exception):
+            raise ConfigError(
+                f"{self._path}: cannot be read: {reason_of(error)}; move it away to go on from the "
+                "one before"
+            ) from None
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """A state as it is stored: the weights can be read by themselves."""
+    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "model"}
+    return {"model": state.model, "optimizer": rest}
+
+
+def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
+    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+
+
+def _path(path: Any) -> str:
+    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
+    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    return ".".join(name for name in names if name != "value")
+
+
+def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _error_of(function: Callable[[], None]) -> OSError | None:
+    try:
+        return function()
+    except OSError as error:
+        return error
+
+
+def _raiser(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
