@@ -73,8 +73,8 @@ class _Events:
             self._writer.close()
 
 
-def read_places(path: pathlib.Path) -> list[tuple[int, int]]:
-    """(step, end in the file) of every whole event of an event file, in order."""
+def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
+    """Every whole event of an event file and where it ends in the file, in order."""
     from tensorboardX.proto import event_pb2
 
     data, start, found = path.read_bytes(), 0, []
@@ -83,7 +83,7 @@ def read_places(path: pathlib.Path) -> list[tuple[int, int]]:
         end = start + 12 + length + 4
         if end > len(data):
             break
-        found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]).step, end))
+        found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]), end))
         start = end
     return found
 
@@ -91,6 +91,6 @@ def read_places(path: pathlib.Path) -> list[tuple[int, int]]:
 def _cut(folder: pathlib.Path, first: int) -> None:
     """Cuts the events from `first` on off the files of earlier starts."""
     for path in folder.glob("events.out.tfevents.*"):
-        kept = [end for place, end in read_places(path) if place < first]
+        kept = [end for event, end in read_events(path) if event.step < first]
         with path.open("r+b") as file:
             file.truncate(max(kept, default=0))

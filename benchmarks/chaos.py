@@ -1,0 +1,314 @@
+"""Kills a run again and again, starts it again in other shapes, and proves that nothing was lost.
+
+A run with a ramp is started until it ends. Each start has a random shape (processes, devices, mesh,
+rows per pass) and comes to a random end: kill -9, SIGTERM or SIGINT, to all processes or to one of
+them, in a step, in a save, in a compile, in the start-up, or while a signal is being obeyed. Then,
+against the same run without a disturbance: every step exactly once and in order in metrics.jsonl and
+TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the same loss curve, and
+where the shape never changed the same bits.
+
+python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--folder DIR] [--json FILE]
+                           [key=value ...]
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from maxramp import saved as saved_lib
+from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
+from maxramp.metrics import read_records
+from maxramp.tensorboard import read_events
+
+# 46,000 weights whose every axis divides over 8 devices.
+MODEL = [
+    *("base_emb_dim=32", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=8"),
+    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=264", "max_target_length=16"),
+    *("learning_rate=2e-3", "checkpoint_period=15", "max_num_checkpoints_to_keep=3"),
+    *("eval_interval=40", "eval_steps=2", "eval_per_device_batch_size=8", "log_period=1000"),
+    "hang_timeout_seconds=60",
+]
+TOLERANCE = 0.05  # nats: between runs whose sums were made in another order
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How a start lies on the machine. None of it changes a row, a batch size or the schedule."""
+
+    processes: int = 1
+    devices: int = 1  # of each process
+    data: int = 1
+    tensor: int = 1
+    micro_batch_size: int = 8  # rows per data-parallel rank in a pass: accumulation follows
+
+    def keys(self) -> list[str]:
+        # A key that moves data between hosts without changing it has its place here.
+        return [
+            f"ici_data_parallelism={self.data}",
+            f"ici_tensor_parallelism={self.tensor}",
+            f"micro_batch_size={self.micro_batch_size}",
+        ]
+
+
+SHAPES = (
+    Shape(),
+    Shape(micro_batch_size=4),
+    Shape(devices=2),
+    Shape(devices=2, tensor=2, micro_batch_size=4),
+    Shape(devices=4, data=2, micro_batch_size=2),
+    Shape(devices=4, tensor=2, micro_batch_size=4),
+    Shape(processes=2, micro_batch_size=4),
+    Shape(processes=2, devices=2, tensor=2),
+)
+# Ends of a start and how often they are drawn.
+ENDS = {"kill": 5, "term": 3, "int": 1, "save": 4, "compile": 2, "start": 2, "term, kill": 2}
+
+
+class Job:
+    """One start: its processes, and what they print."""
+
+    def __init__(self, folder: pathlib.Path, shape: Shape, keys: list[str]):
+        self.folder, self.processes = folder, []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        if shape.devices > 1:
+            kept["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={shape.devices}"
+        command = [sys.executable, "-m", "maxramp.train", str(ROOT / "configs" / "base.yml")]
+        given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
+        for index in range(shape.processes):
+            job = {
+                "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+                "MAXRAMP_NUM_PROCESSES": str(shape.processes),
+                "MAXRAMP_PROCESS_ID": str(index),
+            }
+            outputs = [
+                folder.with_name(f"{folder.name}.{name}.{index}").open("wb")
+                for name in ("stdout", "stderr")
+            ]
+            self.processes.append(
+                subprocess.Popen(
+                    [*command, *given, *shape.keys(), *keys],
+                    env=kept | (job if shape.processes > 1 else {}),
+                    stdout=outputs[0],
+                    stderr=outputs[1],
+                )
+            )
+            for output in outputs:
+                output.close()
+
+    def printed(self, name: str = "stdout", index: int = 0) -> str:
+        return self.folder.with_name(f"{self.folder.name}.{name}.{index}").read_text()
+
+    def running(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def wait_for(self, condition) -> bool:
+        """Waits until a condition holds; False if a process ends before."""
+        while self.running():
+            if condition():
+                return True
+            time.sleep(0.003)
+        return False
+
+    def end(self, grace: float) -> list[int]:
+        """Exit statuses. Once a process has ended, the others have so many seconds."""
+        deadline = None
+        while any(process.poll() is None for process in self.processes):
+            if deadline is None and not self.running():
+                deadline = time.monotonic() + grace
+            if deadline is not None and time.monotonic() > deadline:
+                for process in self.processes:
+                    process.kill()
+            time.sleep(0.01)
+        return [process.returncode for process in self.processes]
+
+
+def last_step(folder: pathlib.Path) -> int:
+    """The last step in metrics.jsonl, -1 without one."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2000))
+        lines = [line for line in file.read().splitlines() if line.endswith(b"}")]
+    return max((json.loads(x)["step"] for x in lines if x.startswith(b'{"step')), default=-1)
+
+
+def strike(job: Job, end: str, random_: random.Random) -> list[int]:
+    """Brings a start to its end; returns the exit statuses."""
+    one = [random_.choice(job.processes)] if random_.random() < 0.5 else job.processes
+    first = last_step(job.folder)
+    ahead, pause = random_.randint(1, 40), random_.random()
+    if end == "start":
+        time.sleep(4 * pause)
+    elif end == "compile":
+        job.wait_for(lambda: "run      " in job.printed())
+        time.sleep(pause)
+    else:
+        job.wait_for(lambda: "stage " in job.printed() and last_step(job.folder) >= first + ahead)
+    if end == "save":
+        folder = job.folder / "checkpoints"
+        job.wait_for(lambda: any(p.suffix == saved_lib.UNFINISHED for p in folder.iterdir()))
+    number = {"term": signal.SIGTERM, "term, kill": signal.SIGTERM, "int": signal.SIGINT}.get(end)
+    for process in one:
+        process.send_signal(number or signal.SIGKILL)
+    if end == "term, kill":
+        time.sleep(0.3 * pause)
+        for process in one:
+            process.kill()
+    return job.end(grace=60 if end in ("term", "int") else 3)
+
+
+def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) -> dict:
+    """Starts the run until it ends, with so many kills; returns what was done."""
+    random_, done, faults = random.Random(seed), collections.Counter(), []
+    starts, began = 0, time.monotonic()
+    while sum(done.values()) < kills:
+        shape = random_.choice(shapes)
+        end = random_.choices(list(ENDS), list(ENDS.values()))[0]
+        cache = []
+        if end == "compile":  # nothing is there yet
+            cache = [f"jax_cache_dir={folder.with_name('cold')}"]
+            shutil.rmtree(folder.with_name("cold"), ignore_errors=True)
+        keys_here = [k for k in keys if not (cache and k.startswith("jax_cache_dir="))] + cache
+        job = Job(folder, shape, keys_here)
+        starts += 1
+        statuses = strike(job, end, random_)
+        if statuses == [0] * shape.processes:
+            break
+        done[end] += 1
+        # What may be left of a job that was struck: our own statuses, the signals that we sent,
+        # and the abort of a JAX process that lost its coordinator.
+        fine = {0, EXIT_PREEMPTED, EXIT_LOST, -signal.SIGKILL, -signal.SIGABRT}
+        fine |= {-signal.SIGTERM, -signal.SIGINT}
+        if end in ("term", "int") and last_step(folder) >= 0:
+            fine -= {-signal.SIGKILL, -signal.SIGABRT, EXIT_LOST}
+        told = [job.printed("stderr", i) for i in range(shape.processes)]
+        if not set(statuses) <= fine or (any(told) and shape.processes == 1):
+            faults.append(f"{end} {shape}: status {statuses}: {' | '.join(told)[-1500:]}")
+        print(
+            f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, tensor "
+            f"{shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, exit "
+            f"status {statuses}",
+            flush=True,
+        )
+    statuses = Job(folder, shapes[0], keys).end(grace=60)
+    if statuses != [0] * shapes[0].processes:
+        faults.append(f"the last start: status {statuses}")
+    seconds = time.monotonic() - began
+    return {"starts": starts + 1, "ends": dict(done), "seconds": seconds, "faults": faults}
+
+
+def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
+    """What a disturbed run has otherwise than the calm one."""
+    got, wanted = (read_records(f / "metrics.jsonl") for f in (stormy, calm))
+    steps = [r["step"] for r in got if "loss" in r]
+    places = [(r["step"], "loss" in r) for r in got]
+    count = collections.Counter(steps)
+    expected = {r["step"]: r for r in wanted if "loss" in r}
+    events = [
+        event.step
+        for path in sorted((stormy / "tensorboard").glob("events*"))
+        for event, _ in read_events(path)
+        if any(value.tag == "loss" for value in event.summary.value)
+    ]
+    differ = collections.Counter()
+    drift = 0.0
+    for r in got:
+        if "loss" in r and r["step"] in expected:
+            other = expected[r["step"]]
+            for name in ("batch_fingerprint", "global_batch_size", "consumed_samples", "stage"):
+                differ[name] += r[name] != other[name]
+            drift = max(drift, abs(r["loss"] - other["loss"]))
+    rows = [r["global_batch_size"] for r in got if "loss" in r]
+    report = {
+        "steps": len(steps),
+        "rows": sum(rows),
+        "missing_steps": len(expected.keys() - count.keys()),
+        "repeated_steps": sum(n - 1 for n in count.values()),
+        "out_of_order": places != [(r["step"], "loss" in r) for r in wanted],
+        "tensorboard_differs": sorted(events) != sorted(expected),
+        "differ": {name: n for name, n in differ.items() if n},
+        "largest_loss_difference": drift,
+    }
+    bad = [name for name in list(report)[2:7] if report[name]]
+    if drift > (0 if exact else TOLERANCE):
+        bad.append("largest_loss_difference")
+    if exact and (unequal := unequal_arrays(stormy, calm)):
+        bad.append(f"{unequal} arrays of the last checkpoint differ")
+    return report | {"bad": bad}
+
+
+def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
+    """Arrays of the last checkpoints that do not hold the same bits."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from maxramp.saving import stored_arrays
+
+    arrays = [list(stored_arrays(saved_lib.find(folder))) for folder in (stormy, calm)]
+    pairs = zip(*arrays, strict=True)
+    return sum(a.tobytes() != b.tobytes() or a.dtype != b.dtype for a, b in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--same-shape", action="store_true", help="every start alike: bit-equal")
+    parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+    parser.add_argument("keys", nargs="*", help="key=value of the run")
+    given = parser.parse_args()
+    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="chaos"))
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = 200 + 25 * given.kills
+    words = random.Random(given.seed)
+    text = folder / "text.txt"
+    text.write_text(
+        " ".join(words.choice(["to", "be", "or", "not", "ramp"]) for _ in range(60_000))
+    )
+    keys = [
+        *(*MODEL, f"text_files={text}", f"steps={steps}", f"num_epoch={1 + steps * 24 // 10_000}"),
+        f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24",
+        *("step_batch_size_unit=samples", f"jax_cache_dir={folder / 'cache'}", *given.keys),
+    ]
+    for name in ("calm", "storm"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if statuses := [s for s in Job(folder / "calm", Shape(), keys).end(60) if s]:
+        print(f"the undisturbed run failed: {statuses}", file=sys.stderr)
+        return 1
+    done = storm(
+        *(folder / "storm", given.kills, given.seed),
+        SHAPES[:1] if given.same_shape else SHAPES,
+        keys,
+    )
+    report = done | compare(folder / "storm", folder / "calm", given.same_shape)
+    print(json.dumps(report, indent=2))
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    if not given.folder:
+        shutil.rmtree(folder)
+    few = sum(done["ends"].values()) < given.kills
+    if few:
+        print("the run ended before all kills were made: give more steps", file=sys.stderr)
+    return 1 if report["bad"] or report["faults"] or few else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
