@@ -2,10 +2,10 @@
 
 A run with a ramp is started until it ends. Each start has a random shape (processes, devices, mesh,
 rows per pass) and comes to a random end: kill -9, SIGTERM or SIGINT, to all processes or to one of
-them, in a step, in a save, in a compile, in the start-up, or while a signal is being obeyed. Then,
-against the same run without a disturbance: every step exactly once and in order in metrics.jsonl and
-TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the same loss curve, and
-where the shape never changed the same bits.
+them, in a step, in a save, in a compile, in the start-up, or while a signal is being obeyed. Then
+it is compared with the same run without a disturbance: every step exactly once and in order in
+metrics.jsonl and TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the
+same loss curve, and where the shape never changed the same bits.
 
 python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--folder DIR] [--json FILE]
                            [key=value ...]
@@ -204,9 +204,9 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
         if not set(statuses) <= fine or (any(told) and shape.processes == 1):
             faults.append(f"{end} {shape}: status {statuses}: {' | '.join(told)[-1500:]}")
         print(
-            f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, tensor "
-            f"{shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, exit "
-            f"status {statuses}",
+            f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, "
+            f"tensor {shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, "
+            f"exit status {statuses}",
             flush=True,
         )
     statuses = Job(folder, shapes[0], keys).end(grace=60)
@@ -288,6 +288,7 @@ def main() -> int:
         f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24",
         *("step_batch_size_unit=samples", f"jax_cache_dir={folder / 'cache'}", *given.keys),
     ]
+    keys = [f"{k}={v}" for k, v in dict(key.split("=", 1) for key in keys).items()]
     for name in ("calm", "storm"):
         shutil.rmtree(folder / name, ignore_errors=True)
     if statuses := [s for s in Job(folder / "calm", Shape(), keys).end(60) if s]:
