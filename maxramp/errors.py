@@ -21,10 +21,16 @@ class TrainingError(RuntimeError):
     """What stopped a run that had started, in one line. Programs exit with status 1."""
 
 
+class PeerLostError(TrainingError):
+    """Another process of the job ended. Programs exit with status 77: start the job again."""
+
+
 def report(error: Exception) -> int:
     """Prints an error in one line on stderr; returns the exit status that goes with it."""
     text = str(error).strip()
     if not isinstance(error, ConfigError | TrainingError):
         text = text.partition("\n")[0][:300]  # JAX's own, such as too little memory: its first line
     print(f"error: {' '.join(text.splitlines())}", file=sys.stderr)
-    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_LOST if isinstance(error, PeerLostError) else EXIT_FAILED

@@ -4,10 +4,11 @@ Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` 
 layer's heads and MLP. Rows of a batch are spread over data x fsdp.
 """
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from maxramp.config import AXES, Config
-from maxramp.errors import EXIT_CONFIG, ConfigError
+from maxramp.errors import EXIT_CONFIG, ConfigError, PeerLostError, TrainingError
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -121,6 +122,26 @@ def together(function: Callable[[], Any]) -> Any:
     if failed:
         raise SystemExit(EXIT_CONFIG)
     return answer
+
+
+@contextlib.contextmanager
+def noticing_lost_peers() -> Iterator[None]:
+    """Says in one line that another process of the job has ended.
+
+    Raises:
+      PeerLostError: in place of what the interrupted collective raised.
+    """
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except (ValueError, jax.errors.JaxRuntimeError) as error:  # Gloo's is a ValueError
+        if jax.process_count() == 1 or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        raise PeerLostError(
+            "another process of the job has ended (its own output says why); start again to go on "
+            f"from the last checkpoint; what was noticed here: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def anywhere(flag: bool) -> bool:

@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from maxramp import mesh as mesh_lib
 from maxramp import saved as saved_lib
 from maxramp.config import Config
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.model import Decoder
 from maxramp.rampup import RampupBatchManager
 from maxramp.saved import Saved
@@ -300,6 +300,14 @@ class Checkpoints:
                 + ("" if last else f" (max_failed_saves={most} in a row have failed)")
             )
         self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of max_failed_saves={most})")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Waits until everything is written; with a lost peer it never would be."""
+        if not isinstance(error, PeerLostError):
+            self.close()
 
     def close(self) -> None:
         """Waits until everything is written; says what was not."""

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxramp.config import Config
 from maxramp.data.expansion import Expansion
-from maxramp.errors import TrainingError
+from maxramp.errors import EXIT_LOST, TrainingError
 from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.mesh import platform
 from maxramp.model import Decoder
@@ -79,12 +79,14 @@ def initial_state(config: Config) -> TrainState:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process, also while a program is being compiled.
+    """Ends the process, also while a program is being compiled, or without its peers.
 
-    A compile cannot be interrupted, and an interpreter that shuts down under one aborts.
+    A compile cannot be interrupted, and an interpreter that shuts down under one aborts; one that
+    shuts down in a job waits for the other processes.
     """
-    if any(thread.name == _THREAD for thread in threading.enumerate()):
-        if jax.process_count() > 1:
+    alone = status == EXIT_LOST
+    if alone or any(thread.name == _THREAD for thread in threading.enumerate()):
+        if jax.process_count() > 1 and not alone:
             jax.distributed.shutdown()  # as the interpreter would: the others wait for it
         sys.stdout.flush()
         sys.stderr.flush()

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expansion = Expansion(mesh, config.expansion_factor_real_data)
         corpus = open_rows(config, expansion.reads)
         return train(config, corpus, expansion, take_up, preemption)
-    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError) as error:
+    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
 
@@ -89,8 +89,10 @@ def train(
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(config.hang_timeout_seconds))
         output = closing.enter_context(Output(config))
-        checkpoints = Checkpoints(config, output.folder / "checkpoints", corpus.hash, output.warn)
-        closing.callback(checkpoints.close)
+        checkpoints = closing.enter_context(
+            Checkpoints(config, output.folder / "checkpoints", corpus.hash, output.warn)
+        )
+        closing.enter_context(mesh_lib.noticing_lost_peers())
         position = checkpoints.latest()
         first_step = position.step if position else 0
         changes = changes_since(position, config, corpus.hash, versions()) if position else ""

@@ -1,0 +1,408 @@
+"""Bad days, each brought about for real: signals, hangs, dead peers, full disks, two at once."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+
+from maxramp import saved as saved_lib
+from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
+from maxramp.metrics import JsonlWriter, cut_records, read_records
+from maxramp.optimizer import LearningRate
+from maxramp.rampup import RampupBatchManager
+from maxramp.step import BATCH_ABS, init_state, train_step
+from maxramp.tensorboard import TensorBoardWriter, read_events
+
+# Endless, at a constant batch, of data that needs no files.
+KEYS = [
+    *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=1000000"),
+    *("dataset_type=synthetic", "eval_interval=-1", "checkpoint_period=20", "log_period=10"),
+    *("max_num_checkpoints_to_keep=2", "learning_rate=1e-3"),
+]
+
+
+def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
+    given = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", "run_name=run"]
+    merged = dict(argument.split("=", 1) for argument in (*given, *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+class Job:
+    """Processes of one run."""
+
+    def __init__(self, folder: pathlib.Path, cache_dir: str, *more: str, processes=1):
+        self.run = folder / "run"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = []
+        for index in range(processes):
+            job = {
+                "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+                "MAXRAMP_NUM_PROCESSES": str(processes),
+                "MAXRAMP_PROCESS_ID": str(index),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    command(*arguments(folder, cache_dir, *more)),
+                    env=environment() | (job if processes > 1 else {}),
+                    stdout=(folder / f"stdout.{index}").open("wb"),
+                    stderr=(folder / f"stderr.{index}").open("wb"),
+                )
+            )
+        self.folder = folder
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def printed(self, name="stdout", index=0) -> str:
+        return (self.folder / f"{name}.{index}").read_text()
+
+    def wait_for(self, condition, seconds=200):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            status = [process.poll() for process in self.processes]
+            assert status == [None] * len(status), (status, self.printed("stderr"))
+            time.sleep(0.01)
+
+    def train_to(self, step: int):
+        path = self.run / "metrics.jsonl"
+        self.wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") > step)
+
+    def statuses(self, seconds=200) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return saved_lib.steps_in(self.run / "checkpoints")
+
+    def steps(self) -> list[int]:
+        return [r["step"] for r in read_records(self.run / "metrics.jsonl")]
+
+
+def assert_all_is_saved(job: Job):
+    """The newest checkpoint stands where the metrics end, and both are whole."""
+    steps = job.steps()
+    assert steps == list(range(len(steps)))
+    assert job.checkpoints[-1] == len(steps)
+    saved_lib.read(job.run / "checkpoints" / str(len(steps)))
+
+
+# --- Signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves(tmp_path, cache_dir, number):
+    with Job(tmp_path, cache_dir) as job:
+        job.train_to(30)
+        job.processes[0].send_signal(number)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert_all_is_saved(job)
+        assert not job.printed("stderr")
+        assert "stopped by a signal after step" in job.printed()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_first_compile_ends_at_once(tmp_path, number):
+    """A compile cannot be interrupted, and nothing is lost."""
+    with Job(tmp_path, str(tmp_path / "cold"), "scan_layers=False") as job:
+        job.wait_for(lambda: "run      " in job.printed())
+        job.processes[0].send_signal(number)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert not job.printed("stderr") and job.steps() == [] and job.checkpoints == []
+        assert job.printed().splitlines()[-1].startswith("stopped by a signal before a step")
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
+    """Also where the loop waits for a peer that hangs, and would never save."""
+    with Job(tmp_path, cache_dir, processes=2) as job:
+        job.train_to(10)
+        job.processes[1].send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            time.sleep(1)
+            assert job.processes[0].poll() is None
+            job.processes[0].send_signal(signal.SIGINT)
+        assert job.processes[0].wait(60) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number, to", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, number, to):
+    with Job(tmp_path, cache_dir, processes=2) as job:
+        job.train_to(10)
+        job.processes[to].send_signal(number)
+        assert job.statuses() == [EXIT_PREEMPTED] * 2
+        assert_all_is_saved(job)
+
+
+# --- Peers and hangs -----------------------------------------------------------------------------
+
+
+def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
+    """SIGSTOP stands for a hang: the other says where it waits; continued, the first ends too."""
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=30", processes=2) as job:
+        job.train_to(10)
+        job.processes[1].send_signal(signal.SIGSTOP)
+        assert job.processes[0].wait(200) == EXIT_LOST
+        told = job.printed("stderr")
+        assert "hang_timeout_seconds=30" in told.splitlines()[-1]
+        assert "maxramp/train.py" in told and "most recent call first" in told
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.processes[1].wait(200) != 0
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
+    """Soon, with a status that says start again; and so it goes on from the last checkpoint."""
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
+        job.train_to(45)
+        job.processes[killed].kill()
+        statuses = job.statuses()
+        assert statuses[killed] == -signal.SIGKILL
+        assert statuses[1 - killed] in (EXIT_LOST, -signal.SIGABRT), job.printed(
+            "stderr", 1 - killed
+        )
+    saved_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
+
+
+def test_a_stopped_and_continued_run_is_not_ended(tmp_path, cache_dir):
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=20") as job:
+        job.train_to(10)
+        job.processes[0].send_signal(signal.SIGSTOP)
+        time.sleep(21)
+        job.processes[0].send_signal(signal.SIGCONT)
+        job.train_to(len(job.steps()) + 20)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+
+
+# --- Disks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts a file system of a few megabytes; remounted read-only on demand."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def do(*options: str):
+        line = ["mount", *options, str(folder)]
+        if subprocess.run(line, capture_output=True, check=False).returncode:
+            pytest.skip("mounting needs root")
+
+    do("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    yield folder, functools.partial(do, "-o")
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def fill(folder: pathlib.Path):
+    """Takes all room but a few kilobytes."""
+    room = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with (folder / "filler").open("wb") as file:
+        file.write(bytes(max(0, room - 100_000)))
+
+
+def warnings(job) -> list[str]:
+    return [line for line in job.printed("stderr").splitlines() if line.startswith("warning: ")]
+
+
+def test_a_full_disk_is_outlived(mount, cache_dir):
+    """Warned, the run goes on; with room again it saves again, and no step is missing."""
+    folder, _ = mount
+    with Job(folder, cache_dir, "max_failed_saves=1000000") as job:
+        job.wait_for(lambda: job.checkpoints)
+        fill(folder)
+        job.wait_for(lambda: warnings(job))
+        line = warnings(job)[0]
+        assert "No space left on device" in line and "the run goes on" in line
+        stands = int(re.search(r"checkpoint (\d+) stands", line)[1])
+        saved_lib.read(job.run / "checkpoints" / str(stands))
+        (folder / "filler").unlink()
+        job.wait_for(lambda: job.checkpoints and job.checkpoints[-1] > stands + 20)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert_all_is_saved(job)
+        left = {p.name for p in (job.run / "checkpoints").iterdir()}
+        assert left == {str(step) for step in job.checkpoints}, "failed saves leave nothing"
+
+
+@pytest.mark.parametrize("fault", ["full", "in the way"])
+def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
+    folder, _ = mount
+    with Job(tmp_path, cache_dir, f"base_output_directory={folder}", "max_failed_saves=2") as job:
+        job.run = folder / "run"
+        checkpoints = job.run / "checkpoints"
+        job.wait_for(lambda: job.checkpoints)
+        if fault == "full":
+            fill(folder)
+        else:
+            job.processes[0].send_signal(signal.SIGSTOP)
+            checkpoints = checkpoints.rename(job.run / "aside")
+            (job.run / "checkpoints").write_text("")
+            job.processes[0].send_signal(signal.SIGCONT)
+        assert job.statuses() == [1]
+        told = job.printed("stderr").splitlines()
+        error = next(line for line in told if line.startswith("error: "))
+        assert "max_failed_saves=2 in a row" in error, told
+        assert "(1 of max_failed_saves=2)" in warnings(job)[0]
+        good = re.search(r"checkpoint (\d+) stands", error)[1]
+        saved_lib.read(checkpoints / good)
+
+
+def test_a_last_save_that_fails_is_no_success(mount, cache_dir, tmp_path):
+    folder, _ = mount
+    more = (f"base_output_directory={folder}", "checkpoint_period=1000000")
+    with Job(tmp_path, cache_dir, *more) as job:
+        job.run = folder / "run"
+        job.train_to(10)
+        fill(folder)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [1]
+        assert "was not saved: No space left on device" in job.printed("stderr")
+
+
+def test_a_disk_that_is_full_from_the_start(mount, cache_dir):
+    folder, _ = mount
+    with (folder / "filler").open("wb") as file, pytest.raises(OSError):
+        file.write(bytes(100_000_000))
+    done = run(*arguments(folder, cache_dir))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"base_output_directory={folder}" in done.stderr
+    assert "No space left on device" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(mount, cache_dir):
+    folder, remount = mount
+    remount("remount,ro")
+    done = run(*arguments(folder, cache_dir))
+    assert done.returncode == 2 and "Read-only file system" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "plan.json.tmp"])
+def test_something_in_the_way(tmp_path, cache_dir, name):
+    (tmp_path / "run").mkdir()
+    if name == "checkpoints":
+        (tmp_path / "run" / name).write_text("")
+    else:
+        (tmp_path / "run" / name).mkdir()
+    done = run(*arguments(tmp_path, cache_dir))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert name in done.stderr
+
+
+# --- Two at once ---------------------------------------------------------------------------------
+
+
+def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
+    with Job(tmp_path, cache_dir) as job:
+        job.train_to(1)
+        done = run(*arguments(tmp_path, cache_dir))
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"in use by process {job.processes[0].pid} on " in done.stderr
+        job.processes[0].kill()  # the lock goes with it
+        job.processes[0].wait()
+    assert run(*arguments(tmp_path, cache_dir, f"steps={len(job.steps()) + 5}")).returncode == 0
+
+
+# --- Gradients that are not finite ---------------------------------------------------------------
+
+
+def test_a_bad_step_changes_nothing_but_the_clock():
+    """Bit for bit; the next good step trains as if the bad one had not been."""
+    config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
+    mesh, rate = make_mesh(config), LearningRate.of(config, RampupBatchManager(config))
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+        rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
+        batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
+        state, metrics = step(jax.jit(functools.partial(init_state, config))(), batch)
+        assert metrics["bad_steps"] == 0
+        leaves, structure = jax.tree.flatten(state.model)
+        spoilt = structure.unflatten([leaves[0].at[...].set(jnp.inf), *leaves[1:]])
+        bad = dataclasses.replace(state, model=spoilt)
+        for count in (1, 2):
+            after, metrics = step(bad, batch)
+            assert metrics["bad_steps"] == after.bad_steps == count
+            assert after.consumed_samples[0] == bad.consumed_samples[0] + 256
+            for name in ("model", "opt_state"):
+                pairs = zip(*(jax.tree.leaves(getattr(s, name)) for s in (bad, after)), strict=True)
+                assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+            bad = after
+        healed, metrics = step(dataclasses.replace(bad, model=state.model), batch)
+        assert metrics["bad_steps"] == healed.bad_steps == 0 and np.isfinite(metrics["grad_norm"])
+
+
+def test_bad_steps_in_a_row_end_the_run(tmp_path, cache_dir):
+    more = ("learning_rate=1e30", "opt_type=sgd", "gradient_clipping_threshold=0")
+    more += ("warmup_steps_fraction=0", "skip_bad_steps=4", "checkpoint_period=1")
+    done = run(*arguments(tmp_path, cache_dir, *more))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    first, last = map(int, re.search(r"steps (\d+) to (\d+) were", done.stderr).groups())
+    assert last == first + 3 and "skip_bad_steps=4" in done.stderr
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    counted = [r["bad_steps"] for r in records]
+    assert counted[-3:] == [1, 2, 3] and set(counted[:-3]) == {0}
+    assert done.stdout.count("skipped: its gradient is not finite") == 3
+
+
+# --- What is written of every step ---------------------------------------------------------------
+
+
+def record(step: int) -> dict:
+    return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7, "lo', '{"step": 7}', "\0\0\0", "\n"])
+def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record(step)) + "\n" for step in range(7)) + torn)
+    cut_records(path, 5)
+    writer = JsonlWriter(path)
+    for step in range(5, 9):
+        writer(record(step))
+    writer.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        record(step) for step in range(9)
+    ]
+
+
+def test_tensorboard_holds_each_step_once(tmp_path):
+    """Over three starts, the second of which was killed in the middle of an event."""
+    for first, last in ((0, 10), (6, 14), (10, 20)):
+        writer = TensorBoardWriter(tmp_path, first, 8 * first)
+        for step in range(first, last):
+            writer(record(step))
+        writer.flush()
+        newest = max(tmp_path.glob("events*"), key=lambda path: int(path.suffix[1:]))
+        if first == 6:
+            os.truncate(newest, newest.stat().st_size - 5)
+        writer.close()
+    for folder, scale in ((tmp_path, 1), (tmp_path / "over_samples", 8)):
+        found = {}
+        for path in folder.glob("events*"):
+            for event, _ in read_events(path):
+                for value in event.summary.value:
+                    if value.tag == "loss":
+                        assert event.step not in found
+                        found[event.step] = value.simple_value
+        places = [scale * step + (scale > 1) * 8 for step in range(20)]
+        assert sorted(found) == places
+        assert np.allclose([found[place] for place in places], [k / 7 for k in range(20)])
