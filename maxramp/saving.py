@@ -174,13 +174,17 @@ class Checkpoints:
         self._timer = _Timer(self._config.checkpoint_period_minutes)
         if not (self._config.enable_checkpointing and self._is_first):
             return
-        for path in self._folder.iterdir():
-            if path.name.endswith((saved_lib.UNFINISHED, saved_lib.DELETING)):
-                shutil.rmtree(path, ignore_errors=True)
+        self._remove_leftovers()
         for step in self._torn:
             aside = self._folder / f"{step}{saved_lib.TORN}"
             shutil.rmtree(aside, ignore_errors=True)  # of an earlier restart
             (self._folder / str(step)).rename(aside)
+
+    def _remove_leftovers(self) -> None:
+        """Removes the parts of saves that failed or were killed; none is going on."""
+        for path in self._folder.iterdir():
+            if path.name.endswith((saved_lib.UNFINISHED, saved_lib.DELETING)):
+                shutil.rmtree(path, ignore_errors=True)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -231,7 +235,7 @@ class Checkpoints:
             config=self._config.to_dict(),
             versions=versions(),
         )
-        error = _error_of(prepare)
+        error = self._error_of(prepare)
         if mesh_lib.anywhere(error is not None):
             writing = _raiser(error or OSError("the first process cannot write"))
         else:
@@ -246,11 +250,23 @@ class Checkpoints:
         if last or not self._config.async_checkpointing:
             self._finish_save(wait=True, last=last)
 
+    def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
+        """What `prepare` raises, or else what stands in the way of a file."""
+        try:
+            prepare()
+            if self._is_first:
+                (self._folder / ".writable").touch()
+                (self._folder / ".writable").unlink()
+        except OSError as error:
+            return error
+        return None
+
     def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
         """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
         writing()
         if self._is_first:
             saved_lib.write_sizes(path)
+            self._remove_leftovers()
             for old in self._not_kept():
                 gone = self._folder / f"{old}{saved_lib.DELETING}"
                 (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
@@ -283,7 +299,7 @@ class Checkpoints:
         if error is None:
             self._last_good, self._failed_in_a_row = step, 0
             return
-        if self._is_first:
+        if self._is_first:  # for room; what other threads still write goes after the next save
             unfinished = self._folder / f"{step}{saved_lib.UNFINISHED}"
             shutil.rmtree(unfinished, ignore_errors=True)
         self._failed_in_a_row += 1
@@ -426,13 +442,6 @@ def _path(path: Any) -> str:
 
 def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _error_of(function: Callable[[], None]) -> OSError | None:
-    try:
-        return function()
-    except OSError as error:
-        return error
 
 
 def _raiser(error: Exception) -> Callable[[], None]:

@@ -1,0 +1,36 @@
+"""The chaos driver as a user runs it: kills at random, then the proof that nothing was lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--kills=5", "--seed=1", "--same-shape"],
+        pytest.param(["--kills=25", "--seed=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_lost(tmp_path, cache_dir, options):
+    line = [*options, f"--folder={tmp_path}", f"--json={tmp_path / 'report.json'}"]
+    driver = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "chaos.py"),
+            *line,
+            f"jax_cache_dir={cache_dir}",
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert driver.returncode == 0, driver.stdout + driver.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert sum(report["ends"].values()) == int(options[0].partition("=")[2])
+    assert report["missing_steps"] == report["repeated_steps"] == 0 and not report["bad"]
