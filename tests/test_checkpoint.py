@@ -12,6 +12,7 @@ from conftest import BASE, TINY, make_config, make_mesh, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
+from maxramp import config as config_lib
 from maxramp import saved as saved_lib
 from maxramp.errors import ConfigError
 from maxramp.metrics import read_records
@@ -376,3 +377,33 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
         assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
     assert saved_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [
+        (["allow_changed=[lerning_rate]"], ["allow_changed", "lerning_rate", "corpus"]),
+        (["allow_changed=corpus"], ["allow_changed=corpus", "a list"]),
+        (["load_parameters_path=a", "load_full_state_path=b"], ["load_parameters_path=a", "=b"]),
+        (["checkpoint_keep_period=100"], ["checkpoint_keep_period=100", "max_num_checkpoints"]),
+        (["checkpoint_period=0"], ["checkpoint_period=0"]),
+        (["checkpoint_period_samples=-2"], ["checkpoint_period_samples=-2"]),
+        (["checkpoint_period_minutes=0"], ["checkpoint_period_minutes=0"]),
+        (["hang_timeout_seconds=0"], ["hang_timeout_seconds=0"]),
+        (["max_failed_saves=0"], ["max_failed_saves=0"]),
+        (["skip_bad_steps=-1"], ["skip_bad_steps=-1"]),
+    ],
+)
+def test_keys_that_make_no_sense(keys, names):
+    with pytest.raises(ConfigError) as refused:
+        config_lib.load([BASE, *keys])
+    line = str(refused.value)
+    assert len(line.splitlines()) == 1 and all(name in line for name in names), line
+
+
+def test_nowhere_to_go_on_from(tmp_path, cache_dir):
+    for key in ("load_full_state_path", "load_parameters_path"):
+        more = (f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}")
+        done = run(BASE, *TINY, *more, "dataset_type=synthetic", f"{key}={tmp_path / 'gone'}")
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"{tmp_path / 'gone'}: no checkpoint there" in done.stderr
