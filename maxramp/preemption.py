@@ -32,23 +32,23 @@ class Preemption:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, args=(ears,), name="signals", daemon=True).start()
 
-    def ask(self) -> None:
-        """Asks for the end as a scheduler would: every process of the job hears of it."""
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def begin(self) -> None:
         """The processes of the job have joined."""
         self._several = jax.process_count() > 1
+
+    def ask(self) -> None:
+        """Asks for the end as a scheduler would: every process of the job hears of it."""
+        self._asked = True
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _listen(self, ears: int) -> None:
         while True:
             number = os.read(ears, 1)[0]
             if self._asked and number == signal.SIGINT:
                 os._exit(128 + number)
-            self._asked = True
-            if self._several:
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif not self._has_trained:
+            self.ask()
+            if not (self._several or self._has_trained):
                 cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
                 line = "stopped by a signal before a step was done; start again to go on"
                 os.write(1, f"{cursor}{line}\n".encode())

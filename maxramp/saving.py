@@ -208,7 +208,7 @@ class Checkpoints:
         prepare: Callable[[], None],
         last: bool,
     ) -> None:
-        """Saves the state after `step` steps of `ramp`.
+        """Saves the state after `step` steps of `ramp`, unless that was the last save.
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
@@ -226,6 +226,8 @@ class Checkpoints:
         if not self._config.enable_checkpointing:
             return
         self._finish_save(wait=True)
+        if step == self._last_good:
+            return
         saved = Saved(
             path=self._folder / str(step),
             step=step,

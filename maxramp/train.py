@@ -142,7 +142,7 @@ def train(
             except TrainingError:  # every process comes here before the same step
                 if step > first_step:
                     log.flush()
-                    checkpoints.save(step, state, ramp)
+                    checkpoints.save(step, state, ramp, output.flush, last=True)
                 raise
             with profiler.before(step):
                 state, metrics = train_step(state, batch)
