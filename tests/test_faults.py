@@ -26,6 +26,7 @@ from maxramp.rampup import RampupBatchManager
 from maxramp.step import BATCH_ABS, init_state, train_step
 from maxramp.tensorboard import TensorBoardWriter, read_events
 
+SLOW = pytest.mark.slow
 # Endless, at a constant batch, of data that needs no files.
 KEYS = [
     *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=1000000"),
@@ -132,6 +133,7 @@ def test_a_signal_in_the_first_compile_ends_at_once(tmp_path, number):
         assert job.printed().splitlines()[-1].startswith("stopped by a signal before a step")
 
 
+@SLOW
 def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
     """Also where the loop waits for a peer that hangs, and would never save."""
     with Job(tmp_path, cache_dir, processes=2) as job:
@@ -144,7 +146,10 @@ def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
         assert job.processes[0].wait(60) == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("number, to", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    "number, to",
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 0, marks=SLOW)],
+)
 def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, number, to):
     with Job(tmp_path, cache_dir, processes=2) as job:
         job.train_to(10)
@@ -156,6 +161,7 @@ def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, numb
 # --- Peers and hangs -----------------------------------------------------------------------------
 
 
+@SLOW
 def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
     """SIGSTOP stands for a hang: the other says where it waits; continued, the first ends too."""
     with Job(tmp_path, cache_dir, "hang_timeout_seconds=30", processes=2) as job:
@@ -169,7 +175,7 @@ def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
         assert job.processes[1].wait(200) != 0
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=SLOW)])
 def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
     """Soon, with a status that says start again; and so it goes on from the last checkpoint."""
     with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
@@ -183,6 +189,7 @@ def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
     saved_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
 
 
+@SLOW
 def test_a_stopped_and_continued_run_is_not_ended(tmp_path, cache_dir):
     with Job(tmp_path, cache_dir, "hang_timeout_seconds=20") as job:
         job.train_to(10)
@@ -246,7 +253,7 @@ def test_a_full_disk_is_outlived(mount, cache_dir):
         assert left == {str(step) for step in job.checkpoints}, "failed saves leave nothing"
 
 
-@pytest.mark.parametrize("fault", ["full", "in the way"])
+@pytest.mark.parametrize("fault", [pytest.param("full", marks=SLOW), "in the way"])
 def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
     folder, _ = mount
     more = (f"base_output_directory={folder}", "max_failed_saves=2", "checkpoint_period=200")
@@ -299,7 +306,10 @@ def test_a_folder_that_cannot_be_written(mount, cache_dir):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "plan.json.tmp"])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json.tmp"))],
+)
 def test_something_in_the_way(tmp_path, cache_dir, name):
     (tmp_path / "run").mkdir()
     if name == "checkpoints":
