@@ -116,13 +116,12 @@ class Checkpoints:
                 f"{path}: {error}; the checkpoint must be whole, and every host must see it"
             ) from None
 
-    def compare(self, saved: Saved, abstract: Any, names: tuple[str, ...] | None = None) -> None:
+    def compare(self, saved: Saved, abstract: Any) -> None:
         """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
 
         Args:
           saved: the checkpoint.
           abstract: an abstract train state, or parts of one by name.
-          names: the parts to compare; all of them without it.
 
         Raises:
           ConfigError: names the first parameter that differs, and the keys that make it so.
