@@ -10,7 +10,8 @@ from maxramp.saved import Saved
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
     *("dataset_type", "max_target_length", "eval_fraction", "enable_data_shuffling"),
-    *("data_shuffle_seed", "init_weights_seed"),
+    *("data_shuffle_seed", "init_weights_seed", "tokenizer_type", "tokenizer_path"),
+    *("add_bos", "add_eos", "packing", "grain_packing_type"),
 )
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
