@@ -56,7 +56,7 @@ class Shape:
     micro_batch_size: int = 8  # rows per data-parallel rank in a pass: accumulation follows
 
     def keys(self) -> list[str]:
-        # expansion_factor_real_data moves data between hosts without changing it: its place is here.
+        # The place for expansion_factor_real_data: it moves data between hosts, unchanged.
         return [
             f"ici_data_parallelism={self.data}",
             f"ici_tensor_parallelism={self.tensor}",
