@@ -71,6 +71,7 @@ _CHOICES = {
     "node_schedule": ("best", "nemo", "fixed"),
     "learning_rate_by": ("samples", "steps"),
     "batch_size_lr_scaling": ("none", "sqrt", "linear"),
+    "container_runtime": ("pyxis", "apptainer"),
 }
 _ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
@@ -81,18 +82,21 @@ _AT_LEAST = {
         *("min_nodes", "grain_num_threads"),
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
         *("base_num_decoder_layers", "vocab_size", "max_num_checkpoints_to_keep"),
-        *("max_failed_saves", "profiler_steps"),
+        *("max_failed_saves", "profiler_steps", "processes_per_node"),
+        *("join_timeout_seconds", "grace_seconds"),
     ),
     0: (
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
         *("planned_pass_overhead", "skip_first_n_steps_for_profiler", "skip_bad_steps"),
+        *("max_restarts",),
         *("grain_worker_count", "grain_prefetch_buffer_gib"),
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (
-    *("num_nodes", "devices_per_node", "eval_interval", "eval_steps"),
+    *("num_nodes", "devices_per_node", "compile_topology_num_slices"),
+    *("eval_interval", "eval_steps"),
     *("learning_rate_schedule_steps", "steps", "total_samples", "total_tokens"),
     *("checkpoint_period", "checkpoint_period_samples", "checkpoint_keep_period"),
 )
@@ -389,11 +393,12 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             f"warmup_steps_fraction={config.warmup_steps_fraction} and "
             f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
         )
-    if config.stop_at_stage_end and not config.enable_checkpointing:
-        raise ConfigError(
-            "stop_at_stage_end=True with enable_checkpointing=False would lose every stage; enable "
-            "checkpointing"
-        )
+    for name in ("stop_at_stage_end", "stop_at_node_change"):
+        if config[name] and not config.enable_checkpointing:
+            raise ConfigError(
+                f"{name}=True with enable_checkpointing=False would lose every stage; enable "
+                "checkpointing"
+            )
     for name in ("init_weights_seed", "data_shuffle_seed", "num_epoch"):
         if config[name] >= 2**32:
             raise ConfigError(f"{name}={config[name]} must be below 2^32 = {2**32}")

@@ -1,4 +1,4 @@
-"""The processes, the backend and the device mesh.
+"""The backend and the device mesh.
 
 Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` shards of each
 layer's heads and MLP. Rows of a batch are spread over data x fsdp.
@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from maxramp import processes
 from maxramp.config import AXES, Config
 from maxramp.errors import EXIT_CONFIG, ConfigError, PeerLostError, TrainingError
 
@@ -32,7 +33,8 @@ def start_backend(config: Config) -> None:
     """Joins the processes of the job and starts JAX on the asked-for hardware.
 
     Raises:
-      ConfigError: the hardware is not there, or the processes do not find each other.
+      ConfigError: the hardware is not there, or the processes are described wrongly.
+      TrainingError: the processes do not find each other.
     """
     if config.hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[config.hardware])
@@ -51,7 +53,7 @@ def start_backend(config: Config) -> None:
     # threads that the other's collective waits for, and XLA then aborts the process.
     if _forced_cpu_devices() > 1:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    _join_processes()
+    processes.join(config.join_timeout_seconds)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
@@ -69,33 +71,6 @@ def _forced_cpu_devices() -> int:
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     return max([jax.config.jax_num_cpu_devices, *map(int, flag[-1:])])
-
-
-def _join_processes() -> None:
-    """Starts jax.distributed where the environment describes a job of several processes.
-
-    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
-    first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
-    neither.
-    """
-    names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
-    values = [os.environ.get(name, "") for name in names]
-    if not any(values):
-        try:
-            jax.distributed.initialize()
-        except ValueError as error:  # "coordinator_address should be defined": no cluster around us
-            if "coordinator_address" not in str(error):
-                raise ConfigError(f"jax.distributed: {error}") from None
-        return
-    port = values[0].rpartition(":")[2]
-    numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
-    if not (":" in values[0] and port.isdigit() and numbers):
-        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise ConfigError(
-            f"{shown}: all three must be set, to host:port, the number of processes and this one's "
-            "place among them, from 0 on"
-        )
-    jax.distributed.initialize(values[0], int(values[1]), int(values[2]))
 
 
 def platform() -> str | None:

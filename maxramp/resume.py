@@ -60,7 +60,8 @@ class Schedule:
     Attributes:
       ramp: the stages on this job's devices.
       planned: the same stages on the nodes that the plan gives them.
-      last_step: the end of this job: of the run, or of the stage under `stop_at_stage_end`.
+      last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
+        `stop_at_node_change`.
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
@@ -103,13 +104,21 @@ class Schedule:
         self.last_step = self.ramp.total_steps
         if step >= self.last_step:
             return
-        here, *later = self.ramp.stages[self.ramp.stage_at_step(step).index :]
-        if config.stop_at_stage_end and later:
-            self.last_step = min(self.last_step, later[0].first_step)
-            self.ramp.check([here])
-            self.planned.check(later)
-        else:
-            self.ramp.check([here, *later])
+        here = self.ramp.stage_at_step(step).index
+        nodes = [stage.nodes for stage in self.planned.stages]
+        end = next(
+            (
+                index
+                for index in range(here + 1, len(nodes))
+                if config.stop_at_stage_end
+                or (config.stop_at_node_change and nodes[index] != nodes[here])
+            ),
+            len(nodes),
+        )
+        self.ramp.check(self.ramp.stages[here:end])
+        self.planned.check(self.planned.stages[end:])
+        if end < len(nodes):
+            self.last_step = min(self.last_step, self.ramp.stages[end].first_step)
 
 
 def _json(ramp: RampupBatchManager) -> list[dict]:

@@ -1,0 +1,1 @@
+"""Starting jobs: on this machine, under SLURM, on Kubernetes."""

@@ -1,0 +1,95 @@
+"""Starting a run on this machine or on a cluster, and keeping it going to its end.
+
+python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [--dry-run | --status]
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from maxramp import config as config_lib
+from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.launch import gke, local, slurm
+from maxramp.launch.jobs import Run
+
+_CLUSTERS = ("local", "slurm", "gke")
+USAGE = """
+Besides key=value: --cluster local, slurm or gke says where the jobs run; --dry-run prints all that
+would be started; --status shows the jobs of a run under slurm. num_nodes and devices_per_node say how
+many nodes there are for the run; each job takes those that the plan gives its stage.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        dry_run, status = (_take(arguments, flag) for flag in ("--dry-run", "--status"))
+        cluster = _take_cluster(arguments)
+        config = config_lib.load(arguments, "launch", USAGE)
+        if config.devices_per_node == -1:
+            if cluster != "local":
+                raise ConfigError(
+                    f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a node; "
+                    "give devices_per_node"
+                )
+            config.devices_per_node = _local_devices(config)
+        config.num_nodes = max(1, config.num_nodes)
+        run = Run.of(config, arguments)
+        if status:
+            if cluster != "slurm":
+                raise ConfigError(f"--status is there for --cluster slurm, not {cluster}")
+            slurm.print_status(run)
+            return 0
+        if cluster == "slurm":
+            return slurm.submit(run, dry_run)
+        if cluster == "gke":
+            return gke.apply(run, dry_run)
+        if dry_run:
+            for nodes in run.node_counts():
+                print(f"{run.processes(nodes)} processes (stage {run.stages_on(nodes)}), each")
+                print(f"  {slurm.quoted(run.command())}")
+            return 0
+        return local.run(run)
+    except (ConfigError, TrainingError) as error:
+        return report(error)
+
+
+def _take(arguments: list[str], flag: str) -> bool:
+    given = flag in arguments
+    if given:
+        arguments.remove(flag)
+    return given
+
+
+def _take_cluster(arguments: list[str]) -> str:
+    """Takes `--cluster NAME` or `--cluster=NAME` out of a command line."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--cluster":
+            del arguments[index]
+            if not equals and index < len(arguments):
+                value = arguments.pop(index)
+            if value not in _CLUSTERS:
+                raise ConfigError(f"--cluster {value} is not one of {', '.join(_CLUSTERS)}")
+            return value
+    if {"-h", "--help", "help"} & set(arguments):
+        return "local"
+    raise ConfigError(f"no --cluster given; add --cluster {', '.join(_CLUSTERS[:-1])} or gke")
+
+
+def _local_devices(config: config_lib.Config) -> int:
+    """Devices of this machine, counted by a process of its own: counting takes hold of them."""
+    if config.hardware == "cpu":
+        return 1
+    program = "import jax; print(jax.local_device_count())"
+    counted = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    if counted.returncode:
+        raise ConfigError("devices_per_node=-1: JAX finds no devices here; give devices_per_node")
+    return int(counted.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

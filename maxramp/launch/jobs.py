@@ -1,0 +1,130 @@
+"""What a launch starts: the same for every cluster.
+
+A run is a chain of jobs. Each ends with one of the exit statuses of `errors`: 75 before a batch that
+the plan gives another number of nodes, 76 when it was stopped and has saved. What comes next depends
+on that status, the plan and the newest checkpoint alone, so a chain can be taken up at any time.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import ml_collections
+from orbax.checkpoint import v1 as ocp
+
+from maxramp import config as config_lib
+from maxramp.errors import ConfigError
+from maxramp.rampup import RampupBatchManager, Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is to be launched.
+
+    Attributes:
+      config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
+      arguments: the command line of maxramp.train.
+      folder: the run's output folder.
+      stages: the plan's, to the end of the run.
+    """
+
+    config: ml_collections.ConfigDict
+    arguments: tuple[str, ...]
+    folder: pathlib.Path
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, config: ml_collections.ConfigDict, arguments: Sequence[str]) -> "Run":
+        """The run of a command line.
+
+        Args:
+          config: loaded from `arguments`; `num_nodes` and `devices_per_node` are given.
+          arguments: CONFIG.yml and key=value.
+
+        Raises:
+          ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
+        """
+        config.run_name = config.run_name or config.model_name
+        per_node = config.processes_per_node
+        if per_node not in (1, config.devices_per_node):
+            raise ConfigError(
+                f"processes_per_node={per_node} must be 1, or devices_per_node="
+                f"{config.devices_per_node} for one process a device"
+            )
+        if not config.enable_checkpointing:
+            raise ConfigError(
+                "enable_checkpointing=False: a launch hands the run on from job to job by its "
+                "checkpoints; enable checkpointing"
+            )
+        ramp = _plan(config)
+        stages = ramp.stages_between(0, ramp.total_steps)
+        ramp.check(stages)
+        for nodes in {stage.nodes for stage in stages}:
+            _resolve(config, nodes)
+        ours = {
+            "num_nodes": config.num_nodes,
+            "devices_per_node": config.devices_per_node,
+            "stop_at_node_change": True,
+        }
+        given = [a for a in arguments if a.partition("=")[0] not in ours]
+        return cls(
+            config,
+            (*given, *(f"{name}={value}" for name, value in ours.items())),
+            pathlib.Path(config.base_output_directory).expanduser().absolute() / config.run_name,
+            tuple(stages),
+        )
+
+    def next_nodes(self) -> int:
+        """The nodes of the stage that the run's next step is in.
+
+        Raises:
+          ConfigError: the newest checkpoint cannot be read.
+        """
+        step, consumed = self.position()
+        return _plan(self.config, first_step=step, first_sample=consumed).stages[0].nodes
+
+    def position(self) -> tuple[int, int]:
+        """Steps done and samples consumed in the newest checkpoint; 0, 0 before the first."""
+        saved = [p for p in (self.folder / "checkpoints").glob("*") if p.name.isdigit()]
+        if not saved:
+            return 0, 0
+        newest = max(saved, key=lambda path: int(path.name))
+        try:
+            metadata = ocp.checkpointables_metadata(newest).custom_metadata
+            return int(newest.name), metadata["consumed_samples"]
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise ConfigError(f"{newest}: not a checkpoint of maxramp: {error}") from None
+
+    def node_counts(self) -> list[int]:
+        """Every number of nodes that a job of the run has, in the order of the plan."""
+        return list(dict.fromkeys(stage.nodes for stage in self.stages))
+
+    def stages_on(self, nodes: int) -> str:
+        """The stages that run on so many nodes, as a person reads them: "0, 1, 2"."""
+        return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
+
+    def processes(self, nodes: int) -> int:
+        """Processes of a job."""
+        return nodes * self.config.processes_per_node
+
+    @property
+    def devices_per_process(self) -> int:
+        """Devices of each."""
+        return self.config.devices_per_node // self.config.processes_per_node
+
+    def command(self, python: str = sys.executable) -> list[str]:
+        """The command line of one process."""
+        return [python, "-m", "maxramp.train", *self.arguments]
+
+
+def _plan(config: ml_collections.ConfigDict, **origin: int) -> RampupBatchManager:
+    target = _resolve(config, config.num_nodes)
+    return RampupBatchManager(target, usable=config_lib.mesh_checker(config), **origin)
+
+
+def _resolve(config: ml_collections.ConfigDict, nodes: int) -> config_lib.Config:
+    slices = 1
+    for axis in config_lib.AXES:
+        slices *= max(1, config[f"dcn_{axis}_parallelism"])
+    return config_lib.resolve(config, nodes * config.devices_per_node, slices, nodes)

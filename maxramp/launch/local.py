@@ -1,0 +1,151 @@
+"""Jobs on this machine: real processes that stand for nodes.
+
+No process outlives the launch: each leads a process group of its own that is killed at the end, and
+on Linux the kernel kills it when the launcher dies (`bound`).
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.launch.jobs import Run
+
+_CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
+
+
+def run(launch: Run) -> int:
+    """Runs job after job until the run is finished; returns the exit status of the last.
+
+    The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
+    """
+    stop = _Stop()
+    crashes = 0
+    while True:
+        nodes = launch.next_nodes()
+        _say(
+            f"{launch.processes(nodes)} processes as {nodes} node{'s'[: nodes > 1]} of "
+            f"{launch.config.devices_per_node} devices"
+        )
+        status = _run_job(launch, nodes, stop)
+        if status in (0, EXIT_CONFIG) or stop.asked:
+            return status
+        if status in (EXIT_STAGE_END, EXIT_PREEMPTED):
+            crashes = 0
+        elif crashes == launch.config.max_restarts:
+            _say(f"exit status {status}; gave up after max_restarts={crashes} starts again")
+            return status
+        else:
+            crashes += 1
+            _say(f"exit status {status}; start {crashes} of {launch.config.max_restarts} again")
+
+
+class _Stop:
+    """Notices SIGINT and SIGTERM: how often somebody asked to stop."""
+
+    def __init__(self):
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame) -> None:
+        self.asked += 1
+
+
+def _run_job(launch: Run, nodes: int, stop: _Stop) -> int:
+    """Runs one job; returns its exit status: that of the first process that went wrong."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
+    processes: list[subprocess.Popen] = []
+    printers: list[threading.Thread] = []
+    try:
+        for place in range(launch.processes(nodes)):
+            process = subprocess.Popen(
+                [*bound, *launch.command()],
+                env=_environment(launch, nodes, place, port),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            processes.append(process)
+            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                printer = threading.Thread(target=_print, args=(stream, out, place), daemon=True)
+                printer.start()
+                printers.append(printer)
+        return _wait(processes, launch.config.grace_seconds, stop)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for printer in printers:
+            printer.join(5.0)
+
+
+def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
+    """Waits for the end of a job, and brings it about where it does not come by itself.
+
+    Returns:
+      0 if every process ended so, else the status of the first that crashed, else of the first.
+    """
+    told, ended, deadline = 0, [], float("inf")
+    while len(ended) < len(processes):
+        for process in processes:
+            if process not in ended and process.poll() is not None:
+                ended.append(process)
+                orderly = process.returncode in (0, EXIT_STAGE_END, EXIT_PREEMPTED)
+                wait = grace if orderly else _CRASH_GRACE
+                deadline = min(deadline, time.monotonic() + wait)
+        if stop.asked > told:
+            told = stop.asked
+            deadline = time.monotonic() + (grace if told == 1 else 0)
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    codes = [_shell_status(p.returncode) for p in ended]
+    codes += [128 + signal.SIGKILL] * (len(processes) - len(ended))
+    wrong = [code for code in codes if code not in (0, EXIT_STAGE_END, EXIT_PREEMPTED)]
+    return (wrong or sorted(codes, reverse=True))[0]
+
+
+def _shell_status(code: int) -> int:
+    return 128 - code if code < 0 else code  # as a shell says that a signal ended a process
+
+
+def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:
+    count = launch.devices_per_process
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    return os.environ | {
+        "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+        "MAXRAMP_NUM_PROCESSES": str(launch.processes(nodes)),
+        "MAXRAMP_PROCESS_ID": str(place),
+        "XLA_FLAGS": flags,
+        # A process's share: as many fake ones of a CPU, or those GPUs of this machine.
+        "JAX_NUM_CPU_DEVICES": str(count),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(place * count, (place + 1) * count))),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _print(stream: IO[str], out: IO[str], place: int) -> None:
+    for line in stream:
+        print(f"[{place}] {line.rstrip()}", file=out, flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"launch   {line}", flush=True)

@@ -1,0 +1,296 @@
+"""Jobs under SLURM: a batch script for every number of nodes, each of which submits its successor.
+
+The scripts lie in `{output folder}/slurm/` and need nothing but bash, SLURM and the trainer: they
+can be read, changed and submitted by hand. `chain.jsonl` beside them says what ran.
+"""
+
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.launch.jobs import Run
+
+_SCRIPT = r"""#!/usr/bin/env bash
+# Stage @STAGES@ of a run, on @NODES@ of its nodes. Written by maxramp.launch.
+@SBATCH@
+
+cd -- @DIRECTORY@ || exit 1
+folder=@FOLDER@
+command=(@COMMAND@)
+nodes=@NODES@
+restarts=${MAXRAMP_RESTARTS:-0}  # after crashes, one after another
+
+# Where the processes of the job find each other; each knows its place by SLURM_PROCID.
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MAXRAMP_COORDINATOR="$host:$((20000 + SLURM_JOB_ID % 20000))"
+export MAXRAMP_NUM_PROCESSES=@PROCESSES@
+unset MAXRAMP_PROCESS_ID
+@ENVIRONMENT@
+
+note() {  # event, exit status or null: a line of chain.jsonl
+    local samples
+    samples=$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null |
+        sed -n 's/.*"consumed_samples": \([0-9]*\).*/\1/p' | tail -n 1)
+    printf '{"job": %d, "nodes": %d, "time": %d, "event": "%s", "status": %s, "samples": %d}\n' \
+        "$SLURM_JOB_ID" "$nodes" "$(date +%s)" "$1" "$2" "${samples:-0}" >> "$folder/slurm/chain.jsonl"
+}
+
+submit() {  # nodes, crashes so far: the next job of the chain
+    local job
+    cd -- "$folder/slurm" || return 1
+    job=$(MAXRAMP_RESTARTS=$2 sbatch --parsable "$1-nodes.sh") || return 1
+    echo "launch   job ${job%%;*} goes on, on $1 nodes"
+}
+
+limit=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || echo 9999999999)
+ended() {  # SIGTERM to this script: the time limit came before the save, or somebody's scancel
+    if [ "$(date +%s)" -ge $((limit - 2)) ]; then
+        note limit null
+        submit "$nodes" "$restarts"
+    else
+        note cancelled null
+    fi
+    exit 1
+}
+trap ended TERM
+
+note start null
+srun --nodes=@NODES@ --ntasks=@PROCESSES@ --ntasks-per-node=@PER_NODE@ --label --kill-on-bad-exit=0 \
+    --wait=@GRACE@ @SRUN@ "${command[@]}" &
+wait $!
+status=$?
+note end "$status"
+case $status in
+    0 | @CONFIG@) ;;  # finished; or the configuration is wrong, and would be again
+    @STAGE_END@) submit "$(sed -n 's/.*"nodes": \([0-9]*\).*/\1/p' "$folder/next_stage.json")" 0 ;;
+    @PREEMPTED@) submit "$nodes" 0 ;;
+    *)
+        if [ "$restarts" -lt @MAX_RESTARTS@ ]; then
+            submit "$nodes" $((restarts + 1))
+        else
+            echo "launch   exit status $status; gave up after max_restarts=$restarts starts again"
+        fi
+        ;;
+esac
+exit "$status"
+"""
+
+
+def quoted(words: Iterable[Any]) -> str:
+    """Words as a shell reads them back."""
+    return " ".join(shlex.quote(str(word)) for word in words)
+
+
+def submit(run: Run, dry_run: bool) -> int:
+    """Writes the scripts and submits the first; returns the exit status.
+
+    Raises:
+      ConfigError: a value cannot stand in a script, there is no SLURM here, or it refuses the job.
+    """
+    scripts = {f"{nodes}-nodes.sh": _script(run, nodes) for nodes in run.node_counts()}
+    nodes = run.next_nodes()
+    first = f"{nodes}-nodes.sh"
+    scripts.setdefault(first, _script(run, nodes))
+    folder = run.folder / "slurm"
+    if dry_run:
+        for name, text in scripts.items():
+            print(f"### {folder / name}\n{text}")
+        print(f"### then\ncd {quoted([folder])} && sbatch {first}")
+        return 0
+    _find("sbatch")
+    if running := [entry["job"] for entry in _chain(folder) if entry["state"] in _ALIVE]:
+        raise ConfigError(
+            f"run_name={run.config.run_name}: job {running[0]} of this run is in SLURM's queue; "
+            f"scancel {running[0]} ends it, another run_name starts another run"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in scripts.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+    except OSError as error:
+        raise ConfigError(
+            f"base_output_directory={run.config.base_output_directory}: cannot write to "
+            f"{error.filename}: {error.strerror}"
+        ) from None
+    done = subprocess.run(
+        ["sbatch", "--parsable", first], cwd=folder, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = " ".join(done.stderr.replace("sbatch: error:", "").split())
+        raise ConfigError(f"sbatch refused {folder / first}: {reason}")
+    print(f"launch   job {done.stdout.strip().partition(';')[0]} submitted on {nodes} nodes")
+    print(f"see      {folder}: the scripts, the jobs' output, chain.jsonl; --status shows the chain")
+    return 0
+
+
+def print_status(run: Run) -> None:
+    """The jobs of a run so far: where each stood, and what is in SLURM's queue."""
+    entries = _chain(run.folder / "slurm")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in "job|nodes|stages|samples|started|ran for|state".split("|"):
+        table.add_column(name, justify="left" if name == "state" else "right")
+    for e in entries:
+        table.add_row(
+            *(str(e["job"]), str(e["nodes"]), run.stages_on(e["nodes"])),
+            f"{e['from']:,} - {e['to']:,}" if e["started"] else "",
+            time.strftime("%m-%d %H:%M:%S", time.localtime(e["started"])) if e["started"] else "",
+            f"{e['ended'] - e['started']} s" if e["ended"] else "",
+            e["state"],
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    done = max((e["to"] for e in entries), default=0)
+    last = run.stages[-1]
+    stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
+    total = f"stage {stage} of 0 to {last.index}"
+    console.print(f"{run.folder}: {done:,} samples done, {total}")
+
+
+_ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+_ENDS = {
+    0: "finished",
+    EXIT_CONFIG: "configuration is wrong",
+    EXIT_STAGE_END: "stage ended",
+    EXIT_PREEMPTED: "stopped and saved",
+}
+
+
+def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The jobs of a chain, the oldest first, those in the queue last."""
+    jobs: dict[int, dict[str, Any]] = {}
+    path = folder / "chain.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        e = json.loads(line)
+        if e["event"] == "start":
+            jobs[e["job"]] = {
+                **{"job": e["job"], "nodes": e["nodes"], "started": e["time"], "ended": 0},
+                **{"from": e["samples"], "to": e["samples"], "state": "RUNNING"},
+            }
+        elif e["job"] in jobs:
+            state = e["event"]
+            if state == "end":
+                state = _ENDS.get(e["status"], f"crashed, exit status {e['status']}")
+            jobs[e["job"]] |= {"ended": e["time"], "to": e["samples"], "state": state}
+    queue = _queue(folder)
+    for entry in jobs.values():
+        if not entry["ended"]:
+            entry["state"] = queue.get(entry["job"], (0, "gone: killed with its node or by hand"))[1]
+            entry["to"] = max(entry["from"], _samples(folder.parent))
+    for job, (nodes, state) in queue.items():
+        if job not in jobs:
+            new = {"job": job, "nodes": nodes, "started": 0, "ended": 0, "from": 0, "to": 0}
+            jobs[job] = new | {"state": state}
+    return list(jobs.values())
+
+
+def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
+    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder."""
+    if not shutil.which("squeue"):
+        return {}
+    done = subprocess.run(
+        ["squeue", "-h", "-o", "%A|%D|%T|%Z"], capture_output=True, text=True, check=False
+    )
+    found = {}
+    for line in done.stdout.splitlines():
+        job, nodes, state, directory = line.split("|", 3)
+        if directory == str(folder):
+            found[int(job)] = (int(nodes), state)
+    return found
+
+
+def _samples(folder: pathlib.Path) -> int:
+    path = folder / "metrics.jsonl"
+    text = path.read_bytes()[-20_000:].decode(errors="replace") if path.exists() else ""
+    return max(map(int, re.findall(r'"consumed_samples": (\d+)', text)), default=0)
+
+
+def _find(program: str) -> None:
+    if not shutil.which(program):
+        raise ConfigError(
+            f"--cluster slurm: no {program} on the path; launch where SLURM is installed, or use "
+            "--cluster local, or --dry-run to see the scripts"
+        )
+
+
+def _script(run: Run, nodes: int) -> str:
+    """The batch script of the jobs on so many nodes."""
+    config = run.config
+    python, srun = sys.executable, []
+    if config.container_image:
+        python = "python"
+        mounts = config.container_mounts
+        if config.container_runtime == "pyxis":
+            srun = [f"--container-image={config.container_image}", "--no-container-mount-home"]
+            srun += [f"--container-mounts={mounts}"] if mounts else []
+            srun += [f"--container-workdir={pathlib.Path.cwd()}"]
+    command = run.command(python)
+    if config.container_image and config.container_runtime == "apptainer":
+        binds = ["--bind", config.container_mounts] if config.container_mounts else []
+        command = ["apptainer", "exec", "--nv", *binds, config.container_image, *command]
+    environment = [f"export JAX_NUM_CPU_DEVICES={run.devices_per_process}"]
+    if config.processes_per_node == 1:  # else JAX gives every process the one of SLURM_LOCALID
+        devices = ",".join(map(str, range(config.devices_per_node)))
+        environment.append(f"export JAX_LOCAL_DEVICE_IDS={devices}")
+    values = {
+        "STAGES": run.stages_on(nodes) or "(of an earlier plan)",
+        "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),
+        "DIRECTORY": quoted([pathlib.Path.cwd()]),
+        "FOLDER": quoted([run.folder]),
+        "COMMAND": quoted(command),
+        "NODES": nodes,
+        "PROCESSES": run.processes(nodes),
+        "PER_NODE": config.processes_per_node,
+        "ENVIRONMENT": "\n".join([*environment, *config.setup_lines]),
+        "GRACE": config.grace_seconds,
+        "SRUN": quoted(srun),
+        "CONFIG": EXIT_CONFIG,
+        "STAGE_END": EXIT_STAGE_END,
+        "PREEMPTED": EXIT_PREEMPTED,
+        "MAX_RESTARTS": config.max_restarts,
+    }
+    return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), _SCRIPT)
+
+
+def _options(run: Run, nodes: int) -> list[str]:
+    """Options of sbatch. Its own reading of quotes is not a shell's, so nothing here needs any."""
+    config = run.config
+    options = [
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', config.run_name)}",
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={config.processes_per_node}",
+        f"--signal=TERM@{config.grace_seconds}",  # to the trainer, which then saves and exits with 76
+        "--output=%j.log",
+        "--open-mode=append",
+        "--requeue",  # when a node fails; the same script goes on from the newest checkpoint
+    ]
+    for name in ("account", "partition", "qos", "time"):
+        value = config[f"slurm_{name}"]
+        if value and not re.fullmatch(r"[A-Za-z0-9._:,@+-]+", value):
+            raise ConfigError(
+                f"slurm_{name}={value} holds characters that no {name} of SLURM has; leave them out"
+            )
+        options += [f"--{name}={value}"] if value else []
+    for option in config.slurm_options:
+        if not re.fullmatch(r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*", str(option)):
+            raise ConfigError(
+                f"slurm_options: {option!r} is not one option of sbatch of the form --name=value, "
+                "without blanks or quotes"
+            )
+        options.append(option)
+    for line in config.setup_lines:
+        if not isinstance(line, str):
+            raise ConfigError(f"setup_lines: {line!r} is not a line of shell; quote it")
+    return options

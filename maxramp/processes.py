@@ -1,0 +1,126 @@
+"""Joining the processes of a job.
+
+JAX aborts a process whose peers do not come, with a stack trace. So where the coordinator's address
+is known, the processes first meet at it themselves: whoever cannot be met is named in one line,
+within a bounded time, and only a complete job is handed to JAX.
+"""
+
+import contextlib
+import os
+import socket
+import time
+
+import jax
+
+from maxramp.errors import ConfigError, TrainingError
+
+# What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
+_PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+def join(timeout: float) -> None:
+    """Starts jax.distributed where the environment describes a job of several processes.
+
+    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
+    first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
+    neither.
+
+    Args:
+      timeout: seconds to wait for the other processes.
+
+    Raises:
+      ConfigError: the environment is incomplete, or the coordinator's port is taken.
+      TrainingError: other processes did not come.
+    """
+    names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        try:
+            jax.distributed.initialize(initialization_timeout=int(timeout))
+        except ValueError as error:  # "coordinator_address should be defined": no cluster around us
+            if "coordinator_address" not in str(error):
+                raise ConfigError(f"jax.distributed: {error}") from None
+        return
+    values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
+    host, _, port = values[0].rpartition(":")
+    numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
+    if not (host and port.isdigit() and 0 < int(port) < 2**16 and numbers):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise ConfigError(
+            f"{shown}: all three must be set, to host:port, the number of processes and this one's "
+            "place among them, from 0 on"
+        )
+    count, place = int(values[1]), int(values[2])
+    # Nobody outside of this machine has business with a coordinator that is named by a loopback
+    # address; JAX would listen on all addresses.
+    loopback = host == "localhost" or host.startswith("127.")
+    bound = f"{host}:{port}" if loopback else None
+    if place == 0:
+        _wait_for_all(host if loopback else "", int(port), count, timeout)
+    else:
+        _report(host, int(port), place, timeout)
+    jax.distributed.initialize(
+        f"{host}:{port}", count, place, coordinator_bind_address=bound, initialization_timeout=60
+    )
+
+
+def _wait_for_all(address: str, port: int, count: int, timeout: float) -> None:
+    """Process 0: waits until every other process has come, and then lets them go on together."""
+    shown = f"MAXRAMP_COORDINATOR={os.environ['MAXRAMP_COORDINATOR']}"
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as closing:
+        listener = closing.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            listener.listen(count)
+        except OSError as error:
+            raise ConfigError(
+                f"{shown}: cannot listen there: {error.strerror}; give another port"
+            ) from None
+        came: dict[int, socket.socket] = {}
+        while len(came) < count - 1:
+            try:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                peer = closing.enter_context(listener.accept()[0])
+                peer.settimeout(5.0)
+                came[int(peer.recv(16))] = peer
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    missing = [i for i in range(1, count) if i not in came]
+                    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                    raise TrainingError(
+                        f"{shown}: {len(missing)} of {count} processes did not come within "
+                        f"{timeout:g} s (process {some}); are they started, and do they reach this "
+                        "host? join_timeout_seconds waits longer"
+                    ) from None
+            except (OSError, ValueError):  # somebody else who looked what listens here
+                continue
+        for peer in came.values():
+            peer.sendall(b"go")
+        for peer in came.values():  # they close first, which leaves the port free for JAX at once
+            peer.recv(1)
+
+
+def _report(host: str, port: int, place: int, timeout: float) -> None:
+    """Another process: says that it is there, and waits until all are."""
+    shown = f"MAXRAMP_COORDINATOR={host}:{port}"
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0) as peer:
+                peer.sendall(b"%d" % place)
+                peer.settimeout(timeout + 5.0)
+                if peer.recv(2) == b"go":
+                    return
+                reason = "it gave up waiting for the others"
+                break
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+    raise TrainingError(
+        f"{shown}: process {place} cannot join there: {reason} (waited up to {timeout:g} s); is "
+        "process 0 running on that host, and is the port open?"
+    )
