@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -138,17 +138,18 @@ def num_slices() -> int:
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})
 
 
-def make_mesh(config: Config) -> Mesh:
-    """The device mesh of a resolved config.
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The device mesh of a resolved config, over all devices of the job or those given.
 
     An axis is its dcn part (outer, between slices) times its ici part (inner, inside a slice).
     """
+    devices = jax.devices() if devices is None else devices
     ici = [config[f"ici_{axis}_parallelism"] for axis in AXES]
     dcn = [config[f"dcn_{axis}_parallelism"] for axis in AXES]
     if math.prod(dcn) > 1:
-        devices = mesh_utils.create_hybrid_device_mesh(ici, dcn, jax.devices())
-    elif jax.default_backend() == "cpu":
-        devices = np.asarray(jax.devices()).reshape(ici)
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+    elif devices[0].platform == "cpu":
+        grid = np.asarray(devices).reshape(ici)
     else:
-        devices = mesh_utils.create_device_mesh(ici, jax.devices())
-    return Mesh(devices, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
+        grid = mesh_utils.create_device_mesh(ici, devices)
+    return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))

@@ -1,5 +1,6 @@
 """The output folder of a run and what is said about it."""
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -7,10 +8,13 @@ import os
 import pathlib
 import platform
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from maxramp import mesh as mesh_lib
 from maxramp.config import Config, mesh_sizes, to_yaml
@@ -24,6 +28,8 @@ from maxramp.picture import draw_run
 from maxramp.rampup import RampupBatchManager, Stage
 from maxramp.resume import Schedule
 from maxramp.tensorboard import TensorBoardWriter
+
+_SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 
 
 def plan_json(ramp: RampupBatchManager) -> dict[str, Any]:
@@ -46,12 +52,15 @@ class Output:
     def __init__(self, config: Config):
         """
         Raises:
-          ConfigError: the folder cannot be written, or another run writes it.
+          ConfigError: the folder cannot be written, is not the same on every host, or another run
+            writes it.
         """
         self._config = config
         self._is_first = jax.process_index() == 0
         self.folder = pathlib.Path(config.base_output_directory) / config.run_name
         mesh_lib.together(self._take_folder)
+        if jax.process_count() > 1:
+            self._check_shared()
         self._display = Display(config.log_period, quiet=not self._is_first)
         self._files: list[JsonlWriter | TensorBoardWriter] = []
 
@@ -86,6 +95,28 @@ class Output:
             f"{getattr(error, 'filename', None) or self.folder}: "
             f"{getattr(error, 'strerror', None) or error}"
         )
+
+    def _check_shared(self) -> None:
+        """Looks on every process for what the first one wrote; the same answer on all of them."""
+        mark = self.folder / ".shared"
+        number = mesh_lib.from_first(int.from_bytes(os.urandom(3)))
+        if self._is_first:
+            mark.write_text(str(number))
+        deadline, seen = time.monotonic() + _SHARED_SECONDS, False
+        while not seen and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                seen = mark.read_text() == str(number)
+            if not seen:
+                time.sleep(0.2)
+        blind = np.flatnonzero(~multihost_utils.process_allgather(np.bool_(seen)))
+        if self._is_first:
+            mark.unlink(missing_ok=True)
+        if len(blind):
+            raise ConfigError(
+                f"base_output_directory={self._config.base_output_directory}: not the same folder "
+                f"on every host: process {', '.join(map(str, blind[:8]))} of {jax.process_count()} "
+                f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
+            )
 
     def open_files(
         self, ramp: RampupBatchManager, first_step: int

@@ -1,8 +1,284 @@
-"""Jobs on Kubernetes."""
+"""Jobs on Kubernetes: a JobSet for every run of stages on the same nodes, applied one after another.
 
+`gke/{run_name}/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet, waits for
+its end and goes on to the next. It can be ended and started again at any time: what is completed stays so.
+
+What the exit statuses become: 75 completes the JobSet; 76, and pods that Kubernetes takes away, are
+replaced without being counted; 2 fails the JobSet at once; anything else restarts all its pods, up to
+`max_restarts` times.
+"""
+
+import itertools
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+from typing import Any
+
+import yaml
+
+from maxramp import topology
+from maxramp.config import to_yaml
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import Run
+
+_PORT = 8476
+_TPUS = {
+    **{"tpu-v4-podslice": "v4", "tpu-v5-lite-podslice": "v5e", "tpu-v5p-slice": "v5p"},
+    "tpu-v6e-slice": "v6e",
+}
+
+# Process 1 of a container. Kubernetes sends it the SIGTERM, and knows one status that is no failure.
+_ENTRY = f""""$@" &
+child=$!
+trap 'kill -TERM "$child"' TERM
+wait "$child"; status=$?
+while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
+[ "$status" = {EXIT_STAGE_END} ] && exit 0
+exit "$status"
+"""
+
+_RUN_SH = """#!/bin/sh
+# Runs the JobSets of a run one after another. Written by maxramp.launch; start it again at any time.
+set -eu
+cd "$(dirname "$0")"
+kubectl apply -f config.yaml
+for name in @NAMES@; do
+    kubectl apply -f "$name.yaml"
+    until kubectl -n @NAMESPACE@ wait --for=condition=Completed --timeout=60s "jobset/$name" 2> /dev/null; do
+        if kubectl -n @NAMESPACE@ wait --for=condition=Failed --timeout=0s "jobset/$name" 2> /dev/null; then
+            echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name" >&2
+            exit 1
+        fi
+    done
+done
+"""
 
 
 def apply(run: Run, dry_run: bool) -> int:
-    """Placeholder."""
-    raise NotImplementedError
+    """Writes the YAML and runs it to its end; returns the exit status.
+
+    Raises:
+      ConfigError: a key does not fit the cluster, or there is no kubectl here.
+    """
+    files = manifests(run)
+    if dry_run:
+        for name, text in files.items():
+            print(f"### {name}\n{text}")
+        return 0
+    if not shutil.which("kubectl"):
+        raise ConfigError(
+            "--cluster gke: no kubectl on the path; install it and get the cluster's credentials, or "
+            "use --dry-run to see the YAML"
+        )
+    # The run's folder is the cluster's; what is applied is kept here.
+    folder = pathlib.Path("gke") / run.config.run_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
+    return subprocess.run(["sh", str(folder / "run.sh")], check=False).returncode
+
+
+def manifests(run: Run) -> dict[str, str]:
+    """File name -> content: config.yaml, a JobSet for each job of the run, and run.sh.
+
+    Raises:
+      ConfigError: a key does not fit the cluster.
+    """
+    config = run.config
+    _check(run)
+    name = _name(config.run_name)
+    files = {
+        "config.yaml": _dump(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": name, "namespace": config.gke_namespace},
+                "data": {"config.yml": _config_file(run)},
+            }
+        )
+    }
+    names = []
+    for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages):
+        names.append(f"{name}-{len(names)}")
+        files[f"{names[-1]}.yaml"] = _dump(_jobset(run, names[-1], name, nodes))
+    values = {"NAMES": " ".join(names), "NAMESPACE": shlex.quote(config.gke_namespace)}
+    files["run.sh"] = re.sub("@([A-Z]+)@", lambda match: values[match[1]], _RUN_SH)
+    return files
+
+
+def _dump(manifest: dict[str, Any]) -> str:
+    """YAML as Kubernetes reads it, which is 1.1: a run named "no" needs quotes."""
+    return yaml.safe_dump(manifest, sort_keys=False, width=100)
+
+
+def _config_file(run: Run) -> str:
+    """The configuration as the jobs read it: what the command line would have changed is in it."""
+    config = run.config.copy_and_resolve_references()
+    config.stop_at_node_change = True
+    return to_yaml(config)
+
+
+def _check(run: Run) -> None:
+    config = run.config
+    for name in ("container_image", "gke_accelerator"):
+        if not config[name]:
+            raise ConfigError(f"{name} is not given; --cluster gke needs it")
+    if config.processes_per_node != 1:
+        raise ConfigError(
+            f"processes_per_node={config.processes_per_node}: a pod of --cluster gke is one process; "
+            "use 1"
+        )
+    for name in ("gke_namespace", "gke_queue", "gke_service_account", "gke_volume_claim"):
+        if config[name] and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", config[name]):
+            raise ConfigError(
+                f"{name}={config[name]} is no Kubernetes name (lower-case letters, digits, - and .)"
+            )
+    if bool(config.gke_bucket) == bool(config.gke_volume_claim):
+        raise ConfigError(
+            f"gke_bucket={config.gke_bucket} and gke_volume_claim={config.gke_volume_claim}: give one of "
+            "them, the storage that all pods share"
+        )
+    mount = pathlib.PurePosixPath(config.gke_mount_path)
+    if mount not in (path := pathlib.PurePosixPath(config.base_output_directory), *path.parents):
+        raise ConfigError(
+            f"base_output_directory={config.base_output_directory} does not lie below gke_mount_path="
+            f"{config.gke_mount_path}, where the pods see the storage that they share"
+        )
+    if config.gke_accelerator.startswith("tpu") and config.gke_accelerator not in _TPUS:
+        raise ConfigError(
+            f"gke_accelerator={config.gke_accelerator} is not one of {', '.join(_TPUS)}"
+        )
+
+
+def _jobset(run: Run, name: str, config_map: str, nodes: int) -> dict[str, Any]:
+    """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice."""
+    config = run.config
+    tpu = config.gke_accelerator in _TPUS
+    slices = _slices(run, nodes) if tpu else 1
+    selector = {"cloud.google.com/gke-accelerator": config.gke_accelerator}
+    environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    annotations = {}
+    if tpu:  # GKE tells the pods of a slice about each other, and JAX reads it
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": config.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": config.gke_topology,
+        }
+        annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    else:  # the place of a process is its pod's JOB_COMPLETION_INDEX
+        environment += [
+            {"name": "MAXRAMP_COORDINATOR", "value": f"{name}-nodes-0-0.{name}:{_PORT}"},
+            {"name": "MAXRAMP_NUM_PROCESSES", "value": str(nodes)},
+        ]
+    kind = "google.com/tpu" if tpu else "nvidia.com/gpu"
+    storage: dict[str, Any] = {"persistentVolumeClaim": {"claimName": config.gke_volume_claim}}
+    if config.gke_bucket:
+        storage = {
+            "csi": {
+                "driver": "gcsfuse.csi.storage.gke.io",
+                "volumeAttributes": {"bucketName": config.gke_bucket},
+            }
+        }
+    container = {
+        "name": "train",
+        "image": config.container_image,
+        "command": ["/bin/sh", "-c", "\n".join([*map(str, config.setup_lines), _ENTRY]), "maxramp"],
+        "args": ["python", "-m", "maxramp.train", "/etc/maxramp/config.yml"],
+        "env": environment,
+        "ports": [{"containerPort": _PORT}],
+        "resources": {"limits": {kind: config.devices_per_node}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/etc/maxramp"},
+            {"name": "shared", "mountPath": config.gke_mount_path},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": config.grace_seconds,
+        "nodeSelector": selector,
+        "containers": [container],
+        "volumes": [
+            {"name": "config", "configMap": {"name": config_map}},
+            {"name": "shared", **storage},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if config.gke_service_account:
+        pod["serviceAccountName"] = config.gke_service_account
+    on_exit = {"containerName": "train", "operator": "In"}
+    job = {
+        "parallelism": nodes // slices,
+        "completions": nodes // slices,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {**on_exit, "values": [EXIT_CONFIG]}},
+                {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
+        "template": {
+            "metadata": {
+                "annotations": {"gke-gcsfuse/volumes": "true"} if config.gke_bucket else {}
+            },
+            "spec": pod,
+        },
+    }
+    metadata: dict[str, Any] = {"name": name, "namespace": config.gke_namespace}
+    metadata["annotations"] = annotations | {"maxramp/run-name": config.run_name}
+    if config.gke_queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": config.gke_queue}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": {
+                "maxRestarts": config.max_restarts,
+                "rules": [
+                    {
+                        "name": "wrong-configuration",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _slices(run: Run, nodes: int) -> int:
+    """TPU slices of a job: jobs grow by whole ones."""
+    config = run.config
+    version = _TPUS[config.gke_accelerator]
+    if not config.gke_topology:
+        raise ConfigError(
+            f"gke_topology is not given; gke_accelerator={config.gke_accelerator} needs it"
+        )
+    chips = topology.parse(f"{version}:{config.gke_topology}").chips
+    slices, rest = divmod(nodes * config.devices_per_node, chips)
+    if rest or chips % config.devices_per_node:
+        raise ConfigError(
+            f"stage {run.stages_on(nodes)} takes {nodes} nodes of {config.devices_per_node} chips = "
+            f"{nodes * config.devices_per_node}, no whole slices of gke_topology="
+            f"{config.gke_topology} ({chips} chips); use a smaller topology, or min_nodes="
+            f"{chips // config.devices_per_node}"
+        )
+    return slices
+
+
+def _name(run_name: str) -> str:
+    """A run's name as Kubernetes takes it: short, for the pods' names grow out of it."""
+    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:30].strip("-")
+    return name if name and name[0].isalpha() else f"run-{name}".rstrip("-")

@@ -267,6 +267,11 @@ def _script(run: Run, nodes: int) -> str:
 def _options(run: Run, nodes: int) -> list[str]:
     """Options of sbatch. Its own reading of quotes is not a shell's, so nothing here needs any."""
     config = run.config
+    if set(str(run.folder)) & {"%", "\\"}:
+        raise ConfigError(
+            f"{run.folder}: SLURM reads % and \\ in the path of a job's output as its own signs; "
+            "take another run_name or base_output_directory"
+        )
     options = [
         f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', config.run_name)}",
         f"--nodes={nodes}",

@@ -1,0 +1,205 @@
+"""What a compiled program does in all, read from its text: work, cycles and collectives of the loops
+included.
+
+A compiler's own cost analysis counts the body of a loop once. Here every computation is weighted by
+how often it runs: once for each call, and a loop's body as often as its condition says.
+
+The text is XLA's: computations `%name (...) -> ... {`, instructions
+`%name = type[shape]{layout} opcode(%operand, ...), attribute=value`. On TPU it carries the compiler's
+estimate of an instruction's cycles.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_BYTES = {"pred": 1, "f8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
+_SHAPE = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
+
+
+@dataclasses.dataclass
+class _Instruction:
+    name: str
+    types: list[tuple[str, tuple[int, ...]]]
+    opcode: str
+    rest: str  # operands and attributes
+
+    def attribute(self, name: str) -> str:
+        found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
+        return found[1] if found else ""
+
+    def operands(self) -> list[str]:
+        return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
+
+    @property
+    def bytes(self) -> int:
+        return sum(_size_of(kind) * math.prod(shape) for kind, shape in self.types)
+
+
+def _size_of(kind: str) -> float:
+    if kind in _BYTES:
+        return _BYTES[kind]
+    bits = re.search(r"\d+", kind)
+    return int(bits[0]) / 8 if bits else 0
+
+
+@dataclasses.dataclass
+class Work:
+    """What one run of a program does on one device.
+
+    Attributes:
+      flops: of matrix products.
+      cycles: the compiler's estimate of everything but collectives; 0 where it gives none.
+      collective_bytes: kind -> bytes that a device receives, by a ring over its group.
+      waited_bytes: those of them that nothing else runs beside.
+    """
+
+    flops: float = 0.0
+    cycles: float = 0.0
+    collective_bytes: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    waited_bytes: float = 0.0
+
+
+def count(text: str) -> Work:
+    """Adds up the work of a compiled program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()`.
+
+    Raises:
+      ValueError: a loop's number of turns cannot be read.
+    """
+    computations, entry = _parse(text)
+    work = Work()
+
+    def add(name: str, times: float) -> None:
+        table = {i.name: i for i in computations[name]}
+        for i in table.values():
+            if cycles := re.search(r'"estimated_cycles":"(\d+)"', i.rest):
+                work.cycles += times * int(cycles[1])
+            if i.opcode in ("convolution", "dot"):
+                lhs, rhs = (table[o].types[0][1] for o in i.operands()[:2])
+                product = _dot_flops if i.opcode == "dot" else _convolution_flops
+                work.flops += times * product(i, lhs, rhs)
+            base = i.opcode.removesuffix("-start")
+            if base in _COLLECTIVES:
+                _add_collective(work, i, base, name, times, table)
+            if i.opcode == "while":
+                turns = _turns(i, computations[i.attribute("condition")])
+                add(i.attribute("body"), times * turns)
+            elif i.opcode in ("fusion", "call", "async-start", "conditional"):
+                for called in _called(i):
+                    add(called, times)
+
+    add(entry, 1.0)
+    return work
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", []
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            name, kind, opcode, rest = found.groups()
+            types = [
+                (t, tuple(int(n) for n in dims.split(",") if n))
+                for t, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
+            ]
+            current.append(_Instruction(name, types, opcode, rest))
+    return computations, entry
+
+
+def _called(i: _Instruction) -> Iterator[str]:
+    for attribute in ("calls", "to_apply", "true_computation", "false_computation"):
+        if name := i.attribute(attribute):
+            yield name
+
+
+def _turns(loop: _Instruction, condition: list[_Instruction]) -> int:
+    """How often a loop runs: the constant that its condition compares the counter with."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
+    constants = [
+        int(found[1])
+        for i in condition
+        if i.opcode == "constant" and (found := re.match(r"(\d+)\)", i.rest))
+    ]
+    less = [i for i in condition if "direction=LT" in i.rest or i.opcode == "fusion"]
+    if len(constants) != 1 or not less:
+        raise ValueError(f"the loop {loop.name} does not say how often it runs")
+    return constants[0]
+
+
+def _dot_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+    dims = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.rest)
+    contracted = math.prod(lhs[int(d)] for d in dims[1].split(",") if d) if dims else 1
+    return 2.0 * math.prod(i.types[0][1]) * contracted
+
+
+def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+    """2 for each product of an input and a kernel element; padding and holes are no products.
+
+    TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
+    meets one element at a time.
+    """
+    inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
+    out = i.types[0][1]
+    window = dict(re.findall(r"(\w+)=([0-9x_-]+)", i.rest.partition("window={")[2].partition("}")[0]))
+    flops = 2.0 * out[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
+    for d in (int(label) for label in output if label.isdigit()):
+        size, stride, base, dilation = (
+            int(window[name].split("x")[d]) if name in window else 1
+            for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(window["pad"].split("x")[d].split("_")[0]) if "pad" in window else 0
+        holes_included = (lhs[inputs.index(str(d))] - 1) * base + 1
+        flops *= sum(
+            1
+            for o in range(out[output.index(str(d))])
+            for k in range(size)
+            if 0 <= (at := o * stride + k * dilation - low) < holes_included and at % base == 0
+        )
+    return flops
+
+
+def _add_collective(
+    work: Work, i: _Instruction, kind: str, computation: str, times: float, table: dict
+) -> None:
+    group = _group_size(i.rest)
+    operands = [table[o].bytes for o in i.operands() if o in table]
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
+        moved = sum(operands) * (group - 1) / group
+    elif kind == "all-gather":
+        moved = sum(operands) * (group - 1)
+    elif kind == "all-reduce":
+        moved = 2 * sum(operands) * (group - 1) / group
+    elif kind == "collective-permute":
+        moved = sum(operands[:1])
+    else:
+        moved = sum(operands) * (group - 1) / group
+    work.collective_bytes[kind] += times * moved
+    if not i.opcode.endswith("-start") and "async" not in computation:
+        work.waited_bytes += times * moved
+
+
+def _group_size(rest: str) -> int:
+    """Devices of a group: `[groups,size]<=[...]`, `{{0,2},{1,3}}`, or axes of a named mesh."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([0-9,]*)\}", rest):
+        return len(found[1].split(","))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
+    return 1
