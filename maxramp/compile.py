@@ -100,7 +100,9 @@ def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
     pod = _Pod(config, ramp, mesh_lib.make_mesh(config, devices), topology)
     entries = []
     for stage in stages:
-        entry = stage.to_json() | pod.step(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        entry = stage.to_json() | pod.step(
+            stage.gradient_accumulation_steps, stage.micro_batch_size
+        )
         end = ramp.total_steps
         if stage.steps is not None:
             end = min(end, stage.first_step + stage.steps)
@@ -193,13 +195,11 @@ class _Pod:
             try:
                 compiled = lowered.compile()
             except jax.errors.JaxRuntimeError as error:
-                used = re.search(r"Used ([0-9.]+)([KMGT]) of ([0-9.]+)([KMGT]) hbm", str(error))
-                if not used:
+                if not (sizes := _too_big(str(error))):
                     raise
-                needed, most = _gib(used[1], used[2]), _gib(used[3], used[4])
-                memory = {"arguments": None, "temporaries": None, "peak": needed, "limit": most}
+                memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
                 return limit | {
-                    "memory_gib": memory | {"limit": min(most, self._limit)},
+                    "memory_gib": memory | {"limit": min(sizes[1], self._limit)},
                     "fits": False,
                     "compile_seconds": time.perf_counter() - start,
                 }
@@ -207,6 +207,7 @@ class _Pod:
         analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
         work = hlo.count(compiled.as_text())
         compute = work.cycles / (self._chip.clock_ghz * 1e9)
+        compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
         waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
         return limit | {
             "memory_gib": {
@@ -247,16 +248,23 @@ class _Pod:
         }
 
 
-def _gib(number: str, unit: str) -> float:
-    return float(number) * 1024.0 ** ("KMGT".index(unit) - 2)
+def _too_big(error: str) -> tuple[float, float] | None:
+    """GiB that the compiler says it would need, at least, and those there are; None if it does not."""
+    used = re.search(r"Used ([0-9.]+[KMGT]) of ([0-9.]+[KMGT]) hbm", error)
+    used = used or re.search(
+        r"temporaries \(([0-9.]+[KMGT])\) exceeds available HBM \(([0-9.]+[KMGT])\)", error
+    )
+    if not used:
+        return None
+    return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in used.groups())
 
 
 def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = "stage|steps|global batch|per device|accum.|arguments|temporaries|peak|fits|step|MFU"
-    for name in (columns + "|tokens/s|hours|chip-hours|collectives a step").split("|"):
+    columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
+    for name in (columns + "|MFU|tokens/s|hours|chip-hours").split("|"):
         table.add_column(name, justify="right")
     for s in result["stages"]:
         memory = s["memory_gib"]
@@ -264,14 +272,13 @@ def _print(result: dict[str, Any]) -> None:
         parts = [
             *(str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"),
             *(_size(s["per_device_batch_size"]), str(s["gradient_accumulation_steps"])),
-            *(_shown(memory[name]) for name in ("arguments", "temporaries", "peak")),
-            f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} GiB over",
+            *(_shown(memory["peak"]), _shown(memory["temporaries"])),
+            f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} over",
         ]
         if s["fits"]:
-            moved = ", ".join(f"{k} {v:.1f}" for k, v in s["collective_gib"].items())
             parts += [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}"]
             parts += [f"{s['tokens_per_second']:,.0f}", f"{s['hours']:,.1f}"]
-            parts += [f"{s['chip_hours']:,.0f}", f"{moved} GiB"]
+            parts += [f"{s['chip_hours']:,.0f}"]
         table.add_row(*parts)
     console.print(table)
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
@@ -289,9 +296,16 @@ def _print(result: dict[str, Any]) -> None:
             "more ici_tensor_parallelism"
         )
         print(
-            f"too big   stage {s['index']} needs {memory['peak']:.1f} of {memory['limit']:.1f} GiB; "
+            f"too big   stage {s['index']} needs at least {memory['peak']:.1f} of {memory['limit']:.1f} GiB; "
             f"{remedy}"
         )
+    for s in result["stages"]:
+        if s["fits"]:
+            moved = ", ".join(f"{kind} {gib:.3g}" for kind, gib in s["collective_gib"].items())
+            print(
+                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each chip, "
+                f"{s['collective_seconds']:.3g} s of the step wait for it"
+            )
     totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
@@ -302,8 +316,8 @@ def _print(result: dict[str, Any]) -> None:
             f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} chip-hours"
         )
     print(
-        "times     the compiler's cycles at the chip's clock, plus collectives that nothing runs beside "
-        "at the published interconnect rate: a pod is slower, not faster"
+        "times     the compiler's cycles at the chip's clock, attention kernels at its peak, and the "
+        "waits at its published interconnect rate: a pod is slower, not faster"
     )
 
 

@@ -53,14 +53,16 @@ class Work:
     """What one run of a program does on one device.
 
     Attributes:
-      flops: of matrix products.
-      cycles: the compiler's estimate of everything but collectives; 0 where it gives none.
+      flops: of matrix products, those of kernels included.
+      cycles: the compiler's estimate of everything but collectives and kernels.
+      kernel_flops: of attention kernels, which the compiler does not look into.
       collective_bytes: kind -> bytes that a device receives, by a ring over its group.
       waited_bytes: those of them that nothing else runs beside.
     """
 
     flops: float = 0.0
     cycles: float = 0.0
+    kernel_flops: float = 0.0
     collective_bytes: dict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )
@@ -88,6 +90,9 @@ def count(text: str) -> Work:
                 lhs, rhs = (table[o].types[0][1] for o in i.operands()[:2])
                 product = _dot_flops if i.opcode == "dot" else _convolution_flops
                 work.flops += times * product(i, lhs, rhs)
+            if i.opcode == "custom-call" and (flops := _kernel_flops(i)):
+                work.flops += times * flops
+                work.kernel_flops += times * flops
             base = i.opcode.removesuffix("-start")
             if base in _COLLECTIVES:
                 _add_collective(work, i, base, name, times, table)
@@ -154,7 +159,9 @@ def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ..
     """
     inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
     out = i.types[0][1]
-    window = dict(re.findall(r"(\w+)=([0-9x_-]+)", i.rest.partition("window={")[2].partition("}")[0]))
+    window = dict(
+        re.findall(r"(\w+)=([0-9x_-]+)", i.rest.partition("window={")[2].partition("}")[0])
+    )
     flops = 2.0 * out[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
     for d in (int(label) for label in output if label.isdigit()):
         size, stride, base, dilation = (
@@ -170,6 +177,21 @@ def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ..
             if 0 <= (at := o * stride + k * dilation - low) < holes_included and at % base == 0
         )
     return flops
+
+
+# Products of a causal attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
+# result; scores, dP, dV, dK; scores, dP, dQ.
+_KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+
+
+def _kernel_flops(i: _Instruction) -> float:
+    """Of an attention kernel, from its queries [H, T, h]; half of the scores are never made."""
+    products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
+    shapes = re.findall(r"[a-z]+\d+\[(\d+),(\d+),(\d+)\]", i.rest.partition("constraints=")[2])
+    heads, length, width = next(
+        (tuple(map(int, shape)) for shape in shapes if int(shape[1]) > 1), (0, 0, 0)
+    )
+    return products * 2.0 * heads * length * length * width / 2
 
 
 def _add_collective(

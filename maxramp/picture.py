@@ -51,7 +51,7 @@ def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
     loss_axes.legend(loc="upper center", frameon=False)
     for axes in (batch_axes, loss_axes):
         axes.spines["top"].set_visible(False)
-    batch_axes.set_title(title)
+    batch_axes.set_title(title, parse_math=False)  # a run may be named $x$
     figure.savefig(path, dpi=130)
 
 

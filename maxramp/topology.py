@@ -134,14 +134,16 @@ def describe(topology: Topology, num_slices: int) -> Any:
     # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken
-    os.environ["TPU_ACCELERATOR_TYPE"] = f"{topology.version}-{topology.chips * topology.chip.cores}"
+    os.environ["TPU_ACCELERATOR_TYPE"] = (
+        f"{topology.version}-{topology.chips * topology.chip.cores}"
+    )
     os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
     from jax.experimental import topologies
 
     try:
-        return topologies.get_topology_desc(
-            str(topology), platform="tpu", num_slices=num_slices
-        )
+        return topologies.get_topology_desc(str(topology), platform="tpu", num_slices=num_slices)
     except Exception as error:  # whatever the plugin raises
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"compile_topology={topology}: libtpu does not make it: {reason}") from None
+        raise ConfigError(
+            f"compile_topology={topology}: libtpu does not make it: {reason}"
+        ) from None

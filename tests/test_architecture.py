@@ -26,7 +26,10 @@ LAYERS = (
     ),
     ("picture", "tensorboard", "display", "preemption", "profiling", "resume", "output", "fit"),
     ("train", "plan", "checkpoint", "prepare", "compile"),
-    ("launch.bound", "launch.jobs", "launch.local", "launch.slurm", "launch.gke", "launch.__main__"),
+    (
+        *("launch.bound", "launch.jobs", "launch.local", "launch.slurm", "launch.gke"),
+        "launch.__main__",
+    ),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 PLANNED = {"compile", "launch.gke"}  # in the table before it is written

@@ -168,7 +168,9 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int) -> dict[str, Any]:
             "cloud.google.com/gke-tpu-accelerator": config.gke_accelerator,
             "cloud.google.com/gke-tpu-topology": config.gke_topology,
         }
-        annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        annotations = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
     else:  # the place of a process is its pod's JOB_COMPLETION_INDEX
         environment += [
             {"name": "MAXRAMP_COORDINATOR", "value": f"{name}-nodes-0-0.{name}:{_PORT}"},

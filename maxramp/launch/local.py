@@ -129,7 +129,9 @@ def _shell_status(code: int) -> int:
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:
     count = launch.devices_per_process
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+    )
     return os.environ | {
         "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
         "MAXRAMP_NUM_PROCESSES": str(launch.processes(nodes)),

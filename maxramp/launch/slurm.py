@@ -132,7 +132,9 @@ def submit(run: Run, dry_run: bool) -> int:
         reason = " ".join(done.stderr.replace("sbatch: error:", "").split())
         raise ConfigError(f"sbatch refused {folder / first}: {reason}")
     print(f"launch   job {done.stdout.strip().partition(';')[0]} submitted on {nodes} nodes")
-    print(f"see      {folder}: the scripts, the jobs' output, chain.jsonl; --status shows the chain")
+    print(
+        f"see      {folder}: the scripts, the jobs' output, chain.jsonl; --status shows the chain"
+    )
     return 0
 
 
@@ -187,7 +189,9 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
     queue = _queue(folder)
     for entry in jobs.values():
         if not entry["ended"]:
-            entry["state"] = queue.get(entry["job"], (0, "gone: killed with its node or by hand"))[1]
+            entry["state"] = queue.get(entry["job"], (0, "gone: killed with its node or by hand"))[
+                1
+            ]
             entry["to"] = max(entry["from"], _samples(folder.parent))
     for job, (nodes, state) in queue.items():
         if job not in jobs:

@@ -1,0 +1,127 @@
+"""A ramp under a real SLURM of four nodes on this machine: it grows, is stopped and killed, and ends."""
+
+import json
+import os
+import pathlib
+import subprocess
+import time
+
+import pytest
+from conftest import ROOT, command, environment, run
+from test_launch import NASTY, arguments, rows_of, steps_of
+
+pytestmark = pytest.mark.slow
+CLUSTER = ROOT / "tests" / "slurm_cluster.sh"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The environment in which SLURM's commands find the cluster."""
+    # Not below pytest's own folder, which other users of SLURM (munge) may not enter.
+    folder = pathlib.Path(f"/tmp/maxramp_slurm_{os.getpid()}")
+    started = subprocess.run([CLUSTER, "start", folder], capture_output=True, text=True)
+    if started.returncode == 3:
+        pytest.skip(started.stderr.strip().splitlines()[-1])
+    assert started.returncode == 0, started.stderr
+    yield environment() | {"SLURM_CONF": str(folder / "slurm.conf")}
+    subprocess.run([CLUSTER, "stop", folder], check=True)
+    left = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True).stdout
+    names = ("slurmctld", "slurmd", "munged", "slurmstepd", "maxramp.train")
+    running = [x for x in left.splitlines() if not x.startswith("Z") and str(folder) in x]
+    running += [
+        x
+        for x in left.splitlines()
+        if not x.startswith("Z") and any(name in x.split()[1] for name in names[:2])
+    ]
+    assert not running and str(folder) not in pathlib.Path("/etc/hosts").read_text()
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+class Chain:
+    """A launch under SLURM."""
+
+    def __init__(self, cluster: dict, folder: pathlib.Path, line: list[str]):
+        self.cluster, self.folder, self.line = cluster, folder, line
+
+    def launch(self, *more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command(*self.line, "--cluster", "slurm", *more, module="launch"),
+            env=self.cluster,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def slurm(self, *words: str) -> str:
+        return subprocess.check_output(words, env=self.cluster, text=True)
+
+    def events(self) -> list[dict]:
+        path = self.folder / "slurm" / "chain.jsonl"
+        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, step: int) -> str:
+        """Waits until a step is logged; returns the job that runs."""
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            job = self.slurm("squeue", "-h", "-t", "RUNNING", "-o", "%A").strip()
+            records = steps_of(self.folder)
+            if job and records and records[-1]["step"] >= step:
+                return job
+            time.sleep(0.2)
+        raise AssertionError(self.text())
+
+    def wait_for_the_end(self) -> None:
+        deadline = time.monotonic() + 300
+        while self.slurm("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not self.slurm("squeue", "-h"), self.text()
+
+    def text(self) -> str:
+        logs = sorted((self.folder / "slurm").glob("*.log"), key=lambda p: int(p.stem))
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in logs)
+
+
+def test_a_ramp_grows_under_slurm(cluster, tmp_path, cache_dir):
+    """1, 2, 4 nodes; a SIGTERM in the second job, a killed step in the one that goes on from it.
+
+    The rows are those of an uninterrupted run in one process, and the chain ends by itself.
+    """
+    more = ("checkpoint_period=10", "step_batch_size_schedule=0:2 40:4 1240:8", "steps=340")
+    alone = run(*arguments(tmp_path, cache_dir, *more, "run_name=alone"))
+    assert alone.returncode == 0, alone.stderr
+    line = arguments(tmp_path, cache_dir, *more, f"run_name={NASTY}", "grace_seconds=60")
+    chain = Chain(cluster, tmp_path / NASTY, line)
+    launched = chain.launch()
+    assert launched.returncode == 0, launched.stderr
+    twice = chain.launch()
+    assert twice.returncode == 2 and "is in SLURM's queue" in twice.stderr
+
+    job = chain.wait_for(30)
+    chain.slurm("scancel", "-s", "TERM", job)
+    step = steps_of(chain.folder)[-1]["step"]
+    deadline = time.monotonic() + 120
+    while [e for e in chain.events() if e["event"] == "end"][-1]["status"] != 76:
+        assert time.monotonic() < deadline, chain.text()
+        time.sleep(0.2)
+    job = chain.wait_for(step + 10)
+    chain.slurm("scancel", "-s", "KILL", f"{job}.0")
+    chain.wait_for_the_end()
+
+    jobs = {e["job"]: e["nodes"] for e in chain.events()}
+    ends = [e["status"] for e in chain.events() if e["event"] == "end"]
+    assert list(jobs.values()) == [1, 2, 2, 2, 4], chain.text()
+    assert ends[:2] == [75, 76] and ends[2] in (1, 134, 137, 143) and ends[3:] == [75, 0], ends
+    assert rows_of(chain.folder) == rows_of(tmp_path / "alone")
+    assert not list(tmp_path.rglob("pwned"))
+    status = chain.launch("--status").stdout
+    assert [x.split()[0] for x in status.splitlines() if x.strip()[:1].isdigit()] == [
+        str(job) for job in jobs
+    ], status
+    assert "stage ended" in status and "stopped and saved" in status and "finished" in status
+
+
+def test_a_refused_job_is_said_in_one_line(cluster, tmp_path, cache_dir):
+    line = arguments(tmp_path, cache_dir, "run_name=x", "slurm_partition=nowhere")
+    done = Chain(cluster, tmp_path / "x", line).launch()
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "sbatch refused" in done.stderr and "partition" in done.stderr
