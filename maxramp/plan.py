@@ -1,6 +1,7 @@
 """What a run will do, before it costs anything.
 
 python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
+    [--compiled FILE]
 """
 
 import json
@@ -31,7 +32,8 @@ from maxramp.rampup import RampupBatchManager, Stage
 
 USAGE = """
 Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest
-per_device_batch_size whose compiled step fits a device of this machine.
+per_device_batch_size whose compiled step fits a device of this machine, --compiled FILE adds what
+maxramp.compile found for a pod.
 """
 
 
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         as_json, fit = (_take(arguments, flag) for flag in ("--json", "--fit"))
         plot = _take_value(arguments, "--plot")
+        compiled = _take_value(arguments, "--compiled")
         config = config_lib.load(arguments, "plan", USAGE)
         if fit:
             mesh_lib.start_backend(config)
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(largest_per_device_batch_size(config))
             return 0
         plan = make_plan(config)
+        if compiled:
+            _merge(plan, pathlib.Path(compiled))
         if plot:
             try:
                 draw_plan(plan, pathlib.Path(plot))
@@ -71,7 +76,7 @@ def _take_value(arguments: list[str], flag: str) -> str | None:
         return None
     index = arguments.index(flag)
     if index + 1 == len(arguments) or "=" in arguments[index + 1]:
-        raise ConfigError(f"{flag} needs the name of a file to write")
+        raise ConfigError(f"{flag} needs the name of a file")
     arguments.pop(index)
     return arguments.pop(index)
 
@@ -139,6 +144,37 @@ def make_plan(config: Any) -> dict[str, Any]:
         "rate": [float(rate(n, ramp.stage_at_sample(n).global_batch_size)) for n in starts],
     }
     return plan
+
+
+def _merge(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds.
+
+    Raises:
+      ConfigError: it is no such file.
+    """
+    try:
+        found = json.loads(path.read_text())
+        pod = f"{found['num_slices']} x {found['compile_topology']}"
+        shapes = {_shape(entry, found["max_target_length"]): entry for entry in found["stages"]}
+        fields = ("fits", "memory_gib", "step_seconds", "mfu", "tokens_per_second")
+        kept = {key: {f: entry.get(f) for f in fields} for key, entry in shapes.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a file of maxramp.compile"
+        raise ConfigError(f"--compiled {path}: {reason}") from None
+    for entry in plan["stages"]:
+        entry["compiled"] = kept.get(_shape(entry, plan["max_target_length"]))
+        if entry["compiled"] is None:
+            plan["warnings"].append(f"stage {entry['index']} is not one that {path} compiled")
+        elif entry["compiled"]["fits"]:
+            seconds = entry["compiled"]["step_seconds"]
+            hours = entry["run_steps"] * seconds / 3600
+            entry["compiled"] |= {"pod": pod, "hours": hours}
+            entry["compiled"]["chip_hours"] = hours * entry["devices"]
+
+
+def _shape(entry: dict[str, Any], length: int) -> tuple:
+    names = ("global_batch_size", "gradient_accumulation_steps", "devices")
+    return (*(entry[name] for name in names), length)
 
 
 def _resolve_for(config: Any, num_devices: int) -> Config:
@@ -256,6 +292,19 @@ def print_plan(plan: dict[str, Any]) -> None:
             else " (planned_tflops_per_device=N makes it hours)"
         )
     )
+    for s in plan["stages"]:
+        if made := s.get("compiled"):
+            memory = made["memory_gib"]
+            console.print(
+                f"compiled  stage {s['index']}: {memory['peak']:.1f} of {memory['limit']:.1f} GiB"
+                + (
+                    f", {made['step_seconds']:.3g} s a step, {made['hours']:,.1f} hours, "
+                    f"{made['chip_hours']:,.0f} chip-hours on {made['pod']}"
+                    if made["fits"]
+                    else ", which does not fit"
+                )
+            )
+    memory = last["memory_gib"]
     for warning in plan["warnings"]:
         console.print(f"warning   {warning}")
     if memory is None:

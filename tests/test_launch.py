@@ -23,6 +23,7 @@ GROWING = [
     *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
     *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
     *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    "dataset_type=synthetic",  # its rows are as much a function of their number as text's
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
 
@@ -124,6 +125,7 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
 
 
+@pytest.mark.slow
 def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
     """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends; the same command goes on."""
     line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")

@@ -1,0 +1,35 @@
+"""What a preflight costs: seconds to lower and compile every stage of Llama 3 8B for 1,024 v5p chips.
+
+python benchmarks/compile.py [key=value ...]     (needs libtpu: pip install -e '.[tpu]')
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+from maxramp import config as config_lib
+from maxramp.compile import compile_stages
+
+CONFIG = pathlib.Path(__file__).resolve().parent.parent / "configs" / "pods" / "llama3-8b.yml"
+
+
+def main() -> None:
+    loaded = config_lib.load([str(CONFIG), *sys.argv[1:]])
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = compile_stages(loaded)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    for stage in result["stages"]:
+        print(
+            f"stage {stage['index']}: global batch {stage['global_batch_size']} = "
+            f"{stage['per_device_batch_size']:g} x {result['devices']} x "
+            f"{stage['gradient_accumulation_steps']}, {stage['compile_seconds']:.1f} s"
+        )
+    print(
+        f"all       {wall:.0f} s, {cpu:.0f} s of processor time, on {os.cpu_count()} cores "
+        f"({result['compile_topology']}, load average {os.getloadavg()[0]:.1f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
