@@ -1,4 +1,5 @@
-"""What a preflight costs: seconds to lower and compile every stage of Llama 3 8B for 1,024 v5p chips.
+"""What a preflight costs: seconds to lower and compile every stage of Llama 3 8B for 1,024 v5p
+chips.
 
 python benchmarks/compile.py [key=value ...]     (needs libtpu: pip install -e '.[tpu]')
 """

@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loaded = config_lib.load(arguments, "compile", USAGE)
         if not loaded.compile_topology:
             raise ConfigError(
-                "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or v5p-2048"
+                "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
+                "v5p-2048"
             )
         result = compile_stages(loaded, lambda line: print(line, file=sys.stderr, flush=True))
         folder = pathlib.Path(loaded.base_output_directory).expanduser()
@@ -181,7 +182,7 @@ class _Pod:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             self._state = abstract_state(config, mesh)
 
-    @functools.cache  # noqa: B019: one object in a program's life
+    @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
         shape = (accumulation, rows, self._config.max_target_length + 1)
@@ -249,7 +250,7 @@ class _Pod:
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
-    """GiB that the compiler says it would need, at least, and those there are; None if it does not."""
+    """GiB that a refused program needs at least, and those there are; None if nothing is said."""
     used = re.search(r"Used ([0-9.]+[KMGT]) of ([0-9.]+[KMGT]) hbm", error)
     used = used or re.search(
         r"temporaries \(([0-9.]+[KMGT])\) exceeds available HBM \(([0-9.]+[KMGT])\)", error
@@ -296,8 +297,8 @@ def _print(result: dict[str, Any]) -> None:
             "more ici_tensor_parallelism"
         )
         print(
-            f"too big   stage {s['index']} needs at least {memory['peak']:.1f} of {memory['limit']:.1f} GiB; "
-            f"{remedy}"
+            f"too big   stage {s['index']} needs at least {memory['peak']:.1f} of "
+            f"{memory['limit']:.1f} GiB; {remedy}"
         )
     for s in result["stages"]:
         if s["fits"]:
@@ -316,8 +317,8 @@ def _print(result: dict[str, Any]) -> None:
             f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} chip-hours"
         )
     print(
-        "times     the compiler's cycles at the chip's clock, attention kernels at its peak, and the "
-        "waits at its published interconnect rate: a pod is slower, not faster"
+        "times     the compiler's cycles at the chip's clock, attention kernels at its peak, "
+        "and the waits at its published interconnect rate: a pod is slower, not faster"
     )
 
 

@@ -1,12 +1,12 @@
-"""What a compiled program does in all, read from its text: work, cycles and collectives of the loops
-included.
+"""What a compiled program does in all, read from its text: work, cycles and collectives of the
+loops included.
 
 A compiler's own cost analysis counts the body of a loop once. Here every computation is weighted by
 how often it runs: once for each call, and a loop's body as often as its condition says.
 
 The text is XLA's: computations `%name (...) -> ... {`, instructions
-`%name = type[shape]{layout} opcode(%operand, ...), attribute=value`. On TPU it carries the compiler's
-estimate of an instruction's cycles.
+`%name = type[shape]{layout} opcode(%operand, ...), attribute=value`. On TPU it carries the
+compiler's estimate of an instruction's cycles.
 """
 
 import collections
@@ -179,8 +179,8 @@ def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ..
     return flops
 
 
-# Products of a causal attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
-# result; scores, dP, dV, dK; scores, dP, dQ.
+# Products of a causal attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores
+# and result; scores, dP, dV, dK; scores, dP, dQ.
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 

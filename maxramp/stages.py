@@ -90,7 +90,6 @@ def end_process(status: int) -> NoReturn:
             jax.distributed.shutdown()  # as the interpreter would: the others wait for it
         sys.stdout.flush()
         sys.stderr.flush()
-        jax.distributed.shutdown()  # as an exit does: the other processes wait for this one there
         os._exit(status)
     sys.exit(status)
 

@@ -63,8 +63,8 @@ def test_every_stage_is_compiled_for_the_pod(compiled):
 
 @needs_libtpu
 def test_loops_are_counted_as_often_as_they_run(compiled):
-    """Matrix products of the whole step: the analytic count, and twice the half of the scores that a
-    causal mask leaves out, which plain attention computes. XLA's own count has each loop once."""
+    """The products of a whole step are the analytic count, and the half of the scores that a causal
+    mask leaves out, which plain attention makes. XLA's own count has each loop once."""
     config = config_lib.load(arguments())
     attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
     for s in compiled[0]["stages"]:
@@ -203,7 +203,7 @@ PROGRAM = """
 %body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %t.3 = (s32[], f32[8,4]{1,0}) parameter(0)
   %x.3 = f32[8,4]{1,0} get-tuple-element(%t.3), index=1
-  %f.3 = f32[8,4]{1,0} fusion(%x.3), kind=kOutput, calls=%inner, backend_config={"estimated_cycles":"7"}
+  %f.3 = f32[8,4]{1,0} fusion(%x.3), calls=%inner, backend_config={"estimated_cycles":"7"}
   %r.3 = f32[8,4]{1,0} all-reduce(%f.3), replica_groups=[2,4]<=[8], to_apply=%add
   ROOT %o.3 = (s32[], f32[8,4]{1,0}) tuple(%i.3, %r.3)
 }
@@ -217,7 +217,7 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 
 
 def test_the_reader_of_programs():
-    """Five turns of a product of 8 x 4 x 4, an all-reduce over groups of 4, and one that overlaps."""
+    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4."""
     work = hlo.count(PROGRAM)
     assert work.flops == 5 * 2 * 8 * 4 * 4 and work.cycles == 35
     assert work.collective_bytes == {"all-reduce": 5 * 2 * 128 * 3 / 4, "all-gather": 128 * 3}

@@ -1,4 +1,4 @@
-"""Launches on this machine: real processes that grow, die and are stopped; and what cannot be launched."""
+"""Launches on this machine: real processes that grow, die and are stopped; and what is refused."""
 
 import os
 import pathlib
@@ -112,7 +112,7 @@ def gone(launched: Launched) -> bool:
 
 
 def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_dir):
-    """1, 2, 4 processes; one of the two is killed in mid-stage: the rows are those of one process."""
+    """1, 2, 4 processes; one of two is killed in mid-stage: the rows are those of one process."""
     launched = Launched(arguments(tmp_path, cache_dir, f"run_name={NASTY}"), tmp_path / NASTY)
     victims = launched.wait_for(21, trainers=2)
     os.kill(random.Random(3).choice(victims), signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
 
 @pytest.mark.slow
 def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
-    """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends; the same command goes on."""
+    """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends all of it."""
     line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")
     launched = Launched(line, tmp_path / "stopped")
     os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A ramp under a real SLURM of four nodes on this machine: it grows, is stopped and killed, and ends."""
+"""A ramp under a real SLURM of four nodes on this machine: it grows, is stopped and killed."""
 
 import json
 import os

@@ -15,8 +15,8 @@ from maxramp.launch.jobs import Run
 _CLUSTERS = ("local", "slurm", "gke")
 USAGE = """
 Besides key=value: --cluster local, slurm or gke says where the jobs run; --dry-run prints all that
-would be started; --status shows the jobs of a run under slurm. num_nodes and devices_per_node say how
-many nodes there are for the run; each job takes those that the plan gives its stage.
+would be started; --status shows the jobs of a run under slurm. num_nodes and devices_per_node say
+how many nodes there are for the run; each job takes those that the plan gives its stage.
 """
 
 
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(
-                    f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a node; "
-                    "give devices_per_node"
+                    f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
+                    "node; give devices_per_node"
                 )
             config.devices_per_node = _local_devices(config)
         config.num_nodes = max(1, config.num_nodes)

@@ -1,11 +1,12 @@
-"""Jobs on Kubernetes: a JobSet for every run of stages on the same nodes, applied one after another.
+"""Jobs on Kubernetes: a JobSet for the stages on the same nodes, applied one after another.
 
-`gke/{run_name}/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet, waits for
-its end and goes on to the next. It can be ended and started again at any time: what is completed stays so.
+`gke/{run_name}/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet,
+waits for its end and goes on to the next. It can be ended and started again at any time: what is
+completed stays so.
 
 What the exit statuses become: 75 completes the JobSet; 76, and pods that Kubernetes takes away, are
-replaced without being counted; 2 fails the JobSet at once; anything else restarts all its pods, up to
-`max_restarts` times.
+replaced without being counted; 2 fails the JobSet at once; anything else restarts all its pods, up
+to `max_restarts` times.
 """
 
 import itertools
@@ -29,7 +30,7 @@ _TPUS = {
     "tpu-v6e-slice": "v6e",
 }
 
-# Process 1 of a container. Kubernetes sends it the SIGTERM, and knows one status that is no failure.
+# Process 1 of a container: Kubernetes sends it the SIGTERM, and has one status for success.
 _ENTRY = f""""$@" &
 child=$!
 trap 'kill -TERM "$child"' TERM
@@ -40,17 +41,21 @@ exit "$status"
 """
 
 _RUN_SH = """#!/bin/sh
-# Runs the JobSets of a run one after another. Written by maxramp.launch; start it again at any time.
+# Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
 set -eu
 cd "$(dirname "$0")"
+is() {
+    kubectl -n @NAMESPACE@ wait "--for=condition=$1" "--timeout=$2" "jobset/$name" 2> /dev/null
+}
 kubectl apply -f config.yaml
 for name in @NAMES@; do
     kubectl apply -f "$name.yaml"
-    until kubectl -n @NAMESPACE@ wait --for=condition=Completed --timeout=60s "jobset/$name" 2> /dev/null; do
-        if kubectl -n @NAMESPACE@ wait --for=condition=Failed --timeout=0s "jobset/$name" 2> /dev/null; then
+    until is Completed 60s; do
+        if is Failed 0s; then
             echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name" >&2
             exit 1
         fi
+        sleep 1
     done
 done
 """
@@ -69,8 +74,8 @@ def apply(run: Run, dry_run: bool) -> int:
         return 0
     if not shutil.which("kubectl"):
         raise ConfigError(
-            "--cluster gke: no kubectl on the path; install it and get the cluster's credentials, or "
-            "use --dry-run to see the YAML"
+            "--cluster gke: no kubectl on the path; install it and get the cluster's "
+            "credentials, or use --dry-run to see the YAML"
         )
     # The run's folder is the cluster's; what is applied is kept here.
     folder = pathlib.Path("gke") / run.config.run_name
@@ -130,8 +135,8 @@ def _check(run: Run) -> None:
             raise ConfigError(f"{name} is not given; --cluster gke needs it")
     if config.processes_per_node != 1:
         raise ConfigError(
-            f"processes_per_node={config.processes_per_node}: a pod of --cluster gke is one process; "
-            "use 1"
+            f"processes_per_node={config.processes_per_node}: a pod of --cluster gke is one "
+            "process; use 1"
         )
     for name in ("gke_namespace", "gke_queue", "gke_service_account", "gke_volume_claim"):
         if config[name] and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", config[name]):
@@ -140,14 +145,15 @@ def _check(run: Run) -> None:
             )
     if bool(config.gke_bucket) == bool(config.gke_volume_claim):
         raise ConfigError(
-            f"gke_bucket={config.gke_bucket} and gke_volume_claim={config.gke_volume_claim}: give one of "
-            "them, the storage that all pods share"
+            f"gke_bucket={config.gke_bucket} and gke_volume_claim={config.gke_volume_claim}: "
+            "give one of them, the storage that all pods share"
         )
     mount = pathlib.PurePosixPath(config.gke_mount_path)
     if mount not in (path := pathlib.PurePosixPath(config.base_output_directory), *path.parents):
         raise ConfigError(
-            f"base_output_directory={config.base_output_directory} does not lie below gke_mount_path="
-            f"{config.gke_mount_path}, where the pods see the storage that they share"
+            f"base_output_directory={config.base_output_directory} does not lie below "
+            f"gke_mount_path={config.gke_mount_path}, where the pods see the storage that they "
+            "share"
         )
     if config.gke_accelerator.startswith("tpu") and config.gke_accelerator not in _TPUS:
         raise ConfigError(
@@ -272,8 +278,8 @@ def _slices(run: Run, nodes: int) -> int:
     slices, rest = divmod(nodes * config.devices_per_node, chips)
     if rest or chips % config.devices_per_node:
         raise ConfigError(
-            f"stage {run.stages_on(nodes)} takes {nodes} nodes of {config.devices_per_node} chips = "
-            f"{nodes * config.devices_per_node}, no whole slices of gke_topology="
+            f"stage {run.stages_on(nodes)} takes {nodes} nodes of {config.devices_per_node} "
+            f"chips = {nodes * config.devices_per_node}, no whole slices of gke_topology="
             f"{config.gke_topology} ({chips} chips); use a smaller topology, or min_nodes="
             f"{chips // config.devices_per_node}"
         )

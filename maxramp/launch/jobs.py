@@ -1,8 +1,9 @@
 """What a launch starts: the same for every cluster.
 
-A run is a chain of jobs. Each ends with one of the exit statuses of `errors`: 75 before a batch that
-the plan gives another number of nodes, 76 when it was stopped and has saved. What comes next depends
-on that status, the plan and the newest checkpoint alone, so a chain can be taken up at any time.
+A run is a chain of jobs. Each ends with one of the exit statuses of `errors`: 75 before a batch
+that the plan gives another number of nodes, 76 when it was stopped and has saved. What comes next
+depends on that status, the plan and the newest checkpoint alone, so a chain can be taken up at any
+time.
 """
 
 import dataclasses

@@ -44,7 +44,8 @@ note() {  # event, exit status or null: a line of chain.jsonl
     samples=$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null |
         sed -n 's/.*"consumed_samples": \([0-9]*\).*/\1/p' | tail -n 1)
     printf '{"job": %d, "nodes": %d, "time": %d, "event": "%s", "status": %s, "samples": %d}\n' \
-        "$SLURM_JOB_ID" "$nodes" "$(date +%s)" "$1" "$2" "${samples:-0}" >> "$folder/slurm/chain.jsonl"
+        "$SLURM_JOB_ID" "$nodes" "$(date +%s)" "$1" "$2" "${samples:-0}" \
+        >> "$folder/slurm/chain.jsonl"
 }
 
 submit() {  # nodes, crashes so far: the next job of the chain
@@ -67,8 +68,8 @@ ended() {  # SIGTERM to this script: the time limit came before the save, or som
 trap ended TERM
 
 note start null
-srun --nodes=@NODES@ --ntasks=@PROCESSES@ --ntasks-per-node=@PER_NODE@ --label --kill-on-bad-exit=0 \
-    --wait=@GRACE@ @SRUN@ "${command[@]}" &
+srun --nodes=@NODES@ --ntasks=@PROCESSES@ --ntasks-per-node=@PER_NODE@ --label \
+    --kill-on-bad-exit=0 --wait=@GRACE@ @SRUN@ "${command[@]}" &
 wait $!
 status=$?
 note end "$status"
@@ -142,7 +143,7 @@ def print_status(run: Run) -> None:
     """The jobs of a run so far: where each stood, and what is in SLURM's queue."""
     entries = _chain(run.folder / "slurm")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in "job|nodes|stages|samples|started|ran for|state".split("|"):
+    for name in ("job", "nodes", "stages", "samples", "started", "ran for", "state"):
         table.add_column(name, justify="left" if name == "state" else "right")
     for e in entries:
         table.add_row(
@@ -280,7 +281,7 @@ def _options(run: Run, nodes: int) -> list[str]:
         f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', config.run_name)}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={config.processes_per_node}",
-        f"--signal=TERM@{config.grace_seconds}",  # to the trainer, which then saves and exits with 76
+        f"--signal=TERM@{config.grace_seconds}",  # to the trainer, which saves and exits with 76
         "--output=%j.log",
         "--open-mode=append",
         "--requeue",  # when a node fails; the same script goes on from the newest checkpoint
