@@ -157,7 +157,7 @@ def test_run_sh_applies_one_after_another(tmp_path):
         (tmp_path / name).write_text(text)
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.parent.mkdir()
-    kubectl.write_text('#!/bin/sh\necho "$@" >> "$LOG"\n')
+    kubectl.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$LOG"\n')
     kubectl.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{kubectl.parent}:{os.environ['PATH']}",
