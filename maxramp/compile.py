@@ -46,22 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         as_json = "--json" in arguments
         arguments = [a for a in arguments if a != "--json"]
-        loaded = config_lib.load(arguments, "compile", USAGE)
-        if not loaded.compile_topology:
+        config = config_lib.load(arguments, "compile", USAGE)
+        if not config.compile_topology:
             raise ConfigError(
                 "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
                 "v5p-2048"
             )
-        result = compile_stages(loaded, lambda line: print(line, file=sys.stderr, flush=True))
-        folder = pathlib.Path(loaded.base_output_directory).expanduser()
-        folder /= loaded.run_name or loaded.model_name
+        result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
+        folder = pathlib.Path(config.base_output_directory).expanduser()
+        folder /= config.run_name or config.model_name
         path = folder / "compiled.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"base_output_directory={loaded.base_output_directory}: cannot write to {path}: "
+                f"base_output_directory={config.base_output_directory}: cannot write to {path}: "
                 f"{error.strerror}"
             ) from None
         if as_json:
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
+def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
     """Compiles the step of every stage, each batch shape once.
 
     Args:
-      loaded: a loaded config with `compile_topology`.
+      config: loaded, with `compile_topology`.
       say: takes a line of progress.
 
     Returns:
@@ -90,15 +90,15 @@ def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
     """
-    topology = topology_lib.parse(loaded.compile_topology)
-    slices = max(1, loaded.compile_topology_num_slices)
+    topology = topology_lib.parse(config.compile_topology)
+    slices = config.compile_topology_num_slices
     jax.config.update("jax_platforms", "cpu")  # nothing runs; the pod is libtpu's description of it
     devices = topology_lib.describe(topology, slices).devices
-    config = config_lib.resolve(loaded, len(devices), slices, 1)
-    ramp = RampupBatchManager(config, len(devices))
+    target = config_lib.resolve(config, len(devices), slices, 1)
+    ramp = RampupBatchManager(target, len(devices))
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = _Pod(config, ramp, mesh_lib.make_mesh(config, devices), topology)
+    pod = _Pod(target, ramp, mesh_lib.make_mesh(target, devices), topology)
     entries = []
     for stage in stages:
         entry = stage.to_json() | pod.step(
@@ -114,7 +114,7 @@ def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
         )
         if not entry["fits"]:
             entry["nearest_fit"] = pod.nearest_fit(stage)
-        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), config))
+        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target))
     last, total = entries[-1], ramp.total_samples
     fit = all(entry["fits"] for entry in entries)
     constant = -(-total // last["global_batch_size"])
@@ -122,8 +122,8 @@ def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
         "compile_topology": str(topology),
         "num_slices": slices,
         "devices": len(devices),
-        "mesh": config_lib.mesh_sizes(config),
-        "max_target_length": config.max_target_length,
+        "mesh": config_lib.mesh_sizes(target),
+        "max_target_length": target.max_target_length,
         "peak_tflops_per_device": topology.chip.peak_tflops,
         "stages": entries,
         "totals": {
@@ -134,7 +134,7 @@ def compile_stages(loaded: Any, say: Any = lambda line: None) -> dict[str, Any]:
             "chip_hours": sum(entry["chip_hours"] for entry in entries) if fit else None,
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(last, constant, len(devices), config),
+            | _over_the_run(last, constant, len(devices), target),
         },
     }
 

@@ -83,7 +83,7 @@ _AT_LEAST = {
         *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
         *("base_num_decoder_layers", "vocab_size", "max_num_checkpoints_to_keep"),
         *("max_failed_saves", "profiler_steps", "processes_per_node"),
-        *("join_timeout_seconds", "grace_seconds"),
+        *("join_timeout_seconds", "grace_seconds", "compile_topology_num_slices"),
     ),
     0: (
         *("init_weights_seed", "data_shuffle_seed", "eval_per_device_batch_size", "learning_rate"),
@@ -95,8 +95,7 @@ _AT_LEAST = {
     ),
 }
 _POSITIVE_OR_MINUS_ONE = (
-    *("num_nodes", "devices_per_node", "compile_topology_num_slices"),
-    *("eval_interval", "eval_steps"),
+    *("num_nodes", "devices_per_node", "eval_interval", "eval_steps"),
     *("learning_rate_schedule_steps", "steps", "total_samples", "total_tokens"),
     *("checkpoint_period", "checkpoint_period_samples", "checkpoint_keep_period"),
 )
