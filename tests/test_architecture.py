@@ -126,6 +126,7 @@ def test_lowest_layer_imports_no_jax(module):
 # What stands around the trainer: file formats, and programs of their own.
 AROUND = ("data.arrayrecord", "data.formats", "data.megatron", "data.mixture", "data.prepared")
 AROUND += ("data.preparation", "data.records", "data.storage", "data.tokenizers", "prepare")
+AROUND += ("compile", "hlo", "topology", "launch.")
 
 
 def test_size():

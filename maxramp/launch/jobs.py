@@ -6,15 +6,16 @@ depends on that status, the plan and the newest checkpoint alone, so a chain can
 time.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
 
 import ml_collections
-from orbax.checkpoint import v1 as ocp
 
 from maxramp import config as config_lib
+from maxramp import saved
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
 
@@ -80,22 +81,18 @@ class Run:
         """The nodes of the stage that the run's next step is in.
 
         Raises:
-          ConfigError: the newest checkpoint cannot be read.
+          ConfigError: the newest checkpoint is one of another program.
         """
         step, consumed = self.position()
         return _plan(self.config, first_step=step, first_sample=consumed).stages[0].nodes
 
     def position(self) -> tuple[int, int]:
-        """Steps done and samples consumed in the newest checkpoint; 0, 0 before the first."""
-        saved = [p for p in (self.folder / "checkpoints").glob("*") if p.name.isdigit()]
-        if not saved:
-            return 0, 0
-        newest = max(saved, key=lambda path: int(path.name))
-        try:
-            metadata = ocp.checkpointables_metadata(newest).custom_metadata
-            return int(newest.name), metadata["consumed_samples"]
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            raise ConfigError(f"{newest}: not a checkpoint of maxramp: {error}") from None
+        """Steps done and samples consumed in the newest whole checkpoint; 0, 0 before the first."""
+        folder = self.folder / "checkpoints"
+        for step in reversed(saved.steps_in(folder)):
+            with contextlib.suppress(saved.TornError):  # as a restart does
+                return step, saved.read(folder / str(step)).consumed_samples
+        return 0, 0
 
     def node_counts(self) -> list[int]:
         """Every number of nodes that a job of the run has, in the order of the plan."""
