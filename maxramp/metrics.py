@@ -5,6 +5,7 @@ finished, while step k is already queued.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -27,9 +28,9 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step or an evaluation that was dispatched and not yet read."""
+    """A step or an evaluation that was dispatched; `read` gives its numbers and when they came."""
 
-    arrays: dict[str, jax.Array]
+    read: concurrent.futures.Future[tuple[dict[str, Any], float]]
     finish: Callable[[dict[str, Any], float], Record]
 
 
@@ -44,6 +45,7 @@ class MetricsLog:
         self._config, self._writers = config, writers
         self._pending: collections.deque[_Pending] = collections.deque()
         self._flops_per_token = training_flops_per_token(config)
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._last_end = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -101,7 +103,7 @@ class MetricsLog:
                 "batch_fingerprint": f"{high:08x}{low:08x}",
             } | skipped
 
-        self._push(_Pending(metrics, finish))
+        self._push(metrics, finish)
 
     def log_eval(self, step: int, consumed_samples: int, sums: tuple[jax.Array, jax.Array]) -> None:
         """Takes over the sums of an evaluation just dispatched, after step `step`."""
@@ -115,24 +117,27 @@ class MetricsLog:
                 "eval_seconds": seconds,
             }
 
-        self._push(_Pending({"cross_entropy": sums[0], "tokens": sums[1]}, finish))
+        self._push({"cross_entropy": sums[0], "tokens": sums[1]}, finish)
 
     def flush(self) -> None:
         """Reads everything that is pending: after it the device has finished all that was asked."""
         self._read(keep=0)
 
-    def _push(self, pending: _Pending) -> None:
-        for array in pending.arrays.values():
-            array.copy_to_host_async()
-        self._pending.append(pending)
+    def close(self) -> None:
+        """Waits for nothing more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _push(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+        # A thread waits for the numbers, so that their time is that of the step's end, whatever the
+        # loop waits for meanwhile.
+        self._pending.append(_Pending(self._reader.submit(_arrival, arrays), finish))
         self._read(keep=1)
 
     def _read(self, keep: int) -> None:
         while len(self._pending) > keep:
             pending = self._pending.popleft()
-            read = jax.device_get(pending.arrays)
-            now = time.perf_counter()
-            record = pending.finish(read, now - self._last_end)
+            numbers, now = pending.read.result()
+            record = pending.finish(numbers, now - self._last_end)
             self._last_end = now
             for write in self._writers:
                 write(record)
@@ -158,6 +163,10 @@ class MetricsLog:
                         "checkpoint stands before it; lower learning_rate, or look at the data "
                         "of this step"
                     )
+
+
+def _arrival(arrays: dict[str, jax.Array]) -> tuple[dict[str, Any], float]:
+    return jax.device_get(arrays), time.perf_counter()
 
 
 class JsonlWriter:

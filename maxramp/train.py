@@ -129,11 +129,10 @@ def train(
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))
+        closing.callback(log.close)
         profiler = Profiler(config, output.folder / "tensorboard", first_step, log.flush)
         closing.callback(profiler.close)
-        zeros = jax.jit(
-            lambda: (jnp.float32(0), jnp.float32(0))
-        )()  # on the devices before the loop
+        no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
         for step in range(first_step, last_step):
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
@@ -151,7 +150,7 @@ def train(
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
             if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
-                sums = zeros
+                sums = no_sums
                 eval_step, _ = programs.eval_step()
                 for eval_batch in loader.eval_batches():
                     sums = eval_step(state.model, sums, eval_batch)
