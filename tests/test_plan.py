@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
 
+from maxramp.data.expansion import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
@@ -130,7 +131,10 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     with jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
         rate = LearningRate.of(config, ramp)
-        programs = Programs(config, mesh, rate, state, ramp.stages, 0)
+        programs = Programs(
+            *(config, Expansion(mesh, 1), rate, state, ramp.stages),
+            *(0, False, print, lambda: None),
+        )
         compiled, _ = programs.train_step(ramp.stages[0])
     found = estimate(config, ramp.stages[0])
     for name, tree in (("weights", state.model), ("optimizer", state.opt_state)):
