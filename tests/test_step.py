@@ -152,7 +152,7 @@ SHARDED = {
     "up_DF": {1: "fsdp", 2: "tensor"},
     "out_FD": {1: "tensor", 2: "fsdp"},
 }
-UNSHARDED = {"scale_D", "count", "consumed_samples"}
+UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
 
 
 @pytest.mark.parametrize("sizes", ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)), ids=str)
