@@ -114,7 +114,7 @@ def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, c
     "which, when",
     [
         (4, "os.environ['TZ'] = 'UTC'"),  # stage 3, in the middle of stage 1
-        (3, "import time; time.sleep(20)"),  # stage 2, when the loop already waits for it
+        (3, "import time; time.sleep(8)"),  # stage 2, when the loop already waits for it
     ],
 )
 def test_a_program_that_does_not_compile_ends_the_run_saved(
