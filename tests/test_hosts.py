@@ -273,7 +273,7 @@ def test_losses_are_the_same_bits_on_four_devices(data, tmp_path, cache_dir, sha
     free = ("gradient_clipping_threshold=0",)
     first = train(data, tmp_path, cache_dir, "1x4", 1, 4, *free, **shape)
     seen = {}
-    for processes, factor in ((2, 2), (4, 1), (4, 4)):
+    for processes, factor in ((2, 2), (4, 4)):
         job = (data, tmp_path, cache_dir, f"{processes} {factor}", processes, 4 // processes)
         other = train(*job, *free, factor=factor, **shape)
         assert losses(other) == losses(first) and fingerprints(other) == fingerprints(first)
