@@ -71,6 +71,21 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
 
 
+class HeldState:
+    """A train state between steps: the flat list of arrays that a train step takes and gives.
+
+    To take the modules apart and put them together at every step would cost the loop a millisecond.
+    """
+
+    def __init__(self, state: TrainState):
+        self.arrays, self._structure = jax.tree.flatten(state)
+
+    @property
+    def tree(self) -> TrainState:
+        """The state as modules."""
+        return self._structure.unflatten(self.arrays)
+
+
 def initial_state(config: Config) -> TrainState:
     """The state before the first step, on the mesh that is set."""
     # On CPUs the random numbers take longer to optimize than the whole step, and run once.
@@ -132,11 +147,14 @@ class Programs:
         self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
 
-        def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, Metrics]:
-            rows = expansion.gather(batch)
-            return train_step(
+        arrays, structure = jax.tree.flatten(state)
+
+        def step(arrays: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], Metrics]:
+            state, rows = structure.unflatten(arrays), expansion.gather(batch)
+            state, metrics = train_step(
                 state, rows, config=config, learning_rate=learning_rate, packed=packed
             )
+            return jax.tree.leaves(state), metrics
 
         def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
             return eval_step(model, sums, expansion.gather(batch), config=config, packed=packed)
@@ -144,7 +162,7 @@ class Programs:
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
             name = f"stage {stage.index + 1} (batch {stage.global_batch_size})"
-            self._plan(batch.shape, name, step, state, batch, donate=(0,))
+            self._plan(batch.shape, name, step, arrays, batch, donate=(0,))
             if i == 0 and eval_rows:  # an evaluation may come before the second stage
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
                 batch = self._batch(1, eval_rows)
@@ -156,6 +174,8 @@ class Programs:
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
+
+        It takes the arrays of a HeldState and a batch, and returns the next arrays and metrics.
 
         Raises:
           TrainingError: it does not compile.

@@ -35,7 +35,7 @@ from maxramp.profiling import Profiler
 from maxramp.resume import Schedule, changes_since
 from maxramp.saved import Saved
 from maxramp.saving import Checkpoints, versions
-from maxramp.stages import Programs, abstract_state, end_process, initial_state
+from maxramp.stages import HeldState, Programs, abstract_state, end_process, initial_state
 from maxramp.watchdog import Watchdog
 
 
@@ -126,6 +126,7 @@ def train(
             if config.load_parameters_path:
                 model = checkpoints.load_parameters(abstract.model)
                 state = dataclasses.replace(state, model=model)
+        state = HeldState(state)
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))
@@ -141,10 +142,10 @@ def train(
             except TrainingError:  # every process comes here before the same step
                 if step > first_step:
                     log.flush()
-                    checkpoints.save(step, state, ramp, output.flush, last=True)
+                    checkpoints.save(step, state.tree, ramp, output.flush, last=True)
                 raise
             with profiler.before(step):
-                state, metrics = train_step(state, batch)
+                state.arrays, metrics = train_step(state.arrays, batch)
             done, consumed = step + 1, ramp.samples_before(step + 1)
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
@@ -152,8 +153,9 @@ def train(
             if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
+                model = state.tree.model
                 for eval_batch in loader.eval_batches():
-                    sums = eval_step(state.model, sums, eval_batch)
+                    sums = eval_step(model, sums, eval_batch)
                 log.log_eval(step, consumed, sums)
 
             watchdog.beat()
@@ -162,7 +164,7 @@ def train(
             last = stopping or done == last_step
             if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved
-                checkpoints.save(done, state, ramp, output.flush, last)
+                checkpoints.save(done, state.tree, ramp, output.flush, last)
                 log.restart_clock()
             if stopping and done < last_step:
                 programs.raise_failure()  # which asked for the end
