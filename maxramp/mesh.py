@@ -53,6 +53,8 @@ def start_backend(config: Config) -> None:
     # threads that the other's collective waits for, and XLA then aborts the process.
     if _forced_cpu_devices() > 1:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+        # And collectives of one program, which may run side by side, need a thread each.
+        os.environ.setdefault("NPROC", str(max(16, 4 * _forced_cpu_devices())))
     processes.join(config.join_timeout_seconds)
     try:
         jax.devices()
