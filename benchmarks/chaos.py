@@ -53,14 +53,15 @@ class Shape:
     devices: int = 1  # of each process
     data: int = 1
     tensor: int = 1
+    expansion: float = -1  # only processes / expansion of them read
     micro_batch_size: int = 8  # rows per data-parallel rank in a pass: accumulation follows
 
     def keys(self) -> list[str]:
-        # The place for expansion_factor_real_data: it moves data between hosts, unchanged.
         return [
             f"ici_data_parallelism={self.data}",
             f"ici_tensor_parallelism={self.tensor}",
             f"micro_batch_size={self.micro_batch_size}",
+            f"expansion_factor_real_data={self.expansion}",
         ]
 
 
@@ -73,6 +74,7 @@ SHAPES = (
     Shape(devices=4, tensor=2, micro_batch_size=4),
     Shape(processes=2, micro_batch_size=4),
     Shape(processes=2, devices=2, tensor=2),
+    Shape(processes=2, expansion=2, micro_batch_size=4),
 )
 # Ends of a start and how often they are drawn.
 ENDS = {"kill": 5, "term": 3, "int": 1, "save": 4, "compile": 2, "start": 2, "term, kill": 2}

@@ -6,23 +6,20 @@ python benchmarks/scaling.py [--json FILE]
 """
 
 import contextlib
-import functools
 import importlib.util
 import os
 import time
 
 import jax
-import jax.numpy as jnp
 from figures import ROOT, parser, save
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
-from maxramp.stages import abstract_state
-from maxramp.step import BATCH_ABS, train_step
+from maxramp.stages import lower_step
 
 SMALL = [
     *("base_emb_dim=64", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"),
@@ -46,16 +43,9 @@ def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
     """Seconds to lower and to compile the step of a stage, and the lines of its program."""
     ramp = RampupBatchManager(config, mesh.size)
     stage = ramp.stages[stage_index]
-    step = functools.partial(train_step, config=config, learning_rate=LearningRate.of(config, ramp))
-    state = abstract_state(config, mesh)
-    shape = (
-        stage.gradient_accumulation_steps,
-        stage.micro_batch_size,
-        config.max_target_length + 1,
-    )
-    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_ABS))
+    lower = lower_step(config, mesh, LearningRate.of(config, ramp))
     start = time.perf_counter()
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    lowered = lower(stage.gradient_accumulation_steps, stage.micro_batch_size)
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()

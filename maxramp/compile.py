@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from jax.sharding import Mesh
 
 from maxramp import config as config_lib
 from maxramp import hlo
 from maxramp import mesh as mesh_lib
 from maxramp import topology as topology_lib
+from maxramp.commandline import print_table, take_flag
 from maxramp.config import Config
 from maxramp.errors import ConfigError, report
 from maxramp.memory import GIB, compiled_bytes
@@ -31,8 +28,7 @@ from maxramp.model import training_flops_per_token
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager, Stage
-from maxramp.stages import abstract_state
-from maxramp.step import BATCH_ABS, train_step
+from maxramp.stages import lower_step
 
 USAGE = """
 compile_topology names the pod. The result is printed (with --json as JSON) and kept in the output
@@ -44,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        as_json = "--json" in arguments
-        arguments = [a for a in arguments if a != "--json"]
+        as_json = take_flag(arguments, "--json")
         config = config_lib.load(arguments, "compile", USAGE)
         if not config.compile_topology:
             raise ConfigError(
@@ -172,27 +167,17 @@ class _Pod:
         if config.device_memory_gib != -1:
             self._limit = config.device_memory_gib
         self._parallel = BatchKeys.of(config).model_parallel_size
-        self._step = jax.jit(
-            functools.partial(
-                train_step, config=config, learning_rate=LearningRate.of(config, ramp)
-            ),
-            donate_argnums=0,
-        )
         # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            self._state = abstract_state(config, mesh)
+            self._lower = lower_step(config, mesh, LearningRate.of(config, ramp))
 
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
-        shape = (accumulation, rows, self._config.max_target_length + 1)
-        batch = jax.ShapeDtypeStruct(
-            shape, jnp.int32, sharding=NamedSharding(self._mesh, BATCH_ABS)
-        )
         start = time.perf_counter()
         limit = {"peak_tflops_per_device": self._chip.peak_tflops}
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            lowered = self._step.lower(self._state, batch)
+            lowered = self._lower(accumulation, rows)
             try:
                 compiled = lowered.compile()
             except jax.errors.JaxRuntimeError as error:
@@ -260,28 +245,27 @@ def _too_big(error: str) -> tuple[float, float] | None:
     return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in used.groups())
 
 
+def _cells(s: dict[str, Any]) -> list[str]:
+    memory = s["memory_gib"]
+    left = memory["limit"] - memory["peak"]
+    cells = [
+        *(str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"),
+        *(_size(s["per_device_batch_size"]), str(s["gradient_accumulation_steps"])),
+        *(_shown(memory["peak"]), _shown(memory["temporaries"])),
+        f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} over",
+    ]
+    if s["fits"]:
+        cells += [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}"]
+        cells += [f"{s['tokens_per_second']:,.0f}", f"{s['hours']:,.1f}"]
+        cells += [f"{s['chip_hours']:,.0f}"]
+    return cells
+
+
 def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
-    for name in (columns + "|MFU|tokens/s|hours|chip-hours").split("|"):
-        table.add_column(name, justify="right")
-    for s in result["stages"]:
-        memory = s["memory_gib"]
-        left = memory["limit"] - memory["peak"]
-        parts = [
-            *(str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"),
-            *(_size(s["per_device_batch_size"]), str(s["gradient_accumulation_steps"])),
-            *(_shown(memory["peak"]), _shown(memory["temporaries"])),
-            f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} over",
-        ]
-        if s["fits"]:
-            parts += [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}"]
-            parts += [f"{s['tokens_per_second']:,.0f}", f"{s['hours']:,.1f}"]
-            parts += [f"{s['chip_hours']:,.0f}"]
-        table.add_row(*parts)
-    console.print(table)
+    columns += "|MFU|tokens/s|hours|chip-hours"
+    print_table(columns.split("|"), map(_cells, result["stages"]), 150)
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     print(f"pod       {result['compile_topology']}{slices}: {result['devices']} chips, mesh {mesh}")

@@ -4,8 +4,6 @@ import functools
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from maxramp import mesh as mesh_lib
 from maxramp.config import Config
@@ -14,8 +12,7 @@ from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.notations import BatchKeys, plain_number
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
-from maxramp.stages import abstract_state
-from maxramp.step import BATCH_ABS, train_step
+from maxramp.stages import lower_step
 
 
 def largest_per_device_batch_size(config: Config) -> str:
@@ -35,21 +32,16 @@ def largest_per_device_batch_size(config: Config) -> str:
         )
     mesh = mesh_lib.make_mesh(config)
     jax.set_mesh(mesh)
-    state = abstract_state(config, mesh)
     parallel = BatchKeys.of(config).model_parallel_size
     ranks = mesh.size // parallel
     rate = LearningRate.of(config, RampupBatchManager(config, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.
     passes = 2 if config.gradient_accumulation_steps > 1 or config.global_batch_size != -1 else 1
-    step = jax.jit(
-        functools.partial(train_step, config=config, learning_rate=rate), donate_argnums=0
-    )
+    lower = lower_step(config, mesh, rate)
 
     @functools.cache
     def needed(rows: int) -> int:
-        shape = (passes, rows * ranks, config.max_target_length + 1)
-        batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_ABS))
-        return compiled_bytes(step.lower(state, batch).compile())
+        return compiled_bytes(lower(passes, rows * ranks).compile())
 
     if needed(1) > limit:
         raise ConfigError(

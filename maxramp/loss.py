@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from maxramp.mesh import BATCH_AXES
+from maxramp.mesh import BATCH_AXES, after
 from maxramp.rows import PADDING
 
 _X_BTD = P(BATCH_AXES, None, None)
@@ -63,6 +63,8 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
 
     def local(x_BTD, head_DV, targets_BT):
+        head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
+        head_DV = jax.lax.all_gather(head_DV, "fsdp", tiled=True)
         sums, gradients = _blocks(
             x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
         )
@@ -70,11 +72,12 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
         if with_gradients:
             dx_BTD, dhead_DV = gradients
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
-            dhead_DV = jax.lax.psum(dhead_DV, "data").astype(head_DV.dtype)
-            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
+            dhead_DV = jax.lax.psum(dhead_DV, "data")
+            dx_BTD = after(dx_BTD, sum(sums) + dhead_DV[0, 0])
+            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
         return sums, gradients
 
-    specs = (_X_BTD, P(None, "tensor"), P(BATCH_AXES, None))
+    specs = (_X_BTD, _HEAD_DV, P(BATCH_AXES, None))
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
     return jax.shard_map(
         local,

@@ -5,20 +5,22 @@ layer's heads and MLP. Rows of a batch are spread over data x fsdp.
 """
 
 import contextlib
+import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from maxramp import processes
 from maxramp.config import AXES, Config
-from maxramp.errors import EXIT_CONFIG, ConfigError, PeerLostError, TrainingError
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -26,6 +28,8 @@ BATCH_AXES = ("data", "fsdp")
 # be laid out in two ways does not trace until the code says which.
 AXIS_TYPE = AxisType.Explicit
 
+_NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
+_T = TypeVar("_T")
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -53,8 +57,6 @@ def start_backend(config: Config) -> None:
     # threads that the other's collective waits for, and XLA then aborts the process.
     if _forced_cpu_devices() > 1:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        # And collectives of one program, which may run side by side, need a thread each.
-        os.environ.setdefault("NPROC", str(max(16, 4 * _forced_cpu_devices())))
     processes.join(config.join_timeout_seconds)
     try:
         jax.devices()
@@ -81,24 +83,48 @@ def platform() -> str | None:
     return device.platform if device else None
 
 
-def together(function: Callable[[], Any]) -> Any:
-    """Calls a function on every process, and goes on only where it fails on none.
+def after(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, which on several CPU devices is not there before `other`, a float32 scalar, is.
+
+    XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
+    collective beside it: a device that begins with one waits for ever for a device that began with
+    the other. So what could run beside the layers' loop is made to wait, and by data, because an
+    optimization barrier is dropped before the order is chosen. Elsewhere nothing is added.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "cpu" or mesh.size == 1:
+        return value
+    bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
+    return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+
+
+def together(function: Callable[[], _T]) -> _T:
+    """What `function` returns here, once it has failed on no process of the job.
 
     Raises:
-      ConfigError: it failed here.
-      SystemExit: it failed on another process, which says why.
+      ConfigError, TrainingError: on every process, what it raised on the first where it failed.
     """
-    answer, error = None, None
+    result, failure = None, None
     try:
-        answer = function()
-    except ConfigError as raised:
-        error = raised
-    failed = anywhere(error is not None)
-    if error is not None:
-        raise error
-    if failed:
-        raise SystemExit(EXIT_CONFIG)
-    return answer
+        result = function()
+    except (ConfigError, TrainingError) as error:
+        failure = [isinstance(error, ConfigError), str(error)]
+    for other in exchange(failure):
+        if other is not None:
+            is_config, message = other
+            raise (ConfigError if is_config else TrainingError)(message)
+    return result
+
+
+def exchange(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.pad(text, (0, sizes.max() - len(text)))
+    texts = multihost_utils.process_allgather(padded)
+    return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 
 @contextlib.contextmanager
@@ -119,20 +145,6 @@ def noticing_lost_peers() -> Iterator[None]:
             "another process of the job has ended (its own output says why); start again to go on "
             f"from the last checkpoint; what was noticed here: {' '.join(str(error).split())[:200]}"
         ) from None
-
-
-def anywhere(flag: bool) -> bool:
-    """Whether a flag is set on any process."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def from_first(number: int) -> int:
-    """The number that the first process gives, on all of them."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
 
 def num_slices() -> int:

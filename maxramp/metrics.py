@@ -1,16 +1,17 @@
 """What happened, step by step: measured one step late, so that the loop never waits for the device.
 
-Handing over step k reads the numbers of step k-1, which by then the device has or is about to have
-finished, while step k is already queued.
+A thread waits for the numbers of each step and writes them down. Handing over step k waits until
+it has done so for step k-1, which by then the device has or is about to have finished, while step k
+is already queued.
 """
 
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import math
 import pathlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +27,6 @@ from maxramp.rampup import Stage
 Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A step or an evaluation that was dispatched; `read` gives its numbers and when they came."""
-
-    read: concurrent.futures.Future[tuple[dict[str, Any], float]]
-    finish: Callable[[dict[str, Any], float], Record]
-
-
 class MetricsLog:
     """Turns what steps return into records and hands them to the writers, in order.
 
@@ -43,10 +36,12 @@ class MetricsLog:
 
     def __init__(self, config: Config, writers: list[Callable[[Record], None]]):
         self._config, self._writers = config, writers
-        self._pending: collections.deque[_Pending] = collections.deque()
+        self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self._flops_per_token = training_flops_per_token(config)
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._last_end = time.perf_counter()
+        self._ended = False  # closed, or by a record that ends the run: none is written after it
+        self._writing = threading.Lock()
 
     def restart_clock(self) -> None:
         """What was done since the last record (a save, say) does not count as part of a step."""
@@ -61,7 +56,7 @@ class MetricsLog:
         data_seconds: float,
         compile_seconds: float,
     ) -> None:
-        """Takes over the metrics of a step just dispatched and reads those of the one before.
+        """Takes over the metrics of a step just dispatched, and waits for those of the one before.
 
         Args:
           step: 0-based.
@@ -120,24 +115,34 @@ class MetricsLog:
         self._push({"cross_entropy": sums[0], "tokens": sums[1]}, finish)
 
     def flush(self) -> None:
-        """Reads everything that is pending: after it the device has finished all that was asked."""
-        self._read(keep=0)
+        """Waits for everything that is pending: the device has then done all that was asked."""
+        self._wait(keep=0)
 
     def close(self) -> None:
-        """Waits for nothing more."""
+        """Waits for nothing more, and writes nothing more."""
+        with self._writing:
+            self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _push(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
-        # A thread waits for the numbers, so that their time is that of the step's end, whatever the
-        # loop waits for meanwhile.
-        self._pending.append(_Pending(self._reader.submit(_arrival, arrays), finish))
-        self._read(keep=1)
+        self._pending.append(self._reader.submit(self._record, arrays, finish))
+        self._wait(keep=1)
 
-    def _read(self, keep: int) -> None:
+    def _wait(self, keep: int) -> None:
         while len(self._pending) > keep:
-            pending = self._pending.popleft()
-            numbers, now = pending.read.result()
-            record = pending.finish(numbers, now - self._last_end)
+            self._pending.popleft().result()
+
+    def _record(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+        read = jax.device_get(arrays)
+        now = time.perf_counter()  # the step's end, whatever the loop waits for meanwhile
+        with self._writing:
+            if self._ended:
+                return
+            try:
+                record = finish(read, now - self._last_end)
+            except TrainingError:
+                self._ended = True
+                raise
             self._last_end = now
             for write in self._writers:
                 write(record)
@@ -163,10 +168,6 @@ class MetricsLog:
                         "checkpoint stands before it; lower learning_rate, or look at the data "
                         "of this step"
                     )
-
-
-def _arrival(arrays: dict[str, jax.Array]) -> tuple[dict[str, Any], float]:
-    return jax.device_get(arrays), time.perf_counter()
 
 
 class JsonlWriter:

@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
+from maxramp.commandline import print_table, take_flag, take_value
 from maxramp.config import Config
 from maxramp.errors import ConfigError, report
 from maxramp.fit import largest_per_device_batch_size
@@ -41,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        as_json, fit = (_take(arguments, flag) for flag in ("--json", "--fit"))
-        plot = _take_value(arguments, "--plot")
-        compiled = _take_value(arguments, "--compiled")
+        as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
+        plot = take_value(arguments, "--plot")
+        compiled = take_value(arguments, "--compiled")
         config = config_lib.load(arguments, "plan", USAGE)
         if fit:
             mesh_lib.start_backend(config)
@@ -62,23 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:
         return report(error)
-
-
-def _take(arguments: list[str], flag: str) -> bool:
-    given = flag in arguments
-    if given:
-        arguments.remove(flag)
-    return given
-
-
-def _take_value(arguments: list[str], flag: str) -> str | None:
-    if flag not in arguments:
-        return None
-    index = arguments.index(flag)
-    if index + 1 == len(arguments) or "=" in arguments[index + 1]:
-        raise ConfigError(f"{flag} needs the name of a file")
-    arguments.pop(index)
-    return arguments.pop(index)
 
 
 def make_plan(config: Any) -> dict[str, Any]:
@@ -251,39 +232,24 @@ def _constant(
 
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as a table and a few lines."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = "stage|first step|steps|samples|tokens|global batch|per device|accum.|nodes|devices"
-    for name in (columns + "|node-time|cost, time of all nodes|memory/device").split("|"):
-        table.add_column(name, justify="right")
-    for s in plan["stages"]:
-        memory = s["memory_gib"]
-        table.add_row(
-            *(str(s["index"]), f"{s['first_step']:,}", f"{s['run_steps']:,}"),
-            *(_short(s["run_samples"]), _short(s["run_tokens"]), f"{s['global_batch_size']:,}"),
-            *(f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])),
-            *(str(s["nodes"]), str(s["devices"]), f"{s['share_of_node_time']:.1%}"),
-            "-"
-            if s["nodes"] == plan["num_nodes"]
-            else f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x",
-            f"{memory['total']:.3g} GiB" if memory else "-",
-        )
-    console.print(table)
+    columns += "|node-time|cost, time of all nodes|memory/device"
+    print_table(columns.split("|"), (_cells(plan, stage) for stage in plan["stages"]), 160)
     last, totals = plan["stages"][-1], plan["totals"]
     memory = last["memory_gib"]
-    console.print(
+    print(
         f"run       {plan['total_steps']:,} steps, {plan['total_samples']:,} samples, "
         f"{_short(plan['total_tokens'])} tokens on up to {_count(plan['num_nodes'], 'node')} of "
         f"{_count(plan['devices_per_node'], 'device')}"
     )
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
-    console.print(
+    print(
         f"steps     {_change(plan['total_steps'], first['steps'])} than a constant batch of "
         f"{first['global_batch_size']:,} takes ({first['steps']:,}); "
         f"{_change(plan['total_steps'], final['steps'])} than one of "
         f"{final['global_batch_size']:,} ({final['steps']:,})"
     )
-    console.print(
+    print(
         f"node-time {_change(totals['node_time'], final['node_time'])} than a constant batch of "
         f"{final['global_batch_size']:,} on all nodes takes"
         + (
@@ -295,7 +261,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     for s in plan["stages"]:
         if made := s.get("compiled"):
             memory = made["memory_gib"]
-            console.print(
+            print(
                 f"compiled  stage {s['index']}: {memory['peak']:.1f} of {memory['limit']:.1f} GiB"
                 + (
                     f", {made['step_seconds']:.3g} s a step, {made['hours']:,.1f} hours, "
@@ -306,14 +272,28 @@ def print_plan(plan: dict[str, Any]) -> None:
             )
     memory = last["memory_gib"]
     for warning in plan["warnings"]:
-        console.print(f"warning   {warning}")
+        print(f"warning   {warning}")
     if memory is None:
         return
-    console.print(
+    print(
         f"memory    per device in the last stage, estimated: weights {memory['weights']:.3g}, "
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, activations "
         f"{memory['activations']:.3g} GiB (--fit asks the compiler)"
     )
+
+
+def _cells(plan: dict[str, Any], s: dict[str, Any]) -> list[str]:
+    memory = s["memory_gib"]
+    return [
+        *(str(s["index"]), f"{s['first_step']:,}", f"{s['run_steps']:,}"),
+        *(_short(s["run_samples"]), _short(s["run_tokens"]), f"{s['global_batch_size']:,}"),
+        *(f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])),
+        *(str(s["nodes"]), str(s["devices"]), f"{s['share_of_node_time']:.1%}"),
+        "-"
+        if s["nodes"] == plan["num_nodes"]
+        else f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x",
+        f"{memory['total']:.3g} GiB" if memory else "-",
+    ]
 
 
 def _count(count: int, noun: str) -> str:

@@ -80,7 +80,7 @@ class Checkpoints:
         """
         newest = -1
         if self._config.enable_checkpointing:
-            newest = mesh_lib.from_first(mesh_lib.together(self._newest_whole))
+            newest = mesh_lib.exchange(mesh_lib.together(self._newest_whole))[0]
         self._last_good = None if newest < 0 else newest
         if newest >= 0:
             return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
@@ -237,7 +237,7 @@ class Checkpoints:
             versions=versions(),
         )
         error = self._error_of(prepare)
-        if mesh_lib.anywhere(error is not None):
+        if any(mesh_lib.exchange(error is not None)):
             writing = _raiser(error or OSError("the first process cannot write"))
         else:
             try:

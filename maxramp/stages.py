@@ -31,7 +31,7 @@ from maxramp.mesh import platform
 from maxramp.model import Decoder
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
-from maxramp.step import Metrics, TrainState, eval_step, init_state, train_step
+from maxramp.step import BATCH_ABS, Metrics, TrainState, eval_step, init_state, train_step
 
 _THREAD = "compile"
 # What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
@@ -69,6 +69,26 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
+
+
+def lower_step(
+    config: Config, mesh: Mesh, learning_rate: LearningRate
+) -> Callable[[int, int], jax.stages.Lowered]:
+    """Lowers the train step alone, for who asks what a batch would take: call it on a set mesh.
+
+    Returns:
+      A function of gradient accumulation steps and the rows of a micro batch over all devices.
+    """
+    state = abstract_state(config, mesh)
+    step = functools.partial(train_step, config=config, learning_rate=learning_rate)
+    jitted = jax.jit(step, donate_argnums=0)
+    sharding = NamedSharding(mesh, BATCH_ABS)
+
+    def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
+        shape = (accumulation, rows, config.max_target_length + 1)
+        return jitted.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+
+    return lower
 
 
 class HeldState:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxramp.config import Config
 from maxramp.loss import cross_entropy_sums
-from maxramp.mesh import BATCH_AXES
+from maxramp.mesh import BATCH_AXES, after
 from maxramp.model import Decoder
 from maxramp.optimizer import LearningRate, make_optimizer
 from maxramp.rows import PADDING, START
@@ -109,7 +109,7 @@ def train_step(
         "loss": cross_entropy / tokens,
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "batch_fingerprint": fingerprint(batch_ABS),
+        "batch_fingerprint": fingerprint(after(batch_ABS, grad_norm)),
     }
     bad_steps = state.bad_steps
     if config.skip_bad_steps:

@@ -12,7 +12,18 @@ PACKAGE = ROOT / "maxramp"
 
 # Bottom up. A module may import from lower layers, and from its own as long as no circle closes.
 LAYERS = (
-    ("errors", "rows", "yamlfile", "notations", "layout", "rampup", "config", "topology", "hlo"),
+    (
+        "errors",
+        "commandline",
+        "rows",
+        "yamlfile",
+        "notations",
+        "layout",
+        "rampup",
+        "config",
+        "topology",
+        "hlo",
+    ),
     ("processes", "mesh", "saved"),
     ("attention", "loss", "optimizer"),
     ("model",),
@@ -113,7 +124,7 @@ def test_packages_hold_no_code():
         assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in body), path
 
 
-@pytest.mark.parametrize("module", ["errors", "rampup", "config"])
+@pytest.mark.parametrize("module", ["errors", "commandline", "rampup", "config"])
 def test_lowest_layer_imports_no_jax(module):
     """A plan can be made where there is no accelerator, and in a tenth of the time."""
     program = f"import sys, maxramp.{module}; print([m for m in sys.modules if 'jax' in m])"

@@ -106,7 +106,7 @@ def ask(data, requests, processes=1, devices=1):
         printed = []
         for out, err, status in finish(job):
             assert status == 0, err[-2000:]
-            printed.append([json.loads(line) for line in out.splitlines() if line[0] == "{"])
+            printed.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
         for i, answer in zip(numbers, zip(*printed, strict=True), strict=True):
             answers[i] = answer
     return answers

@@ -1,5 +1,6 @@
-"""Samples [lo, hi) -> one global array, read ahead of the step."""
+"""Samples [lo, hi) -> one global array, read and placed ahead of the step."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import time
@@ -59,7 +60,10 @@ class Loader:
             StepBatches(rows, ramp, expansion.share),
             *(first_step, last_step, self._abstract(largest), config.grain_worker_count),
         )
-        self._next_step = first_step
+        # Placed by a thread while the step before runs: the loop's own thread only takes it.
+        self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
+        self._next_step, self._last_step = first_step, last_step
+        self._placed = self._placer.submit(self._place, first_step)
 
     def batch(self, step: int) -> tuple[jax.Array, float]:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
@@ -68,11 +72,17 @@ class Loader:
           What `Expansion.gather` makes int32 [A, B, S] of, and seconds.
         """
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
-        self._next_step += 1
         start = time.perf_counter()
-        stage = self._ramp.stage_at_step(step)
-        batch = self._expansion.place(next(self._batches), self._abstract(stage))
-        return batch, time.perf_counter() - start
+        batch = self._placed.result()
+        waited = time.perf_counter() - start
+        self._next_step += 1
+        if self._next_step < self._last_step:
+            self._placed = self._placer.submit(self._place, self._next_step)
+        return batch, waited
+
+    def _place(self, step: int) -> jax.Array:
+        shape = self._abstract(self._ramp.stage_at_step(step))
+        return self._expansion.place(next(self._batches), shape)
 
     def eval_batches(self) -> Iterator[jax.Array]:
         """Batches of the held-out rows, as from `batch`, with A = 1: all rows once, or the first
@@ -90,6 +100,7 @@ class Loader:
 
     def close(self) -> None:
         """Stops reading ahead."""
+        self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
     def _abstract(self, stage: Stage) -> jax.ShapeDtypeStruct:

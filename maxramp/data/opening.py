@@ -5,9 +5,7 @@ of them with the same line, before anything is trained.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -18,9 +16,9 @@ from maxramp.data import packing
 from maxramp.data.corpus import Corpus
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError
+from maxramp.mesh import exchange, together
 
-_T = TypeVar("_T")
 _LAYOUTS = {
     "concat_then_split": packing.concat_then_split,
     "best_fit": packing.best_fit,
@@ -42,8 +40,8 @@ def open_rows(config: Config, reads: bool) -> Corpus:
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
-    corpus = _together(lambda: open_corpus(config) if reads else None)
-    summaries = _exchange(corpus.summary() if corpus else None)
+    corpus = together(lambda: open_corpus(config) if reads else None)
+    summaries = exchange(corpus.summary() if corpus else None)
     for process, other in enumerate(summaries):
         if other is not None and other != summaries[0]:
             raise ConfigError(
@@ -125,38 +123,9 @@ def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) 
         finally:
             reading.close()
 
-    counted = _together(count)
+    counted = together(count)
     if jax.process_count() == 1:
         return counted
     padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))
     everyone = multihost_utils.process_allgather(padded)
     return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]
-
-
-def _together(function: Callable[[], _T]) -> _T:
-    """What `function` returns here, once no process has failed in it.
-
-    Raises:
-      ConfigError, TrainingError: on every process, what it raised on one.
-    """
-    result, failure = None, None
-    try:
-        result = function()
-    except (ConfigError, TrainingError) as error:
-        failure = [isinstance(error, ConfigError), str(error)]
-    for other in _exchange(failure):
-        if other is not None:
-            is_config, message = other
-            raise (ConfigError if is_config else TrainingError)(message)
-    return result
-
-
-def _exchange(value: Any) -> list[Any]:
-    """The JSON values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.pad(text, (0, sizes.max() - len(text)))
-    texts = multihost_utils.process_allgather(padded)
-    return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]

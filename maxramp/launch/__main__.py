@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from maxramp import config as config_lib
+from maxramp.commandline import take_flag, take_value
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        dry_run, status = (_take(arguments, flag) for flag in ("--dry-run", "--status"))
+        dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = _take_cluster(arguments)
         config = config_lib.load(arguments, "launch", USAGE)
         if config.devices_per_node == -1:
@@ -55,27 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def _take(arguments: list[str], flag: str) -> bool:
-    given = flag in arguments
-    if given:
-        arguments.remove(flag)
-    return given
-
-
 def _take_cluster(arguments: list[str]) -> str:
-    """Takes `--cluster NAME` or `--cluster=NAME` out of a command line."""
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--cluster":
-            del arguments[index]
-            if not equals and index < len(arguments):
-                value = arguments.pop(index)
-            if value not in _CLUSTERS:
-                raise ConfigError(f"--cluster {value} is not one of {', '.join(_CLUSTERS)}")
-            return value
-    if {"-h", "--help", "help"} & set(arguments):
+    cluster = take_value(arguments, "--cluster")
+    if cluster is None and {"-h", "--help", "help"} & set(arguments):
         return "local"
-    raise ConfigError(f"no --cluster given; add --cluster {', '.join(_CLUSTERS[:-1])} or gke")
+    if cluster is None:
+        raise ConfigError(f"no --cluster given; add --cluster {', '.join(_CLUSTERS[:-1])} or gke")
+    if cluster not in _CLUSTERS:
+        raise ConfigError(f"--cluster {cluster} is not one of {', '.join(_CLUSTERS)}")
+    return cluster
 
 
 def _local_devices(config: config_lib.Config) -> int:

@@ -15,10 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from maxramp.commandline import print_table
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import Run
 
@@ -142,24 +139,22 @@ def submit(run: Run, dry_run: bool) -> int:
 def print_status(run: Run) -> None:
     """The jobs of a run so far: where each stood, and what is in SLURM's queue."""
     entries = _chain(run.folder / "slurm")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("job", "nodes", "stages", "samples", "started", "ran for", "state"):
-        table.add_column(name, justify="left" if name == "state" else "right")
-    for e in entries:
-        table.add_row(
+    rows = (
+        [
             *(str(e["job"]), str(e["nodes"]), run.stages_on(e["nodes"])),
             f"{e['from']:,} - {e['to']:,}" if e["started"] else "",
             time.strftime("%m-%d %H:%M:%S", time.localtime(e["started"])) if e["started"] else "",
             f"{e['ended'] - e['started']} s" if e["ended"] else "",
             e["state"],
-        )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(table)
+        ]
+        for e in entries
+    )
+    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows, 120)
     done = max((e["to"] for e in entries), default=0)
     last = run.stages[-1]
     stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
     total = f"stage {stage} of 0 to {last.index}"
-    console.print(f"{run.folder}: {done:,} samples done, {total}")
+    print(f"{run.folder}: {done:,} samples done, {total}")
 
 
 _ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
