@@ -60,6 +60,46 @@ def scaling(figures: dict) -> list[tuple[str, str]]:
     return rows
 
 
+def loop(figures: dict) -> list[tuple[str, str]]:
+    shown = ", ".join(f"{name}: {ms:.2f}" for name, ms in figures.items())
+    return [("`loop`: ms of its own work in the loop's thread, a step", shown)]
+
+
+def loader(figures: dict) -> list[tuple[str, str]]:
+    times = [row["times"] for row in figures["read"]]
+    change = figures["stage change"]["prepared"]
+    return [
+        (
+            "`loader`: rows read / what an 8B model eats on 8 H200 at 50% MFU, by source, length",
+            ", ".join(f"{r['source']} {r['tokens']}: {r['times']:.0f}" for r in figures["read"])
+            + f" (least {min(times):.0f})",
+        ),
+        (
+            "`loader`: ms waited for the first batch of a stage (for the others)",
+            f"{1e3 * change['first_seconds']:.2f} ({1e3 * change['other_seconds']:.2f})",
+        ),
+    ]
+
+
+def saving(figures: dict) -> list[tuple[str, str]]:
+    return [
+        (
+            f"`saving`: a checkpoint of {figures['megabytes']:.0f} MB stops the loop for",
+            f"{figures['blocked_median']:.3f} s (most {figures['blocked_most']:.3f}); the steps "
+            f"after it take {figures['steps_after_over_others']:.2f} x the others",
+        ),
+        (
+            "`saving`: to the end of the first step, warm: restart at step 1,000 of a ramp (start)",
+            f"{figures['restart']:.2f} s ({figures['start']:.2f} s)",
+        ),
+    ]
+
+
+def compile(figures: dict) -> list[tuple[str, str]]:
+    seconds = ", ".join(f"{s['seconds']:.0f}" for s in figures["stages"])
+    return [("`compile`: s to compile each stage of Llama 3 8B for 1,024 v5p chips, here", seconds)]
+
+
 def gpu(figures: dict) -> list[tuple[str, str]]:
     return [
         (f"`gpu`: MFU by stage, {model}", ", ".join(f"{s['mfu']:.2f}" for s in stages))
@@ -69,7 +109,7 @@ def gpu(figures: dict) -> list[tuple[str, str]]:
 
 def main() -> None:
     lines = ["| benchmark | figures |", "|---|---|"]
-    for make in (step, stage_switch, startup, memory, scaling, gpu):
+    for make in (step, stage_switch, loop, startup, memory, saving, loader, scaling, compile, gpu):
         path = RESULTS / f"{make.__name__}.json"
         if path.exists():
             read = json.loads(path.read_text())

@@ -6,11 +6,11 @@ it (max_target_length + 1).
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 
 from maxramp.config import Config
@@ -89,7 +89,7 @@ def train_step(
 
     zeros = jax.tree.map(jnp.zeros_like, state.model), (jnp.float32(0), jnp.float32(0))
     (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
-    grad_norm = optax.tree.norm(gradients) / tokens
+    grad_norm = _norm(gradients) / tokens
     scale = 1 / tokens
     if config.gradient_clipping_threshold:
         limit = config.gradient_clipping_threshold
@@ -120,6 +120,25 @@ def train_step(
         bad_steps = jnp.where(good, jnp.uint32(0), bad_steps + jnp.uint32(1))
         metrics["bad_steps"] = bad_steps
     return TrainState(consumed, model, opt_state, bad_steps), metrics
+
+
+def _norm(tree: Any) -> jax.Array:
+    """The L2 norm of all arrays of a tree, float32.
+
+    The devices' parts travel, and are added in one order: the order in which a reduction adds
+    depends on how the devices lie on processes, and with it the last bit of a clipped gradient.
+    """
+    arrays, mesh = jax.tree.leaves(tree), jax.sharding.get_abstract_mesh()
+    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+    shards = [math.prod(mesh.shape[a] for a in jax.tree.leaves(tuple(spec))) for spec in specs]
+
+    def squares(*arrays: jax.Array) -> jax.Array:
+        own = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+        held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
+        return jax.lax.all_gather(held, mesh.axis_names)
+
+    parts = jax.shard_map(squares, in_specs=specs, out_specs=P(), check_vma=False)(*arrays)
+    return jnp.sqrt(parts.sum())
 
 
 def _objective(

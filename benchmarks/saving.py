@@ -1,0 +1,120 @@
+"""What a checkpoint of about 100 MB costs the loop, and a restart in the middle of a ramp.
+
+The loop stands still for the time of `save`; then it shares the machine with the writing. A start
+and a restart after 1,000 steps of a ramp are timed to the end of their first step in turn, with
+a warm compilation cache.
+
+python benchmarks/saving.py [--json FILE] [--rounds N]
+"""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from figures import ROOT, parser, save
+
+PROGRAM = """
+import json, os, sys, time
+import maxramp.train as train
+from maxramp import metrics, saving
+blocked, ends = [], []
+keep, write = saving.Checkpoints.save, metrics.JsonlWriter.__call__
+def timed(self, step, *arguments, **more):
+    start = time.perf_counter()
+    keep(self, step, *arguments, **more)
+    blocked.append((step, time.perf_counter() - start))
+def noted(self, record):
+    write(self, record)
+    ends.append((record["step"], record["step_seconds"], time.time()))
+saving.Checkpoints.save, metrics.JsonlWriter.__call__ = timed, noted
+status = train.main(sys.argv[1:])
+print("FIGURES", json.dumps({"blocked": blocked, "ends": ends}))
+sys.stdout.flush()
+os._exit(status)
+"""
+LARGE = (
+    *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=8", "vocab_size=4096"),
+    *("enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=200"),
+    "checkpoint_period=25",
+)
+SMALL = (
+    *("base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "max_target_length=32"),
+    *("step_batch_size_schedule=0:4, 2000:8, 6000:16", "step_batch_size_unit=samples"),
+    *("per_device_batch_size=16", "checkpoint_period=1000"),
+)
+
+
+def run(folder: str, name: str, *keys: str) -> dict:
+    """What a run measured, and when it began."""
+    command = [
+        *(sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml"), "eval_interval=-1"),
+        *(f"base_output_directory={folder}", f"run_name={name}", f"jax_cache_dir={folder}/cache"),
+        *keys,
+    ]
+    began = time.time()
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    line = next(line for line in printed.splitlines() if line.startswith("FIGURES"))
+    return json.loads(line.removeprefix("FIGURES ")) | {"began": began}
+
+
+def large(folder: str) -> dict[str, float]:
+    """Blocking time of saves, and the steps after one against the others."""
+    found = run(folder, "large", *LARGE)
+    saves = [step for step, _ in found["blocked"][:-1]]  # the last is waited for
+    seconds = {step: taken for step, taken, _ in found["ends"]}
+    after = [seconds[step + i] for step in saves for i in range(8) if step + i in seconds]
+    others = [seconds[step + i] for step in saves for i in range(8, 24) if step + i in seconds]
+    size = sum(
+        path.stat().st_size
+        for path in (ROOT / folder / "large" / "checkpoints" / str(saves[-1])).rglob("*")
+        if path.is_file()
+    )
+    blocked = [taken for _, taken in found["blocked"][:-1]]
+    return {
+        "megabytes": size / 1e6,
+        "blocked_median": statistics.median(blocked),
+        "blocked_most": max(blocked),
+        "steps_after_over_others": statistics.median(after) / statistics.median(others),
+    }
+
+
+def restart(folder: str, rounds: int) -> dict[str, float]:
+    """Seconds to the end of the first step: of a start, and of a restart at step 1,000."""
+    run(folder, "small", *SMALL, "steps=1010")
+    checkpoints = f"{folder}/small/checkpoints"
+    shutil.rmtree(f"{checkpoints}/1010")
+    starts, restarts = [], []
+    for i in range(rounds):
+        for times, name in ((starts, f"start {i}"), (restarts, f"restart {i}")):
+            if times is restarts:
+                shutil.copytree(f"{folder}/small", f"{folder}/{name}")
+            more = "steps=3" if times is starts else "steps=1010"
+            found = run(folder, name, *SMALL, more)
+            times.append(found["ends"][0][2] - found["began"])
+            assert found["ends"][0][0] == (0 if times is starts else 1000)
+    return {"start": statistics.median(starts), "restart": statistics.median(restarts)}
+
+
+def main() -> None:
+    options = parser("saving", __doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = large(folder)
+        print(
+            "a checkpoint of {megabytes:.0f} MB: the loop stood for {blocked_median:.3f} s (most "
+            "{blocked_most:.3f}); steps after it / others {steps_after_over_others:.3f}".format(
+                **figures
+            )
+        )
+        figures |= restart(folder, arguments.rounds)
+    print("start {start:.2f} s, restart at step 1,000 {restart:.2f} s".format(**figures))
+    save(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()
