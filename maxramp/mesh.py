@@ -138,8 +138,9 @@ def noticing_lost_peers() -> Iterator[None]:
         yield
     except (ConfigError, TrainingError):
         raise
-    except (ValueError, jax.errors.JaxRuntimeError) as error:  # Gloo's is a ValueError
-        if jax.process_count() == 1 or "RESOURCE_EXHAUSTED" in str(error):
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        status = re.match(r"[A-Z_]+: ", str(error))  # Gloo's is a ValueError, but with a status too
+        if jax.process_count() == 1 or not status or status[0] == "RESOURCE_EXHAUSTED: ":
             raise
         raise PeerLostError(
             "another process of the job has ended (its own output says why); start again to go on "

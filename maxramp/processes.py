@@ -1,4 +1,4 @@
-"""Joining the processes of a job.
+"""The processes of a job: how they meet, and how one ends.
 
 JAX aborts a process whose peers do not come, with a stack trace. So where the coordinator's address
 is known, the processes first meet at it themselves: whoever cannot be met is named in one line,
@@ -8,11 +8,17 @@ within a bounded time, and only a complete job is handed to JAX.
 import contextlib
 import os
 import socket
+import sys
+import threading
 import time
+from typing import NoReturn
 
 import jax
 
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import EXIT_LOST, ConfigError, TrainingError
+
+# Names of threads that a process cannot wait for when it ends.
+COMPILING, SAVING = "compile", "save"
 
 # What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
 _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
@@ -124,3 +130,19 @@ def _report(host: str, port: int, place: int, timeout: float) -> None:
         f"{shown}: process {place} cannot join there: {reason} (waited up to {timeout:g} s); is "
         "process 0 running on that host, and is the port open?"
     )
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends the process, also while a program is being compiled, or without its peers.
+
+    A compile cannot be interrupted, and an interpreter that shuts down under one aborts; a save
+    that failed elsewhere waits for it; and one that shuts down in a job waits for the others.
+    """
+    alone = status == EXIT_LOST
+    if alone or any(thread.name in (COMPILING, SAVING) for thread in threading.enumerate()):
+        if jax.process_count() > 1 and not alone:
+            jax.distributed.shutdown()  # as the interpreter would: the others wait for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

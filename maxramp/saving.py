@@ -12,6 +12,7 @@ import logging
 import pathlib
 import platform
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import mesh as mesh_lib
+from maxramp import processes
 from maxramp import saved as saved_lib
 from maxramp.config import Config
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
@@ -34,6 +36,10 @@ from maxramp.step import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+# What TensorStore says of them stands among paths and line numbers of its own.
+_DISK_ERRORS = ("No space left on device", "Read-only file system", "Disk quota exceeded")
+_DISK_ERRORS += ("File too large", "Input/output error", "Permission denied")
 
 # Keys that decide which arrays there are and of what shape.
 _SHAPE_KEYS = (
@@ -66,7 +72,6 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
-        self._finisher = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._timer: _Timer | None = None
 
@@ -224,7 +229,7 @@ class Checkpoints:
         """
         if not self._config.enable_checkpointing:
             return
-        self._finish_save(wait=True)
+        self._finish_save()
         if step == self._last_good:
             return
         saved = Saved(
@@ -246,10 +251,10 @@ class Checkpoints:
                 ).result
             except Exception as raised:  # by the part that does not run in the background
                 writing = _raiser(raised)
-        self._saving = step, self._finisher.submit(self._write, saved.path, writing)
+        self._saving = step, _in_thread(lambda: self._write(saved.path, writing))
         self._timer.restart()
         if last or not self._config.async_checkpointing:
-            self._finish_save(wait=True, last=last)
+            self._finish_save(last)
 
     def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
         """What `prepare` raises, or else what stands in the way of a file."""
@@ -285,19 +290,21 @@ class Checkpoints:
         return [step for step in steps[:-newest] if step not in kept.values() or step < period]
 
     def check(self) -> None:
-        """Notices a save that has failed by now.
+        """Notices a save that has failed by now, where one process can tell.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed.
         """
-        self._finish_save(wait=False)
+        if self._saving and jax.process_count() == 1 and self._saving[1].done():
+            self._finish_save()
 
-    def _finish_save(self, wait: bool, last: bool = False) -> None:
-        if self._saving is None or not (wait or self._saving[1].done()):
+    def _finish_save(self, last: bool = False) -> None:
+        """Waits until a save is done on every process, or has failed on one."""
+        if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
-        error = saving.exception()
-        if error is None:
+        reason = _agreed(saving)
+        if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return
         if self._is_first:  # for room; what other threads still write goes after the next save
@@ -310,7 +317,7 @@ class Checkpoints:
             if self._last_good is None
             else f"checkpoint {self._last_good} stands"
         )
-        line = f"{self._folder / str(step)} was not saved: {reason_of(error)}; {stands}"
+        line = f"{self._folder / str(step)} was not saved: {reason}; {stands}"
         if last or self._failed_in_a_row >= most:
             raise TrainingError(
                 f"{line}; make room or mend the storage and start again"
@@ -322,17 +329,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits until everything is written; with a lost peer it never would be."""
-        if not isinstance(error, PeerLostError):
-            self.close()
-
-    def close(self) -> None:
-        """Waits until everything is written; says what was not."""
-        try:
-            self._finish_save(wait=True)
-        except TrainingError as error:
-            self._warn(str(error))
-        self._finisher.shutdown()
+        """Waits until this process has written; with a lost peer it never would have."""
+        if self._saving is None or isinstance(error, PeerLostError):
+            return  # the last save of a run that comes to its end was waited for
+        step, saving = self._saving
+        if failed := saving.exception():
+            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
 
 
 def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
@@ -367,10 +369,9 @@ class _Timer:
         self._seconds = 60 * minutes
         self._pending: jax.Array | None = None
         if minutes > 0 and jax.process_count() > 1:
-            devices = jax.sharding.get_mesh().devices
-            mesh = jax.sharding.Mesh(devices.reshape(-1), ("devices",))
-            self._sharding = NamedSharding(mesh, P("devices"))
-            self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+            mesh = jax.sharding.get_mesh()
+            self._sharding = NamedSharding(mesh, P(mesh.axis_names))
+            self._any = jax.jit(jnp.max)
         self.restart()
 
     def restart(self) -> None:
@@ -401,7 +402,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    for known in ("No space left on device", "Read-only file system", "Disk quota exceeded"):
+    for known in _DISK_ERRORS:
         if known in text:
             return known
     return text[:200] or type(error).__name__
@@ -443,6 +444,38 @@ def _path(path: Any) -> str:
 
 def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
+    """What a thread of its own makes of a function; nothing waits for the thread at the end."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=processes.SAVING, daemon=True).start()
+    return future
+
+
+def _agreed(saving: concurrent.futures.Future) -> str:
+    """Why a save failed on some process; "" once it is done on all.
+
+    Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it here,
+    and leave their threads behind.
+    """
+    several = jax.process_count() > 1
+    while True:
+        concurrent.futures.wait([saving], timeout=0.2 if several else None)
+        error = saving.exception() if saving.done() else None
+        told = mesh_lib.exchange(reason_of(error) if error else "" if saving.done() else None)
+        for process, reason in enumerate(told):
+            if reason:
+                return f"process {process}: {reason}" if several else reason
+        if None not in told:
+            return ""
 
 
 def _raiser(error: Exception) -> Callable[[], None]:

@@ -12,20 +12,20 @@ import dataclasses
 import functools
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxramp import processes
 from maxramp.config import Config
 from maxramp.data.expansion import Expansion
-from maxramp.errors import EXIT_LOST, TrainingError
+from maxramp.errors import TrainingError
 from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.mesh import platform
 from maxramp.model import Decoder
@@ -33,7 +33,6 @@ from maxramp.optimizer import LearningRate
 from maxramp.rampup import Stage
 from maxramp.step import BATCH_ABS, Metrics, TrainState, eval_step, init_state, train_step
 
-_THREAD = "compile"
 # What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
 # arithmetic. A flag that the user sets in XLA_FLAGS stays as it is.
 _GPU_OPTIONS = {
@@ -113,22 +112,6 @@ def initial_state(config: Config) -> TrainState:
     return jax.jit(functools.partial(init_state, config), compiler_options=options)()
 
 
-def end_process(status: int) -> NoReturn:
-    """Ends the process, also while a program is being compiled, or without its peers.
-
-    A compile cannot be interrupted, and an interpreter that shuts down under one aborts; one that
-    shuts down in a job waits for the other processes.
-    """
-    alone = status == EXIT_LOST
-    if alone or any(thread.name == _THREAD for thread in threading.enumerate()):
-        if jax.process_count() > 1 and not alone:
-            jax.distributed.shutdown()  # as the interpreter would: the others wait for it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
 class Programs:
     """The compiled train step of every stage, and the evaluation step."""
 
@@ -188,7 +171,9 @@ class Programs:
                 batch = self._batch(1, eval_rows)
                 self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
 
-        self._thread = threading.Thread(target=self._compile_all, name=_THREAD, daemon=True)
+        self._thread = threading.Thread(
+            target=self._compile_all, name=processes.COMPILING, daemon=True
+        )
         self._thread.start()
         self._lower_next()
 

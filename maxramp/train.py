@@ -31,11 +31,12 @@ from maxramp.notations import exact
 from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
+from maxramp.processes import end_process
 from maxramp.profiling import Profiler
 from maxramp.resume import Schedule, changes_since
 from maxramp.saved import Saved
 from maxramp.saving import Checkpoints, versions
-from maxramp.stages import HeldState, Programs, abstract_state, end_process, initial_state
+from maxramp.stages import HeldState, Programs, abstract_state, initial_state
 from maxramp.watchdog import Watchdog
 
 

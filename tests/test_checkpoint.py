@@ -51,12 +51,11 @@ class Folder:
         self.ramp = RampupBatchManager(config, 8)
 
     def save(self, *steps: int, state=None):
-        with jax.set_mesh(make_mesh(self.config)):
+        with jax.set_mesh(make_mesh(self.config)), self.checkpoints:
             self.checkpoints.start_saving()
             for step in steps:
                 state = state or state_of(self.config)
                 self.checkpoints.save(step, state, self.ramp, lambda: None, last=False)
-            self.checkpoints.close()
         return self
 
     def restore(self):

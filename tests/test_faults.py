@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -44,13 +45,18 @@ def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
 class Job:
     """Processes of one run."""
 
-    def __init__(self, folder: pathlib.Path, cache_dir: str, *more: str, processes=1):
+    def __init__(
+        self, folder: pathlib.Path, cache_dir: str, *more: str, processes=1, largest_file=None
+    ):
+        """`largest_file` = {process: bytes} lets longer files of that process fail."""
         self.run = folder / "run"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.processes = []
         for index in range(processes):
+            size = (largest_file or {}).get(index)
+            limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
             job = {
                 "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
                 "MAXRAMP_NUM_PROCESSES": str(processes),
@@ -62,6 +68,7 @@ class Job:
                     env=environment() | (job if processes > 1 else {}),
                     stdout=(folder / f"stdout.{index}").open("wb"),
                     stderr=(folder / f"stderr.{index}").open("wb"),
+                    preexec_fn=limit if size else None,
                 )
             )
         self.folder = folder
@@ -144,6 +151,19 @@ def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
             assert job.processes[0].poll() is None
             job.processes[0].send_signal(signal.SIGINT)
         assert job.processes[0].wait(60) == 128 + signal.SIGINT
+
+
+@SLOW
+def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
+    """While one of two compiles for the second stage, and the first trains."""
+    ramp = ("enable_rampup_batch_size=True", "per_device_batch_size_start=4", "scan_layers=False")
+    ramp += ("per_device_batch_size_increment=4", "global_rampup_samples=100000", "log_period=1")
+    with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2) as job:
+        job.train_to(0)
+        assert "ready stage 2" not in job.printed()
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED] * 2, job.printed("stderr")
+        assert_all_is_saved(job)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +294,33 @@ def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
         assert "(1 of max_failed_saves=2)" in warnings(job)[0]
         good = re.search(r"checkpoint (\d+) stands", error)[1]
         saved_lib.read(checkpoints / good)
+
+
+@SLOW
+def test_a_save_that_fails_on_one_of_two_fails_on_both(tmp_path, cache_dir):
+    """Soon, and with one line, though Orbax lets the other wait for 20 minutes."""
+    more = ("max_failed_saves=2", "checkpoint_period=50")
+    with Job(tmp_path, cache_dir, *more, processes=2, largest_file={1: 40_000}) as job:
+        assert job.statuses(120) == [1, 1]
+        for index in range(2):
+            told = [x for x in job.printed("stderr", index).splitlines() if ": /" in x]
+            assert len(told) == 2, told
+            assert told[0].startswith("warning: ") and "/50 was not saved: process 1: " in told[0]
+            assert told[1].startswith("error: ") and "max_failed_saves=2 in a row" in told[1]
+            assert "File too large" in told[0] and "there is none before it" in told[1]
+        assert job.checkpoints == []
+
+
+@SLOW
+def test_minutes_are_those_of_the_first_process(tmp_path, cache_dir):
+    """Two processes save the same steps, whatever their clocks say."""
+    more = ("checkpoint_period=-1", "checkpoint_period_minutes=0.05", "steps=400")
+    with Job(tmp_path, cache_dir, *more, "max_num_checkpoints_to_keep=None", processes=2) as job:
+        assert job.statuses() == [0, 0], job.printed("stderr")
+        assert_all_is_saved(job)
+        assert len(job.checkpoints) > 2
+        for step in job.checkpoints:
+            saved_lib.read(job.run / "checkpoints" / str(step))
 
 
 def test_a_last_save_that_fails_is_no_success(mount, cache_dir, tmp_path):
