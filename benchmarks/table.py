@@ -66,13 +66,13 @@ def loop(figures: dict) -> list[tuple[str, str]]:
 
 
 def loader(figures: dict) -> list[tuple[str, str]]:
-    times = [row["times"] for row in figures["read"]]
+    rows = sorted(figures["read"], key=lambda row: row["times"])
+    ends = (f"{r['times']:,.0f} ({r['source']}, {r['tokens']} tokens)" for r in (rows[0], rows[-1]))
     change = figures["stage change"]["prepared"]
     return [
         (
-            "`loader`: rows read / what an 8B model eats on 8 H200 at 50% MFU, by source, length",
-            ", ".join(f"{r['source']} {r['tokens']}: {r['times']:.0f}" for r in figures["read"])
-            + f" (least {min(times):.0f})",
+            "`loader`: rows read / what an 8B model eats on 8 H200 at 50% MFU, by source",
+            " to ".join(ends),
         ),
         (
             "`loader`: ms waited for the first batch of a stage (for the others)",

@@ -469,8 +469,11 @@ def _agreed(saving: concurrent.futures.Future) -> str:
     several = jax.process_count() > 1
     while True:
         concurrent.futures.wait([saving], timeout=0.2 if several else None)
-        error = saving.exception() if saving.done() else None
-        told = mesh_lib.exchange(reason_of(error) if error else "" if saving.done() else None)
+        own = None  # not yet done
+        if saving.done():
+            error = saving.exception()
+            own = reason_of(error) if error else ""
+        told = mesh_lib.exchange(own)
         for process, reason in enumerate(told):
             if reason:
                 return f"process {process}: {reason}" if several else reason
