@@ -221,6 +221,29 @@ def test_a_stopped_and_continued_run_is_not_ended(tmp_path, cache_dir):
         assert job.statuses() == [EXIT_PREEMPTED]
 
 
+@SLOW
+def test_ten_thousand_steps_grow_nothing(tmp_path, cache_dir):
+    """Neither memory nor threads, with a save every 100 steps."""
+
+    def held(job) -> tuple[int, int]:
+        """Threads, and resident MiB."""
+        lines = pathlib.Path(f"/proc/{job.processes[0].pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["Threads"]), int(fields["VmRSS"].split()[0]) // 1024
+
+    more = ("steps=10000", "checkpoint_period=100", "enable_tensorboard=True", "log_period=1000")
+    with Job(tmp_path, cache_dir, *more) as job:
+        seen = []
+        for step in range(2000, 9900, 500):
+            job.train_to(step)
+            seen.append(held(job))
+        assert job.statuses() == [0]
+    threads, memory = zip(*seen, strict=True)
+    half = len(seen) // 2
+    assert min(threads[half:]) <= min(threads[:half]), seen
+    assert max(memory[half:]) - max(memory[:half]) < 16, seen
+
+
 # --- Disks ---------------------------------------------------------------------------------------
 
 
