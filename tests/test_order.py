@@ -129,7 +129,7 @@ def test_workers_stay_with_their_parent(ending):
         "if __name__ == '__main__':\n"
         "    config = conftest.make_config()\n"
         "    reading = ReadAhead(test_order.Elements(), 0, 100, config, 24, workers=2)\n"
-        "    next(reading)\n"
+        "    next(reading), next(reading)  # one of each worker: both are up\n"
         "    import multiprocessing\n"
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
         "    time.sleep(60)\n"
