@@ -68,14 +68,15 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
         sums, gradients = _blocks(
             x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
         )
-        sums = jax.lax.psum(sums, BATCH_AXES)
+        # Added in one order, as the norm of the gradients (`step._norm`).
+        sums = jax.lax.all_gather(jnp.stack(sums), BATCH_AXES).sum(0)
         if with_gradients:
             dx_BTD, dhead_DV = gradients
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
             dhead_DV = jax.lax.psum(dhead_DV, "data")
-            dx_BTD = after(dx_BTD, sum(sums) + dhead_DV[0, 0])
+            dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
-        return sums, gradients
+        return tuple(sums), gradients
 
     specs = (_X_BTD, _HEAD_DV, P(BATCH_AXES, None))
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
