@@ -240,7 +240,8 @@ def test_ten_thousand_steps_grow_nothing(tmp_path, cache_dir):
         assert job.statuses() == [0]
     threads, memory = zip(*seen, strict=True)
     half = len(seen) // 2
-    assert min(threads[half:]) <= min(threads[:half]), seen
+    # Between the halves lie 40 saves. Libraries start a few pool threads when they first need them.
+    assert min(threads[half:]) - min(threads[:half]) < 8, seen
     assert max(memory[half:]) - max(memory[:half]) < 16, seen
 
 
