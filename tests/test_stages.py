@@ -46,6 +46,14 @@ def fail(self, *options):
 jax.stages.Lowered.compile = fail
 """
 
+# The checkpoint of the first stage's end stands.
+AT_ITS_END = """
+            import pathlib, time
+            (folder,) = (word for word in sys.argv if word.startswith("base_output_directory="))
+            while not pathlib.Path(folder.split("=")[1], "r", "checkpoints", "60").exists():
+                time.sleep(0.1)
+"""
+
 
 def arguments(folder, cache_dir, *more):
     given = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
@@ -114,7 +122,7 @@ def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, c
     "which, when",
     [
         (4, "pass"),  # stage 3, in the middle of stage 1
-        (3, "import time; time.sleep(8)"),  # stage 2, when the loop already waits for it
+        (3, AT_ITS_END),  # stage 2, when the loop already waits for it
     ],
 )
 def test_a_program_that_does_not_compile_ends_the_run_saved(
