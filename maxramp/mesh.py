@@ -53,10 +53,10 @@ def start_backend(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    # With several CPU devices in a process, programs dispatched asynchronously can each take the
-    # threads that the other's collective waits for, and XLA then aborts the process.
-    if _forced_cpu_devices() > 1:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # On CPUs a program runs in the thread that calls it. With several devices in a process, those
+    # dispatched asynchronously can each take the threads that the other's collective waits for, and
+    # XLA then aborts the process; with one, each would hold memory of its own.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes.join(config.join_timeout_seconds)
     try:
         jax.devices()
@@ -68,13 +68,6 @@ def start_backend(config: Config) -> None:
             else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
         )
         raise ConfigError(f"hardware={config.hardware}: {reason}; {remedy}") from None
-
-
-def _forced_cpu_devices() -> int:
-    flag = re.findall(
-        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
-    return max([jax.config.jax_num_cpu_devices, *map(int, flag[-1:])])
 
 
 def platform() -> str | None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp import processes
+from maxramp import heap, processes
 from maxramp.config import Config
 from maxramp.data.expansion import Expansion
 from maxramp.errors import TrainingError
@@ -149,6 +149,7 @@ class Programs:
         self._programs: dict[Any, _Program] = {}
         self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
+        self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
 
         arrays, structure = jax.tree.flatten(state)
 
@@ -196,6 +197,8 @@ class Programs:
         """Lowers one program more: what to do while the devices work on a step."""
         if self._ahead:
             self._lower_next()
+        elif self._sizes:
+            heap.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.
@@ -256,6 +259,7 @@ class Programs:
                 program.compiled.set_exception(failure)
             else:
                 self._report(program.name, compiled, time.perf_counter() - start)
+                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
                 program.compiled.set_result(compiled)
 
     def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp import config as config_lib
+from maxramp import heap
 from maxramp import mesh as mesh_lib
 from maxramp.config import Config
 from maxramp.data.corpus import Corpus
@@ -128,6 +129,7 @@ def train(
                 model = checkpoints.load_parameters(abstract.model)
                 state = dataclasses.replace(state, model=model)
         state = HeldState(state)
+        heap.keep()
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))

@@ -24,7 +24,7 @@ LAYERS = (
         "topology",
         "hlo",
     ),
-    ("processes", "mesh", "saved"),
+    ("processes", "heap", "mesh", "saved"),
     ("attention", "loss", "optimizer"),
     ("model",),
     ("step",),
