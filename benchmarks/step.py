@@ -1,5 +1,7 @@
 """Our train step against a bare hand-written one, interleaved in one run.
 
+Both in a process that is set up as the trainer's is: on one CPU device it keeps a step's memory.
+
 python benchmarks/step.py [--json FILE]
 """
 
@@ -13,6 +15,7 @@ import numpy as np
 from figures import parser, save
 
 from maxramp import config as config_lib
+from maxramp import heap
 from maxramp import mesh as mesh_lib
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
@@ -82,6 +85,9 @@ def seconds(run) -> float:
 
 def main() -> None:
     arguments = parser("step", __doc__).parse_args()
+    base = str(config_lib.CONFIGS / "base.yml")
+    mesh_lib.start_backend(config_lib.load([base, "jax_cache_dir="]))
+    heap.keep()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")
     for name, size in SIZES.items():

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 import threading
 
 import jax
@@ -24,9 +25,9 @@ _GAP = _AT_A_TIME = 64 * 2**20
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
     """The C library, where it is glibc and the main thread is the one that runs the steps."""
-    libc = ctypes.CDLL(None)
-    if jax.default_backend() != "cpu" or jax.local_device_count() > 1:
+    if sys.platform != "linux" or jax.default_backend() != "cpu" or jax.local_device_count() > 1:
         return None
+    libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return None
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p

@@ -204,6 +204,35 @@ def test_killed_at_any_moment(tmp_path):
     assert [bytes(ids[1:-1]).decode() for ids in got] == expected
 
 
+# A worker that is killed at the worst moment: while it tells its counts, and nobody else can.
+KILLED_AT_COUNTING = """
+import os, signal, sys
+from maxramp import prepare
+from maxramp.data import preparation
+def count(*more):
+    preparation._counts.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+preparation._count = count
+if __name__ == "__main__":
+    sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+def test_killed_while_counting(tmp_path):
+    many(tmp_path / "in.jsonl", 10_000)
+    (tmp_path / "main.py").write_text(KILLED_AT_COUNTING)
+    done = subprocess.run(
+        [sys.executable, "main.py", "in.jsonl", "--output", "set", "--workers", "2"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "a worker was killed" in done.stderr
+
+
 def test_two_at_once(tmp_path):
     """The second is refused while the first is at work."""
     many(tmp_path / "in.jsonl", 30_000)

@@ -149,7 +149,8 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
     missing = [shard for shard in job.shards if shard.name not in done]
     # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave.
     counts = multiprocessing.get_context("spawn").Array("q", 4)
-    counts[2] = sum(shard.size for shard in job.shards if shard.name in done)
+    mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
+    mine[2] = sum(shard.size for shard in job.shards if shard.name in done)
     with concurrent.futures.ProcessPoolExecutor(
         max(1, min(workers, len(missing))),
         multiprocessing.get_context("spawn"),
@@ -162,7 +163,7 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
                 finished, pending = concurrent.futures.wait(
                     pending, 0.2, concurrent.futures.FIRST_EXCEPTION
                 )
-                show(*counts[:3])
+                show(*mine[:3])
                 for task in finished:
                     task.result()
         except concurrent.futures.process.BrokenProcessPool:
@@ -171,7 +172,7 @@ def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[
                 "again to go on"
             ) from None
         finally:
-            counts[3] = 1
+            mine[3] = 1
             pool.shutdown(cancel_futures=True)
     done = job.finished()
     shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
