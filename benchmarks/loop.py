@@ -1,7 +1,8 @@
 """What the loop's own thread works for a step: rows, dispatch, metrics, checkpoints' clock.
 
-Processor time of the main thread, waiting excluded, over the steps of a real run from the 21st on:
-the default job, and one with the tree of an 8B model (its sizes made small, its layers kept).
+Processor time of the main thread, waiting excluded, over the steps of a real run from the 21st on,
+the programs dispatched to other threads as to an accelerator: the default job, and one with the
+tree of an 8B model (its sizes made small, its layers kept).
 
 python benchmarks/loop.py [--json FILE]
 """

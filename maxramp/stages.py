@@ -194,7 +194,7 @@ class Programs:
         return self._get("eval")
 
     def lower_ahead(self) -> None:
-        """Lowers one program more: what to do while the devices work on a step."""
+        """Lowers one program more, or prepares the memory of one: what to do between two steps."""
         if self._ahead:
             self._lower_next()
         elif self._sizes:
