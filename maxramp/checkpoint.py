@@ -53,6 +53,9 @@ def ls(path: pathlib.Path) -> int:
         except TornError as error:
             print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  torn ({error})")
             continue
+        except ConfigError as error:
+            print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
+            continue
         stage = saved.stage()
         place = f"{stage['index'] + 1}/{len(saved.stages)}"
         changes = _listed(before.differences(saved.config)) if before else ""
@@ -63,7 +66,7 @@ def ls(path: pathlib.Path) -> int:
         )
         before = saved
     folder = saved_lib.find(path).parent
-    for other in sorted(p for p in folder.iterdir() if not p.name.isdigit()):
+    for other in sorted(p for p in folder.iterdir() if not saved_lib.is_step(p.name)):
         print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
     return 0
 

@@ -1,17 +1,19 @@
 """What a checkpoint folder holds, read without JAX and without devices.
 
 checkpoints/
-  100/                       100 steps done; Orbax gives it this name when it is whole
+  100/                       100 steps done; `saving` gives it this name when it is whole
     _CHECKPOINT_METADATA     Orbax's; custom_metadata in it is what `saving` put there
     files.json               the size of every other file, written after them
     model/ optimizer/        the arrays
   150.orbax-checkpoint-tmp/  a save that is going on, or was killed
+  50.deleting/               an old checkpoint that is being removed
   120.torn/                  what a restart found damaged and moved aside
 """
 
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 from maxramp.errors import ConfigError
@@ -21,6 +23,7 @@ TORN = ".torn"
 DELETING = ".deleting"
 _METADATA = "_CHECKPOINT_METADATA"
 _FILES = "files.json"
+_STEP = re.compile("0|[1-9][0-9]*")
 
 
 class TornError(ValueError):
@@ -60,29 +63,48 @@ class Saved:
         return values | {"config": json.dumps(self.config)}  # as text: it may hold any type
 
 
+def is_step(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint: the number of its steps."""
+    return _STEP.fullmatch(name) is not None
+
+
 def steps_in(folder: pathlib.Path) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    return sorted(int(p.name) for p in folder.iterdir() if is_step(p.name) and p.is_dir())
+
+
+def unfinished(path: pathlib.Path) -> pathlib.Path:
+    """Where a checkpoint is written until it is whole."""
+    return path.with_name(f"{path.name}{UNFINISHED}")
 
 
 def read(path: pathlib.Path) -> Saved:
     """Reads what stands beside a checkpoint's arrays, and looks whether all its files are there.
 
     Raises:
-      TornError: a file is missing, too short or unreadable.
-      ConfigError: it is a checkpoint of another program.
+      TornError: a file is missing, too short or damaged.
+      ConfigError: it is a checkpoint of another program, or cannot be looked at.
     """
     try:
-        values = json.loads((path / _METADATA).read_text())["custom_metadata"] or {}
-        sizes = json.loads((path / _FILES).read_text()) if (path / _FILES).exists() else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not JSON"
-        name = pathlib.Path(getattr(error, "filename", None) or _METADATA).name
-        raise TornError(f"{name}: {reason}") from None
+        return _read(path)
+    except PermissionError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; give this user the right to read it, or take "
+            "another run_name"
+        ) from None
+
+
+def _read(path: pathlib.Path) -> Saved:
+    values = _json(path / _METADATA).get("custom_metadata") or {}
+    # Earlier versions wrote files.json after the folder had its name, and could be killed before.
+    # Without it, what a rename file by file would have left behind tells whether all are there.
+    if not (path / _FILES).exists() and unfinished(path).exists():
+        raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
+    sizes = _json(path / _FILES) if (path / _FILES).exists() else {}
     fields = {field.name for field in dataclasses.fields(Saved)} - {"path"}
-    if not fields <= values.keys():
+    if not (isinstance(values, dict) and fields <= values.keys()):
         raise ConfigError(
             f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
         )
@@ -92,8 +114,24 @@ def read(path: pathlib.Path) -> Saved:
         if there is None or there < size:
             shown = "missing" if there is None else f"{there} bytes of {size}"
             raise TornError(f"{name}: {shown}")
+    if is_step(path.name) and int(path.name) != values["step"]:
+        raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
     values = {name: values[name] for name in fields}
     return Saved(path=path, **values | {"config": json.loads(values["config"])})
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise TornError(f"{path.name}: {error.strerror}") from None
+    except ValueError:
+        raise TornError(f"{path.name}: not JSON") from None
+    if not isinstance(value, dict):
+        raise TornError(f"{path.name}: not an object")
+    return value
 
 
 def write_sizes(path: pathlib.Path) -> None:
@@ -112,11 +150,11 @@ def find(path: pathlib.Path) -> pathlib.Path:
       ConfigError: there is none.
     """
     path = path.expanduser().absolute()
-    if path.name.isdigit() and path.is_dir():
-        return path
-    for folder in (path / "checkpoints", path):
+    for folder in (path / "checkpoints", path):  # first: a run may be called 2024
         if steps := steps_in(folder):
             return folder / str(steps[-1])
+    if is_step(path.name) and path.is_dir() and not (path / "checkpoints").exists():
+        return path
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
     )

@@ -8,7 +8,9 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 import concurrent.futures
 import dataclasses
 import importlib.metadata
+import itertools
 import logging
+import math
 import pathlib
 import platform
 import shutil
@@ -40,6 +42,9 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = ("No space left on device", "Read-only file system", "Disk quota exceeded")
 _DISK_ERRORS += ("File too large", "Input/output error", "Permission denied")
+
+# Orbax writes into the folder that it is given: it gets its name here, when it is whole.
+_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 # Keys that decide which arrays there are and of what shape.
 _SHAPE_KEYS = (
@@ -81,11 +86,10 @@ class Checkpoints:
         The first process chooses, the others follow. Nothing in the folder is changed.
 
         Raises:
-          ConfigError: there are checkpoints, but all of them are torn.
+          ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
+            off: a start from nothing would overwrite what belongs to them.
         """
-        newest = -1
-        if self._config.enable_checkpointing:
-            newest = mesh_lib.exchange(mesh_lib.together(self._newest_whole))[0]
+        newest = mesh_lib.exchange(mesh_lib.together(self._newest_whole))[0]
         self._last_good = None if newest < 0 else newest
         if newest >= 0:
             return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
@@ -95,12 +99,20 @@ class Checkpoints:
 
     def _newest_whole(self) -> int:
         """The newest step whose checkpoint is whole, -1 without any checkpoint."""
-        reason = ""
-        for step in reversed(saved_lib.steps_in(self._folder) if self._is_first else []):
+        reason, steps = "", saved_lib.steps_in(self._folder) if self._is_first else []
+        if steps and not self._config.enable_checkpointing:
+            raise ConfigError(
+                f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
+                f"after {steps[-1]:,} steps, and this start would overwrite that run's metrics; "
+                "give another run_name, or enable_checkpointing=True to continue the run"
+            )
+        for step in reversed(steps):
             try:
                 saved_lib.read(self._folder / str(step))
             except saved_lib.TornError as error:
                 self._torn.append(step)
+                if saved_lib.unfinished(self._folder / str(step)).exists():
+                    continue  # a save that was killed, where folders are renamed file by file
                 reason = reason or f"{self._folder / str(step)} is torn ({error})"
             else:
                 if reason:
@@ -178,16 +190,20 @@ class Checkpoints:
         self._timer = _Timer(self._config.checkpoint_period_minutes)
         if not (self._config.enable_checkpointing and self._is_first):
             return
-        self._remove_leftovers()
         for step in self._torn:
             aside = self._folder / f"{step}{saved_lib.TORN}"
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier restart
+            for again in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = self._folder / f"{step}-{again}{saved_lib.TORN}"
             (self._folder / str(step)).rename(aside)
+        self._remove_leftovers()  # last: they tell which checkpoints are half renamed
 
     def _remove_leftovers(self) -> None:
         """Removes the parts of saves that failed or were killed; none is going on."""
         for path in self._folder.iterdir():
-            if path.name.endswith((saved_lib.UNFINISHED, saved_lib.DELETING)):
+            ours = path.suffix in (saved_lib.UNFINISHED, saved_lib.DELETING)
+            if ours and saved_lib.is_step(path.stem):
                 shutil.rmtree(path, ignore_errors=True)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
@@ -246,13 +262,16 @@ class Checkpoints:
             writing = _raiser(error or OSError("the first process cannot write"))
         else:
             try:
-                writing = ocp.save_checkpointables_async(
-                    saved.path, _items(state), custom_metadata=saved.metadata()
-                ).result
+                with ocp.Context(atomicity_options=_IN_PLACE):
+                    writing = ocp.save_checkpointables_async(
+                        saved_lib.unfinished(saved.path),
+                        _items(state),
+                        custom_metadata=saved.metadata(),
+                    ).result
             except Exception as raised:  # by the part that does not run in the background
                 writing = _raiser(raised)
+        self._timer.stop()
         self._saving = step, _in_thread(lambda: self._write(saved.path, writing))
-        self._timer.restart()
         if last or not self._config.async_checkpointing:
             self._finish_save(last)
 
@@ -269,14 +288,19 @@ class Checkpoints:
 
     def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
         """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
-        writing()
-        if self._is_first:
-            saved_lib.write_sizes(path)
-            self._remove_leftovers()
-            for old in self._not_kept():
-                gone = self._folder / f"{old}{saved_lib.DELETING}"
-                (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
-                shutil.rmtree(gone, ignore_errors=True)
+        try:
+            writing()
+            if self._is_first:
+                unfinished = saved_lib.unfinished(path)
+                saved_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
+                unfinished.rename(path)
+                self._remove_leftovers()
+                for old in self._not_kept():
+                    gone = self._folder / f"{old}{saved_lib.DELETING}"
+                    (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
+                    shutil.rmtree(gone, ignore_errors=True)
+        finally:
+            self._timer.start()
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
@@ -308,7 +332,7 @@ class Checkpoints:
             self._last_good, self._failed_in_a_row = step, 0
             return
         if self._is_first:  # for room; what other threads still write goes after the next save
-            unfinished = self._folder / f"{step}{saved_lib.UNFINISHED}"
+            unfinished = saved_lib.unfinished(self._folder / str(step))
             shutil.rmtree(unfinished, ignore_errors=True)
         self._failed_in_a_row += 1
         most = self._config.max_failed_saves
@@ -358,7 +382,7 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
 
 
 class _Timer:
-    """Whether checkpoint_period_minutes have passed since the last save.
+    """Whether checkpoint_period_minutes have passed since the end of the last save.
 
     Clocks differ between processes, and all must save the same step, so the first process's clock
     counts. Its answer travels through the devices, dispatched behind one step and read behind the
@@ -372,10 +396,15 @@ class _Timer:
             mesh = jax.sharding.get_mesh()
             self._sharding = NamedSharding(mesh, P(mesh.axis_names))
             self._any = jax.jit(jnp.max)
-        self.restart()
+        self.start()
 
-    def restart(self) -> None:
-        self._start, self._pending = time.monotonic(), None
+    def stop(self) -> None:
+        """A save begins, on every process after the same step."""
+        self._start, self._pending = math.inf, None
+
+    def start(self) -> None:
+        """It is written, or has failed."""
+        self._start = time.monotonic()
 
     def is_due(self) -> bool:
         if self._seconds < 0:

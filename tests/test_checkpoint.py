@@ -2,8 +2,10 @@
 
 import functools
 import json
+import os
 import pathlib
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -184,11 +186,36 @@ def test_how_long_it_stays(tmp_path, keys, expected):
 def test_what_a_kill_left_is_removed(copied):
     (copied / f"14{saved_lib.UNFINISHED}" / "model").mkdir(parents=True)
     (copied / "8").rename(copied / f"8{saved_lib.DELETING}")
+    mine = [f"notes{saved_lib.DELETING}", "012", "\N{SUPERSCRIPT TWO}", "13"]
+    for name in mine[:-1]:
+        (copied / name).mkdir()
+    (copied / mine[-1]).write_text("a file")
     folder = Folder(copied, config_of())
     assert folder.restore()[0].step == 12
-    assert len(list(copied.iterdir())) == 3, "not before a start is certain"
+    assert len(list(copied.iterdir())) == 7, "not before a start is certain"
     folder.checkpoints.start_saving()
-    assert [p.name for p in copied.iterdir()] == ["12"]
+    assert {p.name for p in copied.iterdir()} == {"12", *mine}
+
+
+def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
+    """However long the files take: no save is due while one is written."""
+    config = config_of("checkpoint_period=-1", "checkpoint_period_minutes=1e-9")
+    folder = Folder(tmp_path / "c", config)
+    go_on, write_sizes = threading.Event(), saved_lib.write_sizes
+
+    def slow(path):
+        go_on.wait(60)
+        write_sizes(path)
+
+    monkeypatch.setattr(saved_lib, "write_sizes", slow)
+    with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
+        checkpoints.start_saving()
+        assert checkpoints.is_due(4, folder.ramp)
+        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=False)
+        assert not checkpoints.is_due(5, folder.ramp)
+        go_on.set()
+        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=True)  # waits
+        assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
 
 
 # --- Torn ----------------------------------------------------------------------------------------
@@ -233,6 +260,90 @@ def test_a_torn_checkpoint_is_passed_over(copied, damage, capsys):
     assert command.main(["verify", str(copied)]) == 1
     folder.checkpoints.start_saving()
     assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
+
+
+def test_what_was_moved_aside_stays(copied):
+    """Also when the same checkpoint is torn again."""
+    (copied / f"12{saved_lib.TORN}").mkdir()
+    truncate(largest(copied / "12"))
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+    folder.checkpoints.start_saving()
+    assert sorted(p.name for p in copied.iterdir()) == ["12-2.torn", "12.torn", "8"]
+
+
+def test_a_checkpoint_renamed_file_by_file(copied):
+    """As on object storage mounted as a file system: killed on the way, it was never saved."""
+    shutil.rmtree(copied / "8")
+    whole, partly = copied / "12", copied / f"12{saved_lib.UNFINISHED}"
+    names = sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
+    whole.rename(partly)
+    config = config_of()
+
+    def found():
+        with jax.set_mesh(make_mesh(config)):
+            return Folder(copied, config).checkpoints.latest()
+
+    assert found() is None
+    for name in names[:-1]:
+        (whole / name).parent.mkdir(parents=True, exist_ok=True)
+        (partly / name).rename(whole / name)
+        assert found() is None, name
+        aside = (whole / "files.json").with_name("aside")  # as earlier versions wrote it: last
+        if (whole / "files.json").exists():
+            (whole / "files.json").rename(aside)
+            assert found() is None, name
+            aside.rename(whole / "files.json")
+    (partly / names[-1]).rename(whole / names[-1])
+    assert found().step == 12
+    shutil.rmtree(partly)
+    (whole / "files.json").unlink()
+    assert found().step == 12, "whole, of an earlier version that was killed before it wrote this"
+
+
+def test_a_half_renamed_checkpoint_is_put_aside(copied):
+    partly = copied / f"12{saved_lib.UNFINISHED}"
+    partly.mkdir()
+    (copied / "12" / "model").rename(partly / "model")
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+    folder.checkpoints.start_saving()
+    assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
+    assert not folder.said, "as of any save that was killed"
+
+
+def test_a_checkpoint_under_another_number(copied, capsys):
+    """It would stand before those that are saved next, and they would be removed as older."""
+    shutil.copytree(copied / "12", copied / "20")
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().path.name == "12"
+    assert len(folder.said) == 1 and "it is checkpoint 12, under another number" in folder.said[0]
+    assert command.main(["verify", str(copied / "20")]) == 1
+
+
+@pytest.mark.parametrize("name, content", [("files.json", "[]"), ("_CHECKPOINT_METADATA", "[1]")])
+def test_json_that_is_no_object(copied, name, content):
+    (copied / "12" / name).write_text(content)
+    with pytest.raises(saved_lib.TornError, match=f"{name}: not an object"):
+        saved_lib.read(copied / "12")
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
+    """It is refused, not put aside."""
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    monkeypatch.chdir(copied)  # for another user, the folders above are closed
+    pathlib.Path("12/_CHECKPOINT_METADATA").chmod(0o600)
+    copied.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match="12/_CHECKPOINT_METADATA: Permission denied; give"):
+            saved_lib.read(pathlib.Path("12"))
+    finally:
+        os.seteuid(0)
 
 
 def test_a_deleted_checkpoint_is_passed_over(copied):
@@ -349,6 +460,29 @@ def test_show_and_verify(saved_folder, capsys):
     assert sorted(a.nbytes for a in arrays) == sorted(
         x.nbytes for x in jax.tree.leaves(state_of(saved_folder.config))
     )
+
+
+def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
+    run_folder = tmp_path / "2024"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    assert command.main(["ls", str(run_folder)]) == 2
+    assert "2024: no checkpoint there" in capsys.readouterr().err
+    (run_folder / "checkpoints").rmdir()
+    (run_folder / "checkpoints").symlink_to(saved_folder.path)
+    for path in (run_folder, run_folder / "checkpoints", run_folder / "checkpoints" / "12"):
+        assert saved_lib.find(path).name == "12"
+        assert command.main(["ls", str(path)]) == command.main(["verify", str(path)]) == 0
+    assert "torn" not in capsys.readouterr().out
+    (tmp_path / "100").symlink_to(saved_folder.path)  # a folder of checkpoints, too
+    assert saved_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
+
+
+def test_another_programs_checkpoint_does_not_hide_the_others(copied, capsys):
+    ocp.save_checkpointables(copied / "10", {"state": {"w": np.zeros(3)}})
+    assert command.main(["ls", str(copied)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    states = ["complete", "not a checkpoint of maxramp", "complete"]
+    assert all(state in line for state, line in zip(states, lines, strict=True)), lines
 
 
 def test_no_checkpoint_there(tmp_path, capsys):
