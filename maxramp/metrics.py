@@ -208,10 +208,12 @@ class JsonlWriter:
 
 
 def cut_records(path: pathlib.Path, first_step: int) -> int:
-    """Drops the records of metrics.jsonl from step `first_step` on, and what a kill tore.
+    """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
+
+    What a kill tore, and every line after it, goes there too.
 
     Returns:
-      The steps that were dropped.
+      The steps that were moved.
     """
     if not path.exists():
         return 0
@@ -223,6 +225,10 @@ def cut_records(path: pathlib.Path, first_step: int) -> int:
                 end += len(line)
             else:
                 dropped += record is None or "loss" in record
+        file.seek(end)
+        if rest := file.read():
+            with path.with_name("metrics.dropped.jsonl").open("ab") as kept:
+                kept.write(rest if rest.endswith(b"\n") else rest + b"\n")
         file.truncate(end)
     return dropped
 
@@ -239,6 +245,7 @@ def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
 
 def _parse(line: bytes) -> Record | None:
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -2,18 +2,19 @@
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import pathlib
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+import yaml
 from jax.experimental import multihost_utils
 
 from maxramp import mesh as mesh_lib
@@ -21,6 +22,7 @@ from maxramp.config import Config, mesh_sizes, to_yaml
 from maxramp.data.corpus import Corpus
 from maxramp.display import Display
 from maxramp.errors import ConfigError
+from maxramp.locking import lock
 from maxramp.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.model import Decoder, num_parameters
 from maxramp.notations import plain_number
@@ -28,8 +30,12 @@ from maxramp.picture import draw_run
 from maxramp.rampup import RampupBatchManager, Stage
 from maxramp.resume import Schedule
 from maxramp.tensorboard import TensorBoardWriter
+from maxramp.yamlfile import dump, parse
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
+_OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png")  # or cut at a start
+_CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
+_HEADER = "# Written by maxramp; the next start replaces this file unless you edit it ({:08x}).\n"
 
 
 def plan_json(ramp: RampupBatchManager) -> dict[str, Any]:
@@ -52,8 +58,8 @@ class Output:
     def __init__(self, config: Config):
         """
         Raises:
-          ConfigError: the folder cannot be written, is not the same on every host, or another run
-            writes it.
+          ConfigError: the folder cannot be written, is not the same on every host, holds files
+            that are not a run's, or another run writes it.
         """
         self._config = config
         self._is_first = jax.process_index() == 0
@@ -70,12 +76,15 @@ class Output:
             self.folder = self.folder.expanduser()
             if not self._is_first:
                 return
+            self._refuse_strange_files()
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "config.yml", "plan.json"):
+            for name in ("metrics.jsonl", "plan.json"):
                 if (self.folder / name).exists():
                     (self.folder / name).open("a").close()
+            self._config_file = self._place_for_config()
             self._lock = (self.folder / ".lock").open("a+")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if warning := lock(self._lock):
+                self.warn(warning)
             self._lock.truncate(0)
             now = datetime.datetime.now().isoformat(" ", "seconds")
             self._lock.write(f"process {os.getpid()} on {platform.node()} since {now}")
@@ -88,6 +97,29 @@ class Output:
             ) from None
         except (OSError, RuntimeError) as error:
             raise self._refusal(error) from None
+
+    def _refuse_strange_files(self) -> None:
+        """A folder that was no run's so far may hold a config.yml, and files that no run writes."""
+        if (self.folder / "checkpoints").exists():
+            return
+        strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
+        if strange:
+            raise ConfigError(
+                f"run_name={self._config.run_name}: {self.folder} is not the folder of a run but "
+                f"holds {', '.join(strange)}, which a run would overwrite; move them away, or take "
+                "another run_name"
+            )
+
+    def _place_for_config(self) -> pathlib.Path:
+        """Where the resolved configuration goes: never over what a person wrote or edited."""
+        paths = [self.folder / name for name in _CONFIGS]
+        for path in paths:
+            if not path.exists() or _is_our_config(path):
+                return path
+        raise ConfigError(
+            f"{paths[0]} and {paths[1].name} are not as maxramp wrote them, so the resolved "
+            f"configuration has no place; move {paths[1].name} away"
+        )
 
     def _refusal(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -124,7 +156,7 @@ class Output:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
-        first `first_step` steps.
+        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl.
 
         Raises:
           ConfigError: the folder takes no more files.
@@ -139,11 +171,15 @@ class Output:
         if not self._is_first:
             return
         try:
-            _replace(self.folder / "config.yml", to_yaml(self._config))
+            text = to_yaml(self._config)
+            _replace(self._config_file, _HEADER.format(zlib.crc32(text.encode())) + text)
             _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
             (self.folder / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
-                self.say(f"again    {dropped} step{'s'[: dropped > 1]} done after it, not saved")
+                self.say(
+                    f"again    {dropped} step{'s'[: dropped > 1]} that no checkpoint holds (now in "
+                    "metrics.dropped.jsonl)"
+                )
             self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
         except OSError as error:
             raise self._refusal(error) from None
@@ -223,6 +259,15 @@ class Output:
         if schedule.change:
             self.say(f"change   {schedule.change}")
 
+    def say_stopped(self, step: int) -> None:
+        """Says that a signal ended the run after step `step`, and what is left of it."""
+        left = (
+            "saved; start again to go on"
+            if self._config.enable_checkpointing
+            else "not saved (enable_checkpointing=False); the next start begins at step 0"
+        )
+        self.say(f"stopped by a signal after step {step}, {left}")
+
     def say_finished(self, first_step: int, ramp: RampupBatchManager) -> None:
         """Says that there is nothing to do."""
         self.say(
@@ -242,12 +287,25 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(f"done     {self._display.summary()}")
-            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, config.yml, plan.json")
+            config = self._config_file.name
+            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {config}, plan.json")
 
     def _draw(self) -> None:
         records = read_records(self.folder / "metrics.jsonl")
         title = f"{self._config.run_name}: batch size and loss"
         draw_run(records, self.folder / "ramp.png", title)
+
+
+def _is_our_config(path: pathlib.Path) -> bool:
+    """Whether a config.yml is as a run wrote it, down to the last byte."""
+    try:
+        header, _, text = path.read_text(encoding="utf-8").partition("\n")
+        if f"{header}\n" == _HEADER.format(zlib.crc32(text.encode())):
+            return True
+        # Earlier versions wrote this line instead; below it, a person's comments and spelling show.
+        return header.startswith("# model_name: ") and text == dump(parse(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

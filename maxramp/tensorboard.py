@@ -12,6 +12,9 @@ from typing import Any
 
 from maxramp.metrics import Record
 
+_OURS = ".maxramp."  # in the names of event files: other programs may write beside them
+_BY_SAMPLE = "over_samples"
+
 
 class TensorBoardWriter:
     """A writer of records. What earlier starts wrote past the first step is cut off."""
@@ -24,7 +27,7 @@ class TensorBoardWriter:
           first_sample: samples consumed before it.
         """
         self._by_step = _Events(folder, first_step)
-        self._by_sample = _Events(folder / "over_samples", first_sample + 1)
+        self._by_sample = _Events(folder / _BY_SAMPLE, first_sample + 1)
 
     def __call__(self, record: Record) -> None:
         """Writes the numbers of a record."""
@@ -56,7 +59,7 @@ class _Events:
 
             _cut(self._folder, self._first)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(self._folder / "events"), f".{self._first}")
+            self._writer = EventsWriter(str(self._folder / "events"), f"{_OURS}{self._first}")
         from tensorboardX.proto import event_pb2, summary_pb2
 
         values = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
@@ -91,6 +94,14 @@ def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
 def _cut(folder: pathlib.Path, first: int) -> None:
     """Cuts the events from `first` on off the files of earlier starts."""
     for path in folder.glob("events.out.tfevents.*"):
-        kept = [end for event, end in read_events(path) if event.step < first]
+        events = read_events(path)
+        if not (_OURS in path.name or folder.name == _BY_SAMPLE or _is_ours(events)):
+            continue
+        kept = [end for event, end in events if event.step < first]
         with path.open("r+b") as file:
             file.truncate(max(kept, default=0))
+
+
+def _is_ours(events: list[tuple[Any, int]]) -> bool:
+    """Whether a run wrote these events; earlier versions did not mark the file's name."""
+    return any(v.tag == "consumed_samples" for event, _ in events for v in event.summary.value)

@@ -171,7 +171,7 @@ def train(
                 log.restart_clock()
             if stopping and done < last_step:
                 programs.raise_failure()  # which asked for the end
-                output.say(f"stopped by a signal after step {step}, saved; start again to go on")
+                output.say_stopped(step)
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:
             output.write_next_stage(schedule.planned.stage_at_step(last_step))

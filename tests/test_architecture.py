@@ -14,6 +14,7 @@ PACKAGE = ROOT / "maxramp"
 LAYERS = (
     (
         "errors",
+        "locking",
         "commandline",
         "rows",
         "yamlfile",

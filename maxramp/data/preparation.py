@@ -9,13 +9,13 @@ would make itself, and makes the others.
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import pathlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +27,7 @@ from maxramp.data.megatron import MegatronWriter
 from maxramp.data.records import Record, RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
+from maxramp.locking import lock
 
 # Documents encoded together: so many characters or tokens, or so many documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
@@ -119,12 +120,13 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with open(output / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(output / ".lock", "w") as file:
+            if warning := lock(file):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
             try:
                 yield
             finally:
-                os.unlink(lock.name)
+                os.unlink(file.name)
     except BlockingIOError:
         raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
     except OSError as error:
