@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import jax
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+from tensorboardX import SummaryWriter
 
 from maxramp import saved as saved_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
@@ -395,6 +399,54 @@ def test_something_in_the_way(tmp_path, cache_dir, name):
 # --- Two at once ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_locks(tmp_path_factory, monkeypatch):
+    """flock fails in every process that is started, with the error number in NO_LOCKS."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("no_locks")
+    (folder / "flock.c").write_text(
+        "#include <errno.h>\n#include <stdlib.h>\n"
+        'int flock(int fd, int how) { errno = atoi(getenv("NO_LOCKS")); return -1; }\n'
+    )
+    line = ["gcc", "-shared", "-fPIC", "-o", folder / "flock.so", folder / "flock.c"]
+    subprocess.run(line, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(folder / "flock.so"))
+    monkeypatch.setenv("NO_LOCKS", str(errno.ENOSYS))
+
+
+def test_a_file_system_without_locks(tmp_path, cache_dir, no_locks):
+    """The run warns once and goes on. Without checkpoints nothing is said to be saved, either."""
+    with Job(tmp_path, cache_dir, "enable_checkpointing=False") as job:
+        job.train_to(10)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+    told = job.printed("stderr").splitlines()
+    assert len(told) == 1 and told[0].startswith("warning: ") and job.checkpoints == []
+    assert "no locks (Function not implemented)" in told[0] and str(job.run) in told[0]
+    stopped = next(x for x in job.printed().splitlines() if x.startswith("stopped by a signal"))
+    assert "not saved (enable_checkpointing=False)" in stopped and "go on" not in stopped
+
+
+def test_what_a_file_system_says_that_has_no_locks(tmp_path, no_locks):
+    """Every other error ends the start, as does a lock that another process holds."""
+    program = """if True:
+        import os, sys
+        from maxramp.locking import lock
+        with open(sys.argv[1], "w") as file:
+            for number in sys.argv[2:]:
+                os.environ["NO_LOCKS"] = number
+                try:
+                    print("warned" if "has no locks" in lock(file) else "silent")
+                except OSError as error:
+                    print(type(error).__name__)
+    """
+    numbers = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EWOULDBLOCK)
+    line = [sys.executable, "-c", program, tmp_path / "file", *map(str, (*numbers, errno.EIO))]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["warned"] * 4 + ["BlockingIOError", "OSError"]
+
+
 def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
     with Job(tmp_path, cache_dir) as job:
         job.train_to(1)
@@ -469,16 +521,30 @@ def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
 
 
 def test_tensorboard_holds_each_step_once(tmp_path):
-    """Over three starts, the second of which was killed in the middle of an event."""
+    """Over four starts, the second of which was killed in the middle of an event.
+
+    What another program writes beside them stays as it is.
+    """
+    others = SummaryWriter(str(tmp_path))
+    for step in range(50):
+        others.add_scalar("accuracy", step / 50, step)
+    others.close()
+    (other,) = tmp_path.glob("events*")
+    theirs = other.read_bytes()
     for first, last in ((0, 10), (6, 14), (10, 20)):
         writer = TensorBoardWriter(tmp_path, first, 8 * first)
         for step in range(first, last):
             writer(record(step))
         writer.flush()
-        newest = max(tmp_path.glob("events*"), key=lambda path: int(path.suffix[1:]))
+        newest = max(tmp_path.glob("events*.maxramp.*"), key=lambda path: int(path.suffix[1:]))
         if first == 6:
             os.truncate(newest, newest.stat().st_size - 5)
         writer.close()
+    for path in tmp_path.rglob("events*"):  # earlier versions did not mark them
+        path.rename(path.with_name(path.name.replace(".maxramp.", ".")))
+    writer = TensorBoardWriter(tmp_path, 20, 160)
+    writer(record(20))
+    writer.close()
     for folder, scale in ((tmp_path, 1), (tmp_path / "over_samples", 8)):
         found = {}
         for path in folder.glob("events*"):
@@ -487,6 +553,7 @@ def test_tensorboard_holds_each_step_once(tmp_path):
                     if value.tag == "loss":
                         assert event.step not in found
                         found[event.step] = value.simple_value
-        places = [scale * step + (scale > 1) * 8 for step in range(20)]
+        places = [scale * step + (scale > 1) * 8 for step in range(21)]
         assert sorted(found) == places
-        assert np.allclose([found[place] for place in places], [k / 7 for k in range(20)])
+        assert np.allclose([found[place] for place in places], [k / 7 for k in range(21)])
+    assert other.read_bytes() == theirs

@@ -120,6 +120,17 @@ def test_a_finished_run_is_left_alone(uninterrupted, cache_dir):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_start_without_checkpoints_leaves_a_run_that_has_some_alone(uninterrupted, cache_dir):
+    folder, _ = uninterrupted
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
+    before = {path: path.read_bytes() for path in files}
+    done = run(*arguments(folder.parent, cache_dir, "a run", "enable_checkpointing=False"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    for part in ("enable_checkpointing=False", "after 460 steps", "another run_name"):
+        assert part in done.stderr
+    assert {path: path.read_bytes() for path in files} == before
+
+
 def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
     """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
     process = subprocess.Popen(
