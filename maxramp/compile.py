@@ -22,9 +22,9 @@ from maxramp import mesh as mesh_lib
 from maxramp import topology as topology_lib
 from maxramp.commandline import print_table, take_flag
 from maxramp.config import Config
+from maxramp.cost import training_flops_per_token
 from maxramp.errors import ConfigError, report
 from maxramp.memory import GIB, compiled_bytes
-from maxramp.model import training_flops_per_token
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager, Stage

@@ -5,7 +5,6 @@ python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
 """
 
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -18,11 +17,10 @@ from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.commandline import print_table, take_flag, take_value
 from maxramp.config import Config
+from maxramp.cost import PassCost
 from maxramp.errors import ConfigError, report
 from maxramp.fit import largest_per_device_batch_size
-from maxramp.layout import rows_per_device_limit
 from maxramp.memory import estimate
-from maxramp.model import training_flops_per_token
 from maxramp.optimizer import LearningRate
 from maxramp.output import plan_json
 from maxramp.picture import draw_plan
@@ -76,7 +74,10 @@ def make_plan(config: Any) -> dict[str, Any]:
         config.devices_per_node = jax.local_device_count()
     config.num_nodes = max(1, config.num_nodes)
     target = _resolve_for(config, config.num_nodes * config.devices_per_node)
-    ramp = RampupBatchManager(target, usable=config_lib.mesh_checker(config))
+    cost = PassCost(target)
+    ramp = RampupBatchManager(
+        target, usable=config_lib.mesh_checker(config), restart_passes=cost.restart
+    )
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     plan = plan_json(ramp) | {
@@ -86,7 +87,6 @@ def make_plan(config: Any) -> dict[str, Any]:
         "warnings": [],
     }
     plan["stages"] = plan["stages"][: len(stages)]
-    cost = PassCost(target)
     passes = [_run_steps(s, ramp) * s.gradient_accumulation_steps for s in stages]
     times = [
         count * cost.of(float(s.per_device_batch_size))
@@ -170,35 +170,6 @@ def _run_steps(stage: Stage, ramp: RampupBatchManager) -> int:
     if stage.steps is not None:
         end = min(end, stage.first_step + stage.steps)
     return end - stage.first_step
-
-
-class PassCost:
-    """What a forward and backward pass takes, in passes of the largest micro batch.
-
-    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
-    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
-    """
-
-    def __init__(self, config: Config):
-        self._rows = float(rows_per_device_limit(config))
-        self._overhead = config.planned_pass_overhead
-        self._full_hours = None
-        if config.planned_tflops_per_device != -1:
-            flops = self._rows * config.max_target_length * training_flops_per_token(config)
-            self._full_hours = flops / (config.planned_tflops_per_device * 1e12) / 3600
-
-    def of(self, per_device_batch_size: float) -> float:
-        """A pass with so many rows per device."""
-        return (per_device_batch_size + self._overhead) / (self._rows + self._overhead)
-
-    def hours(self, passes: float) -> float | None:
-        """Hours of so many passes; None where planned_tflops_per_device is not given."""
-        return None if self._full_hours is None else passes * self._full_hours
-
-    def of_step(self, rows_per_device: float) -> float:
-        """A step of so many rows per device, in as few equal passes as the largest allows."""
-        count = math.ceil(rows_per_device / self._rows)
-        return count * self.of(rows_per_device / count)
 
 
 def _against_all_nodes(

@@ -21,6 +21,7 @@ LAYERS = (
         "layout",
         "rampup",
         "config",
+        "cost",
         "topology",
         "hlo",
     ),

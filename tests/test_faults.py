@@ -160,7 +160,7 @@ def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
     ramp += ("per_device_batch_size_increment=4", "global_rampup_samples=100000", "log_period=1")
     with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2) as job:
         job.train_to(0)
-        assert "ready stage 2" not in job.printed()
+        assert "ready    stage 1" not in job.printed()
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.statuses() == [EXIT_PREEMPTED] * 2, job.printed("stderr")
         assert_all_is_saved(job)

@@ -23,6 +23,7 @@ GROWING = [
     *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
     *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
     *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    "restart_minutes=0",
     *("dataset_type=synthetic", "enable_data_shuffling=False"),  # rows by their number alone
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""

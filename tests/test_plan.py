@@ -176,7 +176,7 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "grown"
     grown = (*GROWING, *common, "run_name=grown", "stop_at_stage_end=True")
-    grown += ("num_nodes=4", "devices_per_node=2")
+    grown += ("num_nodes=4", "devices_per_node=2", "restart_minutes=0")
     expected = [(1, 16, 120), (2, 24, 248)]
     for devices, following in ((2, expected[0]), (4, expected[1]), (8, None)):
         done = run(BASE, *grown, devices=devices)
@@ -188,8 +188,9 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
             keys = ("stage", "global_batch_size", "consumed_samples")
             assert tuple(next_stage[key] for key in keys) == following
             # Micro batches of 4 rows fill 2 nodes of 2 devices for 16 rows and 3 for 24, but the
-            # weights do not divide over 6 devices: 1 node with full micro batches is next best.
-            assert next_stage["nodes"] == {16: 2, 24: 1}[following[1]]
+            # weights do not divide over 6 devices: 3 rows on each of 8 take 2% more node-time than
+            # full micro batches on 1 node, and a quarter of the time.
+            assert next_stage["nodes"] == {16: 2, 24: 4}[following[1]]
             assert next_stage["devices"] == 2 * next_stage["nodes"]
             assert steps_of(folder)[-1]["consumed_samples"] == following[2]
     a, b = steps_of(folder), steps_of(tmp_path / "whole")
@@ -226,6 +227,15 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert [r["step"] for r in records] == list(range(30))
     sizes = [4] * 13 + [8] * 6 + [16] * 2 + [2] * 9
     assert [r["global_batch_size"] for r in records] == sizes
+    # The stage of 8 goes on as stage 1, whatever number today's keys alone would give it.
+    assert [r["stage"] for r in records] == [0] * 13 + [1] * 6 + [2] * 2 + [3] * 9
+    assert [line.split(":")[0] for line in third.stdout.splitlines() if line[:6] == "stage "] == [
+        "stage 1 (of 0 to 3)",
+        "stage 2 (of 0 to 3)",
+        "stage 3 (of 0 to 3)",
+    ]
+    plan = json.loads((tmp_path / "changed" / "plan.json").read_text())
+    assert [s["index"] for s in plan["stages"]] == [1, 2, 3]
     assert records[-1]["consumed_samples"] == sum(sizes)
     # The rows are those of any other way to cut the same order.
     other = run(
@@ -262,6 +272,30 @@ def test_what_is_said_of_a_change_is_what_will_be():
     saved = [stage.to_json() for stage in new.ramp.stages]
     again = taken_up("0:7 100:16 130:2", standing(17, 81, saved))
     assert not again.change and again.ramp.stages == new.ramp.stages
+
+
+def test_stages_are_numbered_on_after_a_change():
+    """The stage that the last step was in goes on under its number; another batch is the next."""
+    old = taken_up("0:4 24:8 64:16", None)  # 6 steps of 4, 5 of 8
+    saved = [stage.to_json() for stage in old.ramp.stages]
+    for schedule, step, sample, indices in (
+        ("0:4 24:8 64:16", 8, 40, [0, 1, 2]),  # nothing changed
+        ("0:8 80:32", 8, 40, [1, 2]),  # in stage 1, with its batch
+        ("0:12 80:32", 8, 40, [2, 3]),  # in stage 1, with another
+        ("0:8 80:32", 6, 24, [1, 2]),  # at the end of stage 0
+        ("0:4 80:32", 6, 24, [0, 1]),  # there, which now goes on
+        ("0:8 80:32", 0, 0, [0, 1]),  # before the first step
+    ):
+        new = taken_up(schedule, standing(step, sample, saved))
+        for ramp in (new.ramp, new.planned):
+            assert [s.index for s in ramp.stages] == indices, schedule
+            assert ramp.stages_between(step, 10**6)[-1].index == indices[-1]
+        if new.change:  # and once more, a few steps later
+            again = new.ramp.samples_before(step + 3)
+            later = standing(step + 3, again, [s.to_json() for s in new.ramp.stages])
+            assert taken_up(schedule, later).ramp.stages == new.ramp.stages
+            third = taken_up("0:24 100:48", later).ramp.stages
+            assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
 
 
 def test_random_changes_keep_the_clock():
