@@ -265,7 +265,7 @@ def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
     columns += "|MFU|tokens/s|hours|chip-hours"
-    print_table(columns.split("|"), map(_cells, result["stages"]), 150)
+    print_table(columns.split("|"), map(_cells, result["stages"]))
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     print(f"pod       {result['compile_topology']}{slices}: {result['devices']} chips, mesh {mesh}")

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import time
 
@@ -18,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from maxramp import saved as saved_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
@@ -484,9 +488,49 @@ def test_tensorboard_holds_each_step_once(tmp_path):
         for path in folder.glob("events*"):
             for event, _ in read_events(path):
                 for value in event.summary.value:
-                    if value.tag == "loss":
+                    if value.tag == "learning/loss":
                         assert event.step not in found
                         found[event.step] = value.simple_value
         places = [scale * step + (scale > 1) * 8 for step in range(20)]
         assert sorted(found) == places
         assert np.allclose([found[place] for place in places], [k / 7 for k in range(20)])
+
+
+def test_tags_from_before_groups_get_theirs(tmp_path):
+    """A run that goes on has one curve for a number, at the times when it was written."""
+    old = EventsWriter(str(tmp_path / "events"), ".0")
+    for step in range(10):
+        value = summary_pb2.Summary.Value(tag="loss", simple_value=step / 7)
+        summary = summary_pb2.Summary(value=[value])
+        old.write_event(event_pb2.Event(wall_time=1000 + step, step=step, summary=summary))
+    old.close()
+    writer = TensorBoardWriter(tmp_path, 6, 48)
+    for step in range(6, 12):
+        writer(record(step))
+    writer.close()
+    found = {}
+    for path in tmp_path.glob("*"):
+        if path.is_file():  # nothing else is left there
+            for event, _ in read_events(path):
+                for value in event.summary.value:
+                    found.setdefault(value.tag, []).append((event.step, event.wall_time))
+    assert "loss" not in found
+    losses = sorted(found["learning/loss"])
+    assert [step for step, _ in losses] == list(range(12))
+    assert [time for _, time in losses[:6]] == [1000 + step for step in range(6)]
+    checked = record_reader(next(tmp_path.glob("*.0")))
+    assert len(list(checked)) == 7, "the version and six steps, with the checksums of the format"
+
+
+def record_reader(path):
+    """The records of an event file, their checksums compared: TensorBoard drops others."""
+    data, start = path.read_bytes(), 0
+    while start < len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        (header_sum,) = struct.unpack_from("<I", data, start + 8)
+        body = data[start + 12 : start + 12 + length]
+        (body_sum,) = struct.unpack_from("<I", data, start + 12 + length)
+        assert header_sum == masked_crc32c(data[start : start + 8])
+        assert body_sum == masked_crc32c(body)
+        start += 16 + length
+        yield body

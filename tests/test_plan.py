@@ -1,22 +1,33 @@
 """`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
 
+import fcntl
 import json
+import os
 import pathlib
+import pty
 import random
 import re
+import struct
+import subprocess
+import sys
+import termios
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
+from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
+from matplotlib.figure import Figure
 
+from maxramp import config as config_lib
 from maxramp.data.expansion import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
+from maxramp.picture import draw_run
+from maxramp.plan import make_plan, print_plan
 from maxramp.rampup import RampupBatchManager
 from maxramp.resume import Schedule
 from maxramp.saved import Saved
@@ -67,6 +78,78 @@ def test_the_table_and_the_picture(tmp_path):
     assert [row[0] for row in table] == [str(i) for i in range(8)]
     assert [row[5] for row in table][:4] == ["256", "512", "768", "1,024"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_the_table_fits_the_terminal(width, capsys, monkeypatch):
+    """Columns that do not fit are left out and named; what stays is whole."""
+    plan = make_plan(config_lib.load([BASE, *NEMO_8B]))
+    print_plan(plan)
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_plan(plan)
+    printed = capsys.readouterr().out.splitlines()
+    rule = next(i for i, line in enumerate(printed) if "───" in line)
+    table = printed[: rule + 9]
+    assert max(map(len, table)) <= width < max(map(len, printed[rule + 9 :]))
+    full = [line.split() for line in whole[rule + 1 : rule + 9]]
+    for line, row in zip(table[rule + 1 :], full, strict=True):
+        assert set(line.split()) <= set(row) and line.split()[0] == row[0]
+        assert row[5] in line.split(), "the global batch"
+    assert any(line.startswith("columns ") for line in printed) == (width < 116)
+
+
+def test_a_terminal_of_its_own_width():
+    """A pseudo-terminal of 30 columns, asked by the program itself."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+    program = (
+        "from maxramp.commandline import print_table\n"
+        "print(print_table(('first', 'a' * 20, 'last'), [('1', '2', '3')], ('a' * 20,)))"
+    )
+    variables = {k: v for k, v in environment().items() if k != "COLUMNS"}
+    done = subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=60)
+    os.close(theirs)
+    assert done.returncode == 0
+    printed = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert f"['{'a' * 20}']" in printed and "first" in printed and "last" in printed
+
+
+def test_one_device_has_no_columns_of_nodes(capsys):
+    print_plan(make_plan(config_lib.load([BASE, "num_nodes=1", "devices_per_node=1"])))
+    printed = capsys.readouterr().out
+    heads = " ".join(printed.partition("──")[0].split())
+    expected = "first global share of GiB per stage step steps samples tokens batch time device"
+    assert heads == expected
+    assert "node-time" not in printed
+
+
+def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
+    """Its box lies outside of the axes, for a loss that stays at the top and one that falls."""
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: kept.append(self) or save(self, *a, **k)
+    )
+    for losses in ([6.0] * 5, [6.0, 5.0, 4.0, 3.0, 2.0]):
+        records = [
+            {"step": k, "loss": x, "consumed_samples": 8 * k + 8, "global_batch_size": 8}
+            for k, x in enumerate(losses)
+        ]
+        records.append({"step": 4, "eval_loss": losses[-1], "consumed_samples": 40})
+        draw_run(records, tmp_path / "ramp.png", "a run: batch size and loss")
+    assert (tmp_path / "ramp.png").stat().st_size > 10_000
+    for figure in kept:
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
+        assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1)
+        title = figure.axes[0].title
+        others = [axes.bbox for axes in figure.axes] + [
+            figure.axes[0]._left_title.get_window_extent()
+        ]
+        assert not any(box.overlaps(other) for other in others), title
 
 
 def test_totals_against_constant_batches():
