@@ -1,7 +1,9 @@
 """What the commands share: options beside key=value, and tables."""
 
-import sys
+import itertools
+import shutil
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from maxramp.errors import ConfigError
 
@@ -33,15 +35,46 @@ def take_value(arguments: list[str], flag: str) -> str | None:
     return None
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> None:
-    """Prints rows of cells, short rows filled up; `width` characters where there is no terminal."""
-    from rich import box
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
+) -> list[str]:
+    """Prints rows of cells, short rows filled up, on the terminal that there is.
+
+    Args:
+      columns: their heads; a line break in one is kept.
+      rows: cells.
+      expendable: heads of columns that a narrow terminal goes without, the first to go first.
+
+    Returns:
+      The heads that were left out. Where there is no terminal (and no COLUMNS) nothing is.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
+
+    rows, left_out = list(rows), []
+    width = shutil.get_terminal_size((_ANY_WIDTH, 0)).columns
+    console = Console(highlight=False, width=width)
+    unlimited = console.options.update(max_width=_ANY_WIDTH)
+    for name in (*expendable, None):
+        table = _table(columns, rows, left_out)
+        if name is None or Measurement.get(console, unlimited, table).maximum <= width:
+            break
+        left_out.append(name)
+    console.print(table)
+    return left_out
+
+
+_ANY_WIDTH = 10_000
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> Any:
+    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    shown = [name not in left_out for name in columns]
+    for name in itertools.compress(columns, shown):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
+        table.add_row(*itertools.compress(row, shown))
+    return table

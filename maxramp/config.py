@@ -90,7 +90,7 @@ _AT_LEAST = {
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
         *("planned_pass_overhead", "skip_first_n_steps_for_profiler", "skip_bad_steps"),
-        *("max_restarts",),
+        *("max_restarts", "restart_minutes", "node_time_tolerance"),
         *("grain_worker_count", "grain_prefetch_buffer_gib"),
     ),
 }

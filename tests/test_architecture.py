@@ -22,6 +22,7 @@ LAYERS = (
         "layout",
         "rampup",
         "config",
+        "cost",
         "topology",
         "hlo",
     ),

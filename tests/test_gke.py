@@ -21,6 +21,7 @@ HARMLESS = """no $(touch pwned) `touch pwned` 'single' "double" ; touch pwned"""
 GPU = [
     *(*TINY, "num_nodes=4", "devices_per_node=8", "step_batch_size_unit=samples", "steps=90"),
     *("step_batch_size_schedule=0:16 800:32 2000:64", "per_device_batch_size=2"),
+    "restart_minutes=0",
     *("container_image=example.com/train:1", "gke_accelerator=nvidia-h200-141gb"),
     *("gke_bucket=runs", "base_output_directory=/mnt/shared/runs", f"run_name={HARMLESS}"),
 ]

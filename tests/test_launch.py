@@ -1,5 +1,6 @@
 """Launches on this machine: real processes that grow, die and are stopped; and what is refused."""
 
+import json
 import os
 import pathlib
 import random
@@ -17,12 +18,14 @@ from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.metrics import read_records
+from maxramp.saved import Saved
 
 # 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
 GROWING = [
     *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
     *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
     *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    "restart_minutes=0",
     *("dataset_type=synthetic", "enable_data_shuffling=False"),  # rows by their number alone
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
@@ -216,6 +219,36 @@ def test_dry_run_shows_what_would_be_submitted(tmp_path, capsys):
     assert main([*line, "--cluster=local", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("-m maxramp.train") == 3
     assert not (tmp_path / "x").exists()
+
+
+def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict]) -> None:
+    """A checkpoint as far as a launcher reads it."""
+    path = folder / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    metadata = Saved(path, step, consumed, stages, "", {}, {}).metadata()
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
+
+
+def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
+    """8 rows alone would take 4 nodes; the run stays on 2, where a restart does not pay."""
+    line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
+    config = config_lib.load(line)
+    launch = Run.of(config, line)
+    assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes() == 2
+    saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
+    assert launch.next_nodes() == 2
+    alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
+    assert Run.of(config_lib.load(alone), alone).next_nodes() == 4
+
+
+def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
+    line = arguments(tmp_path, "", "run_name=x")
+    stages = [stage.to_json() for stage in Run.of(config_lib.load(line), line).stages]
+    saved_at(tmp_path / "x", 30, 80, stages)  # in stage 1, of 4 rows
+    line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
+    launch = Run.of(config_lib.load(line), line)
+    assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
+    assert launch.next_nodes() == 2
 
 
 # --- What cannot be launched: one line that says what --------------------------------------------

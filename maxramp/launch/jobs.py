@@ -16,8 +16,10 @@ import ml_collections
 
 from maxramp import config as config_lib
 from maxramp import saved
+from maxramp.cost import PassCost
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
+from maxramp.resume import origin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Run:
       config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
       arguments: the command line of maxramp.train.
       folder: the run's output folder.
-      stages: the plan's, to the end of the run.
+      stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
     """
 
     config: ml_collections.ConfigDict
@@ -59,8 +61,11 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        ramp = _plan(config)
-        stages = ramp.stages_between(0, ramp.total_steps)
+        folder = pathlib.Path(config.base_output_directory).expanduser().absolute()
+        folder /= config.run_name
+        ramp = _plan(config, _newest(folder))
+        first = ramp.stages[0].first_step
+        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         ramp.check(stages)
         for nodes in {stage.nodes for stage in stages}:
             _resolve(config, nodes)
@@ -73,7 +78,7 @@ class Run:
         return cls(
             config,
             (*given, *(f"{name}={value}" for name, value in ours.items())),
-            pathlib.Path(config.base_output_directory).expanduser().absolute() / config.run_name,
+            folder,
             tuple(stages),
         )
 
@@ -83,16 +88,8 @@ class Run:
         Raises:
           ConfigError: the newest checkpoint is one of another program.
         """
-        step, consumed = self.position()
-        return _plan(self.config, first_step=step, first_sample=consumed).stages[0].nodes
-
-    def position(self) -> tuple[int, int]:
-        """Steps done and samples consumed in the newest whole checkpoint; 0, 0 before the first."""
-        folder = self.folder / "checkpoints"
-        for step in reversed(saved.steps_in(folder)):
-            with contextlib.suppress(saved.TornError):  # as a restart does
-                return step, saved.read(folder / str(step)).consumed_samples
-        return 0, 0
+        position = _newest(self.folder)
+        return _plan(self.config, position).stage_at_step(position.step if position else 0).nodes
 
     def node_counts(self) -> list[int]:
         """Every number of nodes that a job of the run has, in the order of the plan."""
@@ -116,9 +113,24 @@ class Run:
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _plan(config: ml_collections.ConfigDict, **origin: int) -> RampupBatchManager:
+def _newest(folder: pathlib.Path) -> saved.Saved | None:
+    """The newest whole checkpoint of a run's folder."""
+    for step in reversed(saved.steps_in(folder / "checkpoints")):
+        with contextlib.suppress(saved.TornError):  # as a restart does
+            return saved.read(folder / "checkpoints" / str(step))
+    return None
+
+
+def _plan(config: ml_collections.ConfigDict, position: saved.Saved | None) -> RampupBatchManager:
+    """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     target = _resolve(config, config.num_nodes)
-    return RampupBatchManager(target, usable=config_lib.mesh_checker(config), **origin)
+    origin, _ = origin_of(target, config.num_nodes * config.devices_per_node, position)
+    return RampupBatchManager(
+        target,
+        usable=config_lib.mesh_checker(config),
+        restart_passes=PassCost(target).restart,
+        **origin,
+    )
 
 
 def _resolve(config: ml_collections.ConfigDict, nodes: int) -> config_lib.Config:

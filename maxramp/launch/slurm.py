@@ -149,7 +149,7 @@ def print_status(run: Run) -> None:
         ]
         for e in entries
     )
-    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows, 120)
+    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
     done = max((e["to"] for e in entries), default=0)
     last = run.stages[-1]
     stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
