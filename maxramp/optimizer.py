@@ -47,8 +47,8 @@ class LearningRate:
         start = ramp.stages[0].first_step
         if steps <= start:
             raise ConfigError(
-                f"learning_rate_schedule_steps={steps}: the schedule would end before step {start}, "
-                f"where the changed ramp begins; use more than {start}, or -1 for all steps"
+                f"learning_rate_schedule_steps={steps}: the schedule would end before step "
+                f"{start}, where the changed ramp begins; use {start + 1} or more, or -1 for all"
             )
         samples = ramp.samples_before(steps)
         final = ramp.stage_at_step(steps - 1).global_batch_size
