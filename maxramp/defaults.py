@@ -18,6 +18,8 @@ CONFIGS = next((d for d in (_HERE / "configs", _HERE.parent / "configs") if d.is
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
 _OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
 
+_MOST_NAMED = 12  # in one line
+
 
 @functools.cache
 def _base() -> dict[str, Any]:
@@ -80,6 +82,30 @@ def _kind_of(value: Any) -> str:
     kinds = {bool: "a bool", int: "an integer", float: "a fraction", str: "text"}
     kinds |= {list: "a list", dict: "a mapping"}
     return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help") -> str:
+    """What is wrong with keys that do not exist, in one line.
+
+    Args:
+      found: (as given, name) of each, at least one.
+      list_of_keys: where a person finds those that do.
+    """
+    meant = [near(name) for _, name in found]
+    if len(found) == 1:
+        hint = f"did you mean {meant[0]}? " if meant[0] else ""
+        return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
+    shown = [
+        given + (f" (did you mean {key}?)" if key else "")
+        for (given, _), key in zip(found, meant, strict=True)
+    ]
+    return f"{', '.join(limited(shown))} are not known keys; {list_of_keys} lists every key"
+
+
+def limited(parts: list[str]) -> list[str]:
+    """As many parts as one line takes, and how many are left."""
+    left = len(parts) - _MOST_NAMED
+    return parts if left <= 0 else [*parts[:_MOST_NAMED], f"and {left} more"]
 
 
 def near(name: str) -> str | None:

@@ -12,8 +12,6 @@ from maxramp import defaults, peers
 from maxramp.errors import ConfigError
 from maxramp.yamlfile import parse, read_yaml
 
-_MOST_NAMED = 12  # in one line
-
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -77,8 +75,8 @@ def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], Non
     if unknown or refused:
         raise ConfigError(
             ". ".join(
-                [f"{', '.join(_limited(given))} {why}" for why, given in refused.items()]
-                + ([_unknown(unknown)] if unknown else [])
+                [f"{', '.join(defaults.limited(given))} {why}" for why, given in refused.items()]
+                + ([defaults.unknown_keys(unknown)] if unknown else [])
             )
         )
     found = [
@@ -86,29 +84,12 @@ def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], Non
         for where, taken in places
     ]
     if ignored:
-        notes.append(f"ignored, as nothing here depends on them: {', '.join(_limited(ignored))}")
+        notes.append(
+            f"ignored, as nothing here depends on them: {', '.join(defaults.limited(ignored))}"
+        )
     for line in notes:
         note(line)
     return found
-
-
-def _unknown(found: list[tuple[str, str]]) -> str:
-    if len(found) == 1:
-        ((given, name),) = found
-        meant = defaults.near(name)
-        hint = f"did you mean {meant}? " if meant else ""
-        return f"{given} is not a known key; {hint}--help lists every key"
-    meant = [defaults.near(name) for _, name in found]
-    shown = [
-        given + (f" (did you mean {near}?)" if near else "")
-        for (given, _), near in zip(found, meant, strict=True)
-    ]
-    return f"{', '.join(_limited(shown))} are not known keys; --help lists every key"
-
-
-def _limited(parts: list[str]) -> list[str]:
-    left = len(parts) - _MOST_NAMED
-    return parts if left <= 0 else [*parts[:_MOST_NAMED], f"and {left} more"]
 
 
 def _short(value: Any) -> str:

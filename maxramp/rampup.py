@@ -74,19 +74,19 @@ class RampupBatchManager:
     ):
         """
         Args:
-          config: any object with the batch keys (`notations.BatchKeys`) as attributes.
+          config: a mapping of batch keys (`notations.BatchKeys`), or any object that has them as
+            attributes; a configuration of MaxText's is one.
           num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
             `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-            not depend on it.
+            not depend on it where `devices_per_node` is given.
           first_step, first_sample: where the schedule is taken up. A run whose batch keys changed
-          at
-            a restart has steps behind it that the keys of today would have made otherwise.
+            at a restart has steps behind it that the keys of today would have made otherwise.
           usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
 
         Raises:
-          ConfigError: a key is out of range. A batch that does not divide over its devices is
-          refused
-            by `check`.
+          ConfigError: a key is out of range, or one of a mapping does not exist; or neither
+            `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
+            not divide over its devices is refused by `check`.
         """
         keys = BatchKeys.of(config)
         if keys.devices_per_node < 1 and num_devices:
