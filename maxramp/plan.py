@@ -83,7 +83,7 @@ def make_plan(config: Any) -> dict[str, Any]:
         "num_nodes": target.num_nodes,
         "devices_per_node": target.devices_per_node,
         "max_target_length": target.max_target_length,
-        "warnings": [],
+        "warnings": [ramp.cut_short] if ramp.cut_short else [],
     }
     plan["stages"] = plan["stages"][: len(stages)]
     cost = PassCost(target)

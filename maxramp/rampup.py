@@ -173,6 +173,22 @@ class RampupBatchManager:
         """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
 
+    @property
+    def cut_short(self) -> str:
+        """That the run ends before its ramp does, in one line; "" where it does not."""
+        end, final = self.total_steps, self.stages[-1]
+        if end > final.first_step or end <= self.stages[0].first_step:
+            return ""
+        keys = self.keys
+        lengths = {"steps": keys.steps, "total_samples": keys.total_samples}
+        lengths["total_tokens"] = keys.total_tokens
+        given = next(f"{name}={value}" for name, value in lengths.items() if value != -1)
+        return (
+            f"{given} ends the run inside the ramp: after {end} steps the batch is "
+            f"{self.stage_at_step(end - 1).global_batch_size}, and the final batch of "
+            f"{final.global_batch_size} begins after {final.first_step}"
+        )
+
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuses stages that cannot be split over their devices.
 

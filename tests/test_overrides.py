@@ -199,10 +199,13 @@ def test_the_table_fits_the_keys():
 
 def test_the_commands_print_the_lines():
     """On stderr, and once: what a command prints for programs is on stdout."""
-    done = run(BASE, "trainer.max_steps=400", "gcs_metrics=True", "--json", module="plan")
+    done = run(BASE, "trainer.max_steps=100", "gcs_metrics=True", "--json", module="plan")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "note: trainer.max_steps=400: taken as steps=400",
+        "note: trainer.max_steps=100: taken as steps=100",
         "note: ignored, as nothing here depends on them: gcs_metrics",
     ]
-    assert yaml.safe_load(done.stdout)["total_steps"] == 400
+    plan = yaml.safe_load(done.stdout)
+    assert plan["total_steps"] == 100
+    (warning,) = plan["warnings"]  # of the default job's ramp, whose last batch begins after 275
+    assert warning.startswith("steps=100 ends the run inside the ramp: after 100 steps")

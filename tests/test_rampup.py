@@ -215,6 +215,32 @@ def test_stages_between(first, last, indices):
     assert [s.index for s in ramp.stages_between(first, last)] == indices
 
 
+@pytest.mark.parametrize(
+    "length, batch",
+    [
+        ({"steps": 5}, 4),
+        ({"steps": 8}, 8),
+        ({"steps": 10}, 12),  # the first step of the final batch would be the eleventh
+        ({"total_samples": 44}, 8),
+        ({"max_target_length": 10, "total_tokens": 441}, 12),
+    ],
+)
+def test_a_run_that_ends_inside_its_ramp_says_so(length, batch):
+    line = RampupBatchManager(settings(**length)).cut_short
+    (name, value) = list(length.items())[-1]
+    assert line.startswith(f"{name}={value} ends the run inside the ramp: ")
+    assert line.endswith(f"batch is {batch}, and the final batch of 16 begins after 10")
+
+
+def test_a_run_that_ends_after_its_ramp_says_nothing():
+    assert not RampupBatchManager(settings(steps=11)).cut_short
+    assert not RampupBatchManager(settings(total_samples=69)).cut_short
+    constant = settings(enable_rampup_batch_size=False, steps=1)
+    assert not RampupBatchManager(constant).cut_short
+    # Taken up past its end, there is nothing more to run.
+    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).cut_short
+
+
 def test_negative_positions_are_refused():
     ramp = RampupBatchManager(settings())
     for question in (ramp.stage_at_step, ramp.stage_at_sample, ramp.samples_before):
