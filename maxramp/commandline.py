@@ -2,28 +2,37 @@
 
 import itertools
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
 
 
+def print_note(line: str) -> None:
+    """Says on stderr what a command makes of its arguments, where that is not what they say."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
+
+
 def take_flag(arguments: list[str], flag: str) -> bool:
     """Takes `flag` out of a command line; whether it was there."""
     given = flag in arguments
-    if given:
-        arguments.remove(flag)
+    arguments[:] = [argument for argument in arguments if argument != flag]
     return given
 
 
 def take_value(arguments: list[str], flag: str) -> str | None:
-    """Takes `flag VALUE` or `flag=VALUE` out of a command line; the value, None without the flag.
+    """Takes `flag VALUE` or `flag=VALUE` out of a command line, however often it is there.
+
+    Returns:
+      The last value; None without the flag.
 
     Raises:
       ConfigError: no value follows the flag.
     """
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
+    found = None
+    for index in reversed(range(len(arguments))):
+        name, equals, value = arguments[index].partition("=")
         if name != flag:
             continue
         del arguments[index]
@@ -31,8 +40,8 @@ def take_value(arguments: list[str], flag: str) -> str | None:
             value = arguments.pop(index)
         if not value:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE")
-        return value
-    return None
+        found = found or value
+    return found
 
 
 def print_table(

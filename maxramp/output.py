@@ -249,6 +249,8 @@ class Output:
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {config.max_target_length} tokens in {count} stage{'s'[: count > 1]}"
         )
+        if ramp.cut_short:
+            self.say(f"ramp     {ramp.cut_short}")
         if first_step:
             self.say(
                 f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "

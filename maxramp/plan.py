@@ -86,7 +86,7 @@ def make_plan(config: Any) -> dict[str, Any]:
         "devices_per_node": target.devices_per_node,
         "max_target_length": target.max_target_length,
         "restart_minutes": target.restart_minutes,
-        "warnings": [],
+        "warnings": [ramp.cut_short] if ramp.cut_short else [],
     }
     plan["stages"] = plan["stages"][: len(stages)]
     passes = [_run_steps(s, ramp) * s.gradient_accumulation_steps for s in stages]

@@ -76,10 +76,11 @@ class RampupBatchManager:
     ):
         """
         Args:
-          config: any object with the batch keys (`notations.BatchKeys`) as attributes.
+          config: a mapping of batch keys (`notations.BatchKeys`), or any object that has them as
+            attributes; a configuration of MaxText's is one.
           num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
             `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-            not depend on it.
+            not depend on it where `devices_per_node` is given.
           first_step, first_sample, first_index: where the schedule is taken up, and the number of
             the stage that it begins with. A run whose batch keys changed at a restart has steps and
             stages behind it that the keys of today would have made otherwise.
@@ -88,8 +89,9 @@ class RampupBatchManager:
             for `node_schedule` (`cost.PassCost`).
 
         Raises:
-          ConfigError: a key is out of range. A batch that does not divide over its devices is
-            refused by `check`.
+          ConfigError: a key is out of range, or one of a mapping does not exist; or neither
+            `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
+            not divide over its devices is refused by `check`.
         """
         keys = BatchKeys.of(config)
         if keys.devices_per_node < 1 and num_devices:
@@ -177,6 +179,22 @@ class RampupBatchManager:
     def total_samples(self) -> int:
         """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
+
+    @property
+    def cut_short(self) -> str:
+        """That the run ends before its ramp does, in one line; "" where it does not."""
+        end, final = self.total_steps, self.stages[-1]
+        if end > final.first_step or end <= self.stages[0].first_step:
+            return ""
+        keys = self.keys
+        lengths = {"steps": keys.steps, "total_samples": keys.total_samples}
+        lengths["total_tokens"] = keys.total_tokens
+        given = next(f"{name}={value}" for name, value in lengths.items() if value != -1)
+        return (
+            f"{given} ends the run inside the ramp: after {end} steps the batch is "
+            f"{self.stage_at_step(end - 1).global_batch_size}, and the final batch of "
+            f"{final.global_batch_size} begins after {final.first_step}"
+        )
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuses stages that cannot be split over their devices.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from maxramp import config as config_lib
 from maxramp import heap
 from maxramp import mesh as mesh_lib
+from maxramp.commandline import print_note
 from maxramp.config import Config
 from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
@@ -44,9 +45,13 @@ from maxramp.watchdog import Watchdog
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     preemption = Preemption()
+    notes: list[str] = []
     try:
-        loaded = config_lib.load(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        loaded = config_lib.load(arguments, note=notes.append)
         mesh_lib.start_backend(loaded)
+        for line in notes if jax.process_index() == 0 else ():
+            print_note(line)
         preemption.begin()
         config = config_lib.resolve(
             loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()

@@ -143,7 +143,7 @@ def test_the_split_is_the_largest_that_divides():
 
 def test_a_stage_that_cannot_be_split_names_its_neighbours():
     ramp = RampupBatchManager(
-        keys(rampup_batch_size=[8, 4, 100], global_batch_size=16, devices_per_node=8)
+        keys(rampup_batch_size=[8, 4, 100], global_batch_size=16), num_devices=8
     )
     ramp.check(ramp.stages[:1])
     with pytest.raises(ConfigError, match=r"stage 1 with a global batch of 12 .* are 8 or 16"):
