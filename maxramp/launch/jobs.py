@@ -19,6 +19,10 @@ from maxramp import saved
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
 
+# What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
+# trainer would copy them, and the passwords in them, to its config.yml and checkpoints.
+TRAINER_KEYS = {"stop_at_node_change": True, "setup_lines": []}
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -67,7 +71,7 @@ class Run:
         ours = {
             "num_nodes": config.num_nodes,
             "devices_per_node": config.devices_per_node,
-            "stop_at_node_change": True,
+            **TRAINER_KEYS,
         }
         given = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
@@ -114,6 +118,17 @@ class Run:
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""
         return [python, "-m", "maxramp.train", *self.arguments]
+
+
+def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
+    """Writes a file that only its owner can read: setup_lines may hold passwords.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.touch(mode)
+    path.chmod(mode)  # of one that was there already
+    path.write_text(text)
 
 
 def _plan(config: ml_collections.ConfigDict, **origin: int) -> RampupBatchManager:
