@@ -251,6 +251,10 @@ REFUSED = {
     "option": ([*SLURM, 'slurm_options=["--x y"]'], ("slurm_options", "--x y")),
     "no option": ([*SLURM, "slurm_options=[3]"], ("slurm_options", "3")),
     "setup line": ([*SLURM, "setup_lines=[3]"], ("setup_lines", "3")),
+    "address of a storage": (
+        [*SLURM, "base_output_directory=gs://bucket/runs"],
+        ("base_output_directory=gs://bucket/runs", "mount"),
+    ),
     "percent": ([*SLURM, "run_name=50%"], ("50%", "run_name")),
     "runtime": ([*SLURM, "container_runtime=docker"], ("container_runtime=docker", "apptainer")),
     "mesh": ([*SLURM, "ici_fsdp_parallelism=3"], ("ici_fsdp_parallelism=3", "mesh of 4")),
