@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if dry_run:
             for nodes in run.node_counts():
                 processes = count(run.processes(nodes), "process")
-                print(f"{processes} (stage {run.stages_on(nodes)}), each")
+                print(f"{processes} (stage {run.stages_on(nodes)}):")
                 print(f"  {slurm.quoted(run.command())}")
             return 0
         return local.run(run)

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from maxramp import topology
+from maxramp.commandline import count
 from maxramp.config import to_yaml
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
@@ -345,10 +346,11 @@ def _slices(run: Run, nodes: int) -> int:
     chips = topology.parse(f"{version}:{config.gke_topology}").chips
     slices, rest = divmod(nodes * config.devices_per_node, chips)
     if rest or chips % config.devices_per_node:
+        taken = nodes * config.devices_per_node
         raise ConfigError(
-            f"stage {run.stages_on(nodes)} takes {nodes} nodes of {config.devices_per_node} "
-            f"chips = {nodes * config.devices_per_node}, no whole slices of gke_topology="
-            f"{config.gke_topology} ({chips} chips); use a smaller topology, or min_nodes="
+            f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
+            f"{count(config.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
+            f"{config.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
             f"{chips // config.devices_per_node}"
         )
     return slices
