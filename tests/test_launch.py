@@ -122,6 +122,7 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
     text = launched.text()
     jobs = [line.split()[1] for line in text.splitlines() if line.startswith("launch   ")]
     assert jobs == ["1", "2", "exit", "2", "4"], text
+    assert "[Gloo]" not in text
     assert rows_of(tmp_path / NASTY) == rows_of(uninterrupted)
     assert gone(launched)
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()

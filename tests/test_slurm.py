@@ -9,6 +9,9 @@ import time
 import pytest
 from conftest import ROOT, command, environment, run
 from test_launch import NASTY, arguments, rows_of, steps_of
+from test_restarts import ends, told
+
+from maxramp.launch import slurm
 
 pytestmark = pytest.mark.slow
 CLUSTER = ROOT / "tests" / "slurm_cluster.sh"
@@ -130,3 +133,16 @@ def test_a_refused_job_is_said_in_one_line(cluster, tmp_path, cache_dir):
     done = Chain(cluster, tmp_path / "x", line).launch()
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "sbatch refused" in done.stderr and "partition" in done.stderr
+
+
+def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
+    """Stopped with 76 before the first step, again and again: max_restarts=2 counts them."""
+    run = told(tmp_path, [(76, None)])
+    script = run.folder / "slurm" / "1-nodes.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(slurm._script(run, 1))
+    chain = Chain(cluster, run.folder, [])
+    subprocess.run(["sbatch", script.name], cwd=script.parent, env=cluster, check=True)
+    chain.wait_for_the_end()
+    assert ends(tmp_path) == [76, 76, 76], chain.text()
+    assert "gave up after max_restarts=2" in chain.text()
