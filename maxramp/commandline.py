@@ -1,4 +1,4 @@
-"""What the commands share: options beside key=value, and tables."""
+"""What the commands share: options beside key=value, counts and tables."""
 
 import itertools
 import shutil
@@ -42,6 +42,12 @@ def take_value(arguments: list[str], flag: str) -> str | None:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE")
         found = found or value
     return found
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 process", "4 processes", "1 node"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def print_table(

@@ -246,6 +246,13 @@ def _check(config: ml_collections.ConfigDict) -> None:
             f"run_name={config.run_name} must name one folder below base_output_directory; "
             "put the path into base_output_directory"
         )
+    for name in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
+        if "://" in config[name]:
+            raise ConfigError(
+                f"{name}={config[name]} is the address of a storage, not a path: a run reads and "
+                "writes its own files through the file system; mount the storage (GCS FUSE, "
+                "Mountpoint for S3) and give the path"
+            )
     if config.load_parameters_path and config.load_full_state_path:
         raise ConfigError(
             f"load_parameters_path={config.load_parameters_path} and "

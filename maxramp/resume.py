@@ -62,7 +62,8 @@ class Schedule:
       ramp: the stages on this job's devices.
       planned: the same stages on the nodes that the plan gives them.
       last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
-        `stop_at_node_change`.
+        `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its
+        stage ends where it starts.
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
@@ -103,10 +104,12 @@ class Schedule:
             ),
             len(nodes),
         )
+        if config.stop_at_node_change and num_devices < self.planned.stages[here].devices:
+            end = here  # the stage may not fit into this job; a larger one takes it
         self.ramp.check(self.ramp.stages[here:end])
         self.planned.check(self.planned.stages[end:])
         if end < len(nodes):
-            self.last_step = min(self.last_step, self.ramp.stages[end].first_step)
+            self.last_step = min(self.last_step, max(step, self.ramp.stages[end].first_step))
 
 
 def origin_of(

@@ -108,6 +108,9 @@ def train(
         if first_step >= ramp.total_steps:
             output.say_finished(first_step, ramp)
             return 0
+        if first_step == last_step:
+            output.write_next_stage(schedule.planned, last_step)
+            return EXIT_STAGE_END
 
         with_eval = config.eval_interval > 0
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
@@ -179,7 +182,7 @@ def train(
                 output.say_stopped(step)
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:
-            output.write_next_stage(schedule.planned.stage_at_step(last_step))
+            output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
         return 0
 

@@ -381,6 +381,25 @@ def test_stages_are_numbered_on_after_a_change():
             assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
 
 
+def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp_path):
+    """As the job that follows a crash at the very end of a stage, which has the nodes of before."""
+    line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
+    line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
+    config = make_config(*line, "per_device_batch_size=2", devices=1)
+    saved = [stage.to_json() for stage in Schedule(config, 1, lambda devices: True).ramp.stages]
+    for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
+        at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
+        assert Schedule(config, devices, lambda devices: True, at).last_step == end
+
+    given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
+    given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
+    done = run(BASE, *TINY, *line[1:2], *line[3:], *given, f"base_output_directory={tmp_path}")
+    assert done.returncode == 75, done.stderr
+    following = json.loads((tmp_path / "x" / "next_stage.json").read_text())
+    assert (following["nodes"], following["consumed_samples"]) == (2, 0)
+    assert not (tmp_path / "x" / "metrics.jsonl").exists()
+
+
 def test_random_changes_keep_the_clock():
     """Taken up anywhere, the schedule's steps and samples go on without a gap."""
     rng = random.Random(0)

@@ -21,6 +21,10 @@ from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
 from maxramp.resume import origin_of
 
+# What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
+# trainer would copy them, and the passwords in them, to its config.yml and checkpoints.
+TRAINER_KEYS = {"stop_at_node_change": True, "setup_lines": []}
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -72,7 +76,7 @@ class Run:
         ours = {
             "num_nodes": config.num_nodes,
             "devices_per_node": config.devices_per_node,
-            "stop_at_node_change": True,
+            **TRAINER_KEYS,
         }
         given = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
@@ -90,6 +94,11 @@ class Run:
         """
         position = _newest(self.folder)
         return _plan(self.config, position).stage_at_step(position.step if position else 0).nodes
+
+    def steps_done(self) -> int:
+        """Steps done in the newest whole checkpoint; 0 before the first."""
+        position = _newest(self.folder)
+        return position.step if position else 0
 
     def node_counts(self) -> list[int]:
         """Every number of nodes that a job of the run has, in the order of the plan."""
@@ -119,6 +128,17 @@ def _newest(folder: pathlib.Path) -> saved.Saved | None:
         with contextlib.suppress(saved.TornError):  # as a restart does
             return saved.read(folder / "checkpoints" / str(step))
     return None
+
+
+def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
+    """Writes a file that only its owner can read: setup_lines may hold passwords.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.touch(mode)
+    path.chmod(mode)  # of one that was there already
+    path.write_text(text)
 
 
 def _plan(config: ml_collections.ConfigDict, position: saved.Saved | None) -> RampupBatchManager:
