@@ -38,6 +38,7 @@ class Saved:
     corpus_hash: str
     config: dict[str, Any]  # resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
+    shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
     def stage(self) -> dict[str, Any]:
         """The stage of the next step."""
@@ -81,6 +82,7 @@ def read(path: pathlib.Path) -> Saved:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         name = pathlib.Path(getattr(error, "filename", None) or _METADATA).name
         raise TornError(f"{name}: {reason}") from None
+    values = {"shuffle": Saved.shuffle} | values
     fields = {field.name for field in dataclasses.fields(Saved)} - {"path"}
     if not fields <= values.keys():
         raise ConfigError(
