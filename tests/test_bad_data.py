@@ -20,6 +20,7 @@ from test_formats import (
 )
 
 from maxramp import prepare
+from maxramp.data.opening import open_rows
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
 
@@ -322,6 +323,28 @@ def test_one_line(name, f):
     with pytest.raises(ConfigError) as caught:
         open_corpus(make_config(*given))
     check_line(str(caught.value), names, f)
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    (
+        (["eval_fraction=0.25"], ("eval_fraction=0.25", "2 documents")),
+        (["grain_eval_files={f}/held.jsonl"], ("grain_eval_files=", "held.jsonl", "1 document ")),
+        (["packing=False", "eval_fraction=0.25"], ("eval_fraction=0.25",)),
+    ),
+)
+def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
+    """Empty ones and those of one token have no loss to tell."""
+    texts = ["a document", "another one"] * 3 + ["", "x"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (tmp_path / "held.jsonl").write_text('{"text": "y"}\n')
+    keys = (f"grain_train_files={tmp_path}/a.jsonl", "add_bos=False", "add_eos=False")
+    given = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
+    with pytest.raises(ConfigError) as caught:
+        open_rows(make_config("dataset_type=grain", *given), True)
+    check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
+    unread = make_config("dataset_type=grain", *given, "eval_interval=-1")
+    assert len(open_rows(unread, True).train[0].items)
 
 
 # Every fourth as a whole run, and most of those among the slow ones: seconds each.
