@@ -102,6 +102,8 @@ def train(
         closing.enter_context(mesh_lib.noticing_lost_peers())
         position = checkpoints.latest()
         first_step = position.step if position else 0
+        if position:
+            checkpoints.shuffle = position.shuffle  # a run stays with the one that it began with
         changes = changes_since(position, config, corpus.hash, versions()) if position else ""
         schedule = take_up(position)
         ramp, last_step = schedule.ramp, schedule.last_step
@@ -114,7 +116,7 @@ def train(
 
         with_eval = config.eval_interval > 0
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
+        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows, checkpoints.shuffle)
         closing.callback(loader.close)
         abstract = abstract_state(config, mesh)
         if position:
