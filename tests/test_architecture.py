@@ -14,6 +14,7 @@ PACKAGE = ROOT / "maxramp"
 LAYERS = (
     (
         "errors",
+        "console",
         "commandline",
         "rows",
         "yamlfile",
@@ -24,7 +25,7 @@ LAYERS = (
         "topology",
         "hlo",
     ),
-    ("processes", "heap", "mesh", "saved"),
+    ("lifeline", "processes", "heap", "mesh", "saved"),
     ("attention", "loss", "optimizer"),
     ("model",),
     ("step",),

@@ -46,9 +46,16 @@ class Job:
     """Processes of one run."""
 
     def __init__(
-        self, folder: pathlib.Path, cache_dir: str, *more: str, processes=1, largest_file=None
+        self,
+        folder: pathlib.Path,
+        cache_dir: str,
+        *more: str,
+        processes=1,
+        largest_file=None,
+        alone=None,
     ):
-        """`largest_file` = {process: bytes} lets longer files of that process fail."""
+        """`largest_file` = {process: bytes} lets longer files of that process fail; `alone` =
+        {process: argument} goes to that process only."""
         self.run = folder / "run"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -64,7 +71,7 @@ class Job:
             }
             self.processes.append(
                 subprocess.Popen(
-                    command(*arguments(folder, cache_dir, *more)),
+                    command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
                     env=environment() | (job if processes > 1 else {}),
                     stdout=(folder / f"stdout.{index}").open("wb"),
                     stderr=(folder / f"stderr.{index}").open("wb"),
@@ -122,11 +129,15 @@ def assert_all_is_saved(job: Job):
 def test_a_signal_saves(tmp_path, cache_dir, number):
     with Job(tmp_path, cache_dir) as job:
         job.train_to(30)
-        job.processes[0].send_signal(number)
+        for _ in range(3):  # within a second: one wish, by a key that is held
+            job.processes[0].send_signal(number)
+            time.sleep(0.01)
         assert job.statuses() == [EXIT_PREEMPTED]
         assert_all_is_saved(job)
         assert not job.printed("stderr")
-        assert "stopped by a signal after step" in job.printed()
+        told = job.printed()
+        assert told.count("stopping after this step") == 1
+        assert told.index("stopping after") < told.index("stopped by a signal after step")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -147,10 +158,11 @@ def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
         job.train_to(10)
         job.processes[1].send_signal(signal.SIGSTOP)
         for _ in range(2):
-            time.sleep(1)
+            time.sleep(1.5)
             assert job.processes[0].poll() is None
             job.processes[0].send_signal(signal.SIGINT)
         assert job.processes[0].wait(60) == 128 + signal.SIGINT
+        assert "ended at once by a second Ctrl-C" in job.printed()
 
 
 @SLOW
@@ -466,6 +478,29 @@ def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         record(step) for step in range(9)
     ]
+
+
+def test_records_wait_for_a_disk_that_is_full(mount, tmp_path):
+    """For a while; then every one of them is there once, and whole."""
+    folder, _ = mount
+    metrics, events = JsonlWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder, 0, 0)
+    for step in range(1000):
+        if step == 200:
+            fill(folder)
+            with (folder / "filler").open("ab") as file:
+                file.write(bytes(150_000))
+        if step == 900:
+            for writer in (metrics, events):
+                with pytest.raises(OSError, match="No space left"):
+                    writer.flush()
+            (folder / "filler").unlink()
+        metrics(record(step))
+        events(record(step))
+    metrics.close()
+    events.close()
+    assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(1000))
+    (path,) = folder.glob("events*")
+    assert [event.step for event, _ in read_events(path)] == [0, *range(1000)]
 
 
 def test_tensorboard_holds_each_step_once(tmp_path):
