@@ -42,8 +42,8 @@ def test_a_wrong_key_on_one_of_two_ends_both(tmp_path, cache_dir):
 @pytest.fixture
 def hanging(tmp_path) -> str:
     """A file that hangs whoever opens it, as storage sometimes does."""
-    os.mkfifo(tmp_path / "hangs.parquet")
-    return f"grain_train_files={tmp_path}/hangs.parquet"
+    os.mkfifo(tmp_path / "hangs.txt")
+    return f"grain_train_files={tmp_path}/hangs.txt"
 
 
 def is_opened(fifo: pathlib.Path) -> bool:
@@ -58,7 +58,7 @@ def is_opened(fifo: pathlib.Path) -> bool:
 def test_a_peer_that_is_killed_ends_who_does_not_speak_to_it(tmp_path, cache_dir, hanging):
     """In seconds, where JAX would notice it after a hundred and abort."""
     with Job(tmp_path, cache_dir, "dataset_type=grain", hanging, processes=2) as job:
-        job.wait_for(lambda: is_opened(tmp_path / "hangs.parquet"))
+        job.wait_for(lambda: is_opened(tmp_path / "hangs.txt"))
         time.sleep(1)
         job.processes[1].kill()
         assert job.processes[0].wait(60) == EXIT_LOST
