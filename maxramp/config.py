@@ -17,7 +17,7 @@ from typing import Any
 import ml_collections
 import yaml
 
-from maxramp import layout, notations
+from maxramp import layout, notations, tokenizer_keys
 from maxramp.errors import ConfigError
 from maxramp.yamlfile import dump, parse, read_yaml
 
@@ -55,7 +55,7 @@ _CHOICES = {
     "hardware": ("auto", "cpu", "gpu", "tpu"),
     "dataset_type": ("text", "synthetic", "grain"),
     "grain_file_type": ("", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"),
-    "tokenizer_type": ("bytes", "huggingface", "sentencepiece", "tiktoken"),
+    "tokenizer_type": ("", "bytes", "huggingface", "sentencepiece", "tiktoken"),
     "grain_packing_type": ("concat_then_split", "best_fit"),
     "decoder_block": ("llama2",),
     "dtype": _DTYPES,
@@ -437,6 +437,7 @@ def _check_files(config: ml_collections.ConfigDict) -> None:
     columns = config.train_data_columns
     if len(columns) != 1 or not isinstance(columns[0], str):
         raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
+    tokenizer_keys.type_of(config)
 
 
 def _check_expansion(factor: float) -> None:
@@ -483,6 +484,7 @@ def resolve(
         config.expansion_factor_real_data = 1.0
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
+    config.tokenizer_type = tokenizer_keys.type_of(config)
     _resolve_nodes(config, num_devices, num_processes)
     _fill_group(
         config, "dcn", num_slices, f"this job has {num_slices} slice{'s'[: num_slices > 1]}"

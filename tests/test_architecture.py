@@ -16,6 +16,7 @@ LAYERS = (
         "errors",
         "commandline",
         "rows",
+        "tokenizer_keys",
         "yamlfile",
         "notations",
         "layout",
