@@ -132,4 +132,4 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
