@@ -15,7 +15,7 @@ from typing import Any
 
 import ml_collections
 
-from maxramp import defaults, layout, notations, overrides
+from maxramp import defaults, layout, notations, overrides, tokenizer_keys
 from maxramp.commandline import print_note
 from maxramp.defaults import CONFIGS
 from maxramp.errors import ConfigError
@@ -48,7 +48,7 @@ _CHOICES = {
     "hardware": ("auto", "cpu", "gpu", "tpu"),
     "dataset_type": ("text", "synthetic", "grain"),
     "grain_file_type": ("", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"),
-    "tokenizer_type": ("bytes", "huggingface", "sentencepiece", "tiktoken"),
+    "tokenizer_type": ("", "bytes", "huggingface", "sentencepiece", "tiktoken"),
     "grain_packing_type": ("concat_then_split", "best_fit"),
     "decoder_block": ("llama2",),
     "dtype": _DTYPES,
@@ -353,6 +353,7 @@ def _check_files(config: ml_collections.ConfigDict) -> None:
     columns = config.train_data_columns
     if len(columns) != 1 or not isinstance(columns[0], str):
         raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
+    tokenizer_keys.type_of(config)
 
 
 def _check_expansion(factor: float) -> None:
@@ -399,6 +400,7 @@ def resolve(
         config.expansion_factor_real_data = 1.0
     if not config.mu_dtype:
         config.mu_dtype = config.weight_dtype
+    config.tokenizer_type = tokenizer_keys.type_of(config)
     _resolve_nodes(config, num_devices, num_processes)
     _fill_group(
         config, "dcn", num_slices, f"this job has {num_slices} slice{'s'[: num_slices > 1]}"

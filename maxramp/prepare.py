@@ -23,6 +23,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp import config as config_lib
+from maxramp import tokenizer_keys
 from maxramp.data import formats, mixture, preparation, prepared, storage, tokenizers
 from maxramp.data.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
@@ -82,8 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return EXIT_FAILED
-    except (ConfigError, TrainingError, MemoryError, OSError) as error:
+    except (ConfigError, TrainingError, MemoryError) as error:
         return report(error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return report(TrainingError(f"{where}{error.strerror or error}"))
 
 
 def _is_key(text: str) -> bool:
@@ -91,10 +95,12 @@ def _is_key(text: str) -> bool:
 
 
 def _load_keys(arguments: list[str]) -> Any:
-    config = config_lib.load([str(config_lib.CONFIGS / "base.yml"), *arguments], "prepare")
+    base = [str(config_lib.CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
+    config = config_lib.load([*base, *arguments], "prepare")
     for argument in arguments:
         if argument.partition("=")[0] not in KEYS:
             raise ConfigError(f"{argument}: preparing takes only {', '.join(KEYS)}")
+    config.tokenizer_type = tokenizer_keys.type_of(config)
     return config
 
 
@@ -115,14 +121,23 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
             manifest = prepared.read_manifest(str(output))
         if not inputs[0].tokens:
             if given.train_bpe is not None:
+                if config.tokenizer_path or config.tokenizer_type != "bytes":
+                    named = config.tokenizer_path or config.tokenizer_type
+                    raise ConfigError(
+                        f"--train_bpe {given.train_bpe} trains a tokenizer, and the keys name "
+                        f"another, {named}; leave one of them out"
+                    )
                 path, trained = _train_bpe(given.train_bpe, output, inputs, manifest)
                 config.tokenizer_type, config.tokenizer_path = "huggingface", str(path)
             tokenizer = tokenizers.load(
                 *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
             )
             _say(f"tokenizer  {_shown(tokenizer)}")
-        elif given.train_bpe is not None:
-            raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text but tokens")
+        elif given.train_bpe is not None or config.tokenizer_path:
+            named = f"tokenizer_path={config.tokenizer_path}"
+            if given.train_bpe is not None:
+                named = f"--train_bpe {given.train_bpe}"
+            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
         size = max(1, int(given.shard_megabytes * 1e6))
         job = preparation.plan(output, inputs, tokenizer, trained, size)
         if manifest:

@@ -37,6 +37,10 @@ def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
     if saved.corpus_hash != corpus_hash:
         refused[_CORPUS] = saved.corpus_hash, corpus_hash
+    elif saved.config.get("tokenizer_type") == "bytes":
+        # Bytes have no file: a path beside them used to be ignored, and the data is the same.
+        for name in ("tokenizer_type", "tokenizer_path"):
+            refused.pop(name, None)
     refused = {name: pair for name, pair in refused.items() if name not in config.allow_changed}
     if refused:
         raise ConfigError(

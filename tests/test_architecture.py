@@ -18,6 +18,7 @@ LAYERS = (
         "console",
         "commandline",
         "rows",
+        "tokenizer_keys",
         "yamlfile",
         "defaults",
         "peers",

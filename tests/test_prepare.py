@@ -241,6 +241,9 @@ def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3000)
     files = [str(source), "--output", str(output)]
+    full = run_limited(*files, "--train_bpe", "300", kilobytes=2)
+    assert full.returncode == 1 and full.stderr.startswith(f"error: {output}/bpe-")
+    assert full.stderr.endswith(".json: File too large\n") and full.stderr.count("\n") == 1
     # An output that takes no more than the tokenizer: the preparation ends after the training.
     shards = run_limited(*files, "--train_bpe", "300", kilobytes=30)
     assert shards.returncode == 1 and "trained in" in shards.stdout

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import posixpath
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,23 +106,31 @@ def open_mixture(config: Config) -> Corpus:
         )
     total = sum(part.weight for part in parts)
     names = [f"{part.name} {part.weight / total:.3g}" for part in parts]
+    path = "" if opener.uses_tokenizer else config.tokenizer_path
+    unused = f"; tokenizer_path={path} is not used, the files hold tokens" if path else ""
     told = [config.max_target_length, cuts, [(entry.weight, entry.hash) for entry in train]]
     told.append([entry.hash for entry in evaluated])
     return Corpus(
         parts,
         Chain(held_out),
         f"{', '.join(names) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
-        f"{held_count} held out",
+        f"{held_count} held out{unused}",
         hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest(),
         documents,
     )
 
 
 class _Opener:
-    """Opens entries of a mixture, the tokenizer with the first that needs it."""
+    """Opens entries of a mixture, the tokenizer with the first that needs it.
+
+    Attributes:
+      uses_tokenizer: whether an entry was tokenized by the tokenizer of the keys, now or before.
+    """
 
     def __init__(self, config: Config):
         self._config, self._tokenizer = config, None
+        self._first_set: tuple[str, dict[str, Any]] | None = None  # that names its tokenizer
+        self.uses_tokenizer = False
 
     def entries(self, key: str, value: str) -> list[_Entry]:
         """The entries of a key's value, opened."""
@@ -159,6 +168,8 @@ class _Opener:
         files, hashes = [], []
         for folder in folders:
             manifest = prepared.read_manifest(folder)
+            if manifest["tokenizer"]:
+                self._check_tokenizer(folder, manifest["tokenizer"])
             if manifest["max_token"] >= self._config.vocab_size:
                 tokenizer = manifest["tokenizer"]
                 needed = tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1
@@ -170,6 +181,30 @@ class _Opener:
             hashes.append(manifest["hash"])
         return files, "+".join(hashes)
 
+    def _check_tokenizer(self, folder: str, told: dict[str, Any]) -> None:
+        """Refuses a set whose ids mean something else than those of the other sets, or the keys."""
+        other, others = self._first_set = self._first_set or (folder, told)
+        if others["hash"] != told["hash"]:
+            raise ConfigError(
+                f"{other} was prepared with {_shown(others)} and {folder} with {_shown(told)}; "
+                "prepare both with one tokenizer"
+            )
+        config = self._config
+        if config.tokenizer_type == "bytes":
+            return  # also where neither key is given
+        given = Tokenizer(config.tokenizer_type, config.tokenizer_path, False, False)
+        # By its bytes: training reads tokens, and needs no package that makes them.
+        if given.type != told["type"] or (
+            given.file
+            and storage.read_bytes(given.file)
+            != storage.read_bytes(posixpath.join(folder, told["file"]))
+        ):
+            raise ConfigError(
+                f"tokenizer_type={given.type} tokenizer_path={given.path} is not what {folder} was "
+                f"prepared with, {_shown(told)}; leave it out, or prepare the set again"
+            )
+        self.uses_tokenizer = True
+
     def _checked(self, key: str, pattern: str, items: Any) -> Checked:
         if not len(items):
             raise ConfigError(
@@ -179,6 +214,7 @@ class _Opener:
         return Checked(items, self._config.vocab_size)
 
     def _open_tokenizer(self) -> Tokenizer:
+        self.uses_tokenizer = True
         if self._tokenizer is None:
             config = self._config
             self._tokenizer = tokenizers.load(
@@ -191,6 +227,12 @@ class _Opener:
                     f"tokenizer_path={config.tokenizer_path}; raise it to a multiple of 64"
                 )
         return self._tokenizer
+
+
+def _shown(told: dict[str, Any]) -> str:
+    """A manifest's tokenizer, for a person."""
+    marks = "".join(f" {name}={told[name]}" for name in ("add_bos", "add_eos"))
+    return f"{told['type']} of {told['vocab_size']:,} ids{marks} (hash {told['hash']})"
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:

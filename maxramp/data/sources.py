@@ -26,10 +26,12 @@ def open_corpus(config: Config) -> Corpus:
     length = config.max_target_length
     if config.dataset_type == "synthetic":
         seed, vocab_size = config.data_shuffle_seed, config.vocab_size
+        path = config.tokenizer_path
+        unused = f"; tokenizer_path={path} is not used" if path else ""
         return Corpus(
             (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
             SyntheticRows(1024, vocab_size, length, 2 * seed + 1),
-            "synthetic random tokens",
+            f"synthetic random tokens{unused}",
             f"synthetic-{seed}-{vocab_size}-{length}",
         )
     if config.dataset_type == "grain":

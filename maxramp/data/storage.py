@@ -119,10 +119,17 @@ class _RemoteBytes:
 
 
 def write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is either whole or not there."""
+    """Writes a file that is either whole or not there.
+
+    Raises:
+      OSError: with the file's name, which a failed write does not have.
+    """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
