@@ -264,7 +264,7 @@ def test_what_comes_after_the_end_of_the_run_decides_nothing():
     batches = {"step_batch_size_schedule": "0:64 6400:128 12800:129", "max_target_length": 1}
     config = keys(
         **batches,
-        micro_batch_size=8,
+        micro_batch_size=4,
         num_nodes=16,
         node_schedule="best",
         total_samples=12_000,
