@@ -47,7 +47,7 @@ class BatchKeys:
     devices_per_node: int = -1
     min_nodes: int = 1
     node_schedule: str = "best"
-    node_time_tolerance: float = 0.03
+    node_time_tolerance: float = 0.05
     planned_pass_overhead: float = 0.25
     ici_tensor_parallelism: int = 1
     dcn_tensor_parallelism: int = 1
