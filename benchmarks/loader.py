@@ -21,10 +21,10 @@ from figures import ROOT, parser, save
 
 from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
+from maxramp.cost import training_flops_per_token
 from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
-from maxramp.model import training_flops_per_token
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
 from maxramp.step import BATCH_ABS, init_state, train_step

@@ -103,7 +103,7 @@ def main() -> None:
     for index, size in enumerate((8, 16, 32, 64)):
         ramp = ("step_batch_size_schedule=0:8 800:16 2400:32 5600:64", "steps=400")
         found = on_cpu(*ramp, "step_batch_size_unit=samples", stage_index=index)
-        figures["stages"][size] = show(f"stage {index + 1}, batch {size}", found)
+        figures["stages"][size] = show(f"stage {index}, batch {size}", found)
     if importlib.util.find_spec("libtpu"):
         os.environ.update(
             TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost"

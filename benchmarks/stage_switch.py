@@ -47,7 +47,7 @@ def stages(records: list[dict]) -> list[dict]:
         first = steps[0]
         found.append(
             {
-                "stage": index + 1,
+                "stage": index,
                 "global_batch_size": first["global_batch_size"],
                 "first_over_median": first["step_seconds"] / median,
                 "compile_seconds": first["compile_seconds"],

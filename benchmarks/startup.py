@@ -33,7 +33,7 @@ def marked(owner, name, mark):
 
 marked(mesh, "start_backend", "backend")
 marked(train, "open_rows", "data")
-marked(train, "Programs", "lowering of stage 1")
+marked(train, "Programs", "lowering of stage 0")
 marked(metrics.MetricsLog, "__init__", "first weights")
 marked(metrics.JsonlWriter, "__call__", "step 0")
 try:

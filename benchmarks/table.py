@@ -23,7 +23,7 @@ def stage_switch(figures: dict) -> list[tuple[str, str]]:
         waits = ", ".join(f"{s['compile_seconds']:.2f}" for s in later)
         rows.append(
             (
-                f"`stage_switch`: compiled {name}: first step of stages 2, 3, 4 / median",
+                f"`stage_switch`: compiled {name}: first step of stages 1, 2, 3 / median",
                 f"{ratios}; waited {waits} s for programs; lost {found['lost']:.2f} s of "
                 f"{found['total']:.0f} s",
             )

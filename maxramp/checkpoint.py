@@ -46,22 +46,22 @@ def ls(path: pathlib.Path) -> int:
     """Lists what is in a folder."""
     before: Saved | None = None
     checkpoints = _checkpoints(path)
-    print(f"{'step':>9} {'samples':>12} {'stage':>7} {'batch':>7} {'size':>9}  state")
+    print(f"{'step':>9} {'samples':>12} {'stage':>8} {'batch':>7} {'size':>9}  state")
     for checkpoint in checkpoints:
         size = _bytes(checkpoint)
         try:
             saved = saved_lib.read(checkpoint)
         except TornError as error:
-            print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  torn ({error})")
+            print(f"{checkpoint.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error})")
             continue
         except ConfigError as error:
             print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
             continue
         stage = saved.stage()
-        place = f"{stage['index'] + 1}/{len(saved.stages)}"
+        place = f"{stage['index']} of 0-{saved.stages[-1]['index']}"
         changes = _listed(before.differences(saved.config)) if before else ""
         print(
-            f"{saved.step:>9} {saved.consumed_samples:>12,} {place:>7} "
+            f"{saved.step:>9} {saved.consumed_samples:>12,} {place:>8} "
             f"{stage['global_batch_size']:>7,} {size:>9}  complete"
             + (f"; from here on {changes}" if changes else "")
         )
@@ -85,7 +85,7 @@ def show(path: pathlib.Path) -> int:
     print(f"path      {saved.path}")
     print(f"state     {saved.step:,} steps, {saved.consumed_samples:,} samples, {tokens:,} tokens")
     print(
-        f"stage     {stage['index'] + 1} of {len(saved.stages)}: global batch "
+        f"stage     {stage['index']} (of 0 to {saved.stages[-1]['index']}): global batch "
         f"{stage['global_batch_size']:,}, from step {stage['first_step']:,}"
     )
     print(f"size      {_bytes(saved.path)}")

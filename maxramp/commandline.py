@@ -1,27 +1,38 @@
-"""What the commands share: options beside key=value, and tables."""
+"""What the commands share: options beside key=value, counts and tables."""
 
+import itertools
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from maxramp.errors import ConfigError
+
+
+def print_note(line: str) -> None:
+    """Says on stderr what a command makes of its arguments, where that is not what they say."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def take_flag(arguments: list[str], flag: str) -> bool:
     """Takes `flag` out of a command line; whether it was there."""
     given = flag in arguments
-    if given:
-        arguments.remove(flag)
+    arguments[:] = [argument for argument in arguments if argument != flag]
     return given
 
 
 def take_value(arguments: list[str], flag: str) -> str | None:
-    """Takes `flag VALUE` or `flag=VALUE` out of a command line; the value, None without the flag.
+    """Takes `flag VALUE` or `flag=VALUE` out of a command line, however often it is there.
+
+    Returns:
+      The last value; None without the flag.
 
     Raises:
       ConfigError: no value follows the flag.
     """
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
+    found = None
+    for index in reversed(range(len(arguments))):
+        name, equals, value = arguments[index].partition("=")
         if name != flag:
             continue
         del arguments[index]
@@ -29,19 +40,56 @@ def take_value(arguments: list[str], flag: str) -> str | None:
             value = arguments.pop(index)
         if not value:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE")
-        return value
-    return None
+        found = found or value
+    return found
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> None:
-    """Prints rows of cells, short rows filled up; `width` characters where there is no terminal."""
-    from rich import box
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 process", "4 processes", "1 node"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
+) -> list[str]:
+    """Prints rows of cells, short rows filled up, on the terminal that there is.
+
+    Args:
+      columns: their heads; a line break in one is kept.
+      rows: cells.
+      expendable: heads of columns that a narrow terminal goes without, the first to go first.
+
+    Returns:
+      The heads that were left out. Where there is no terminal (and no COLUMNS) nothing is.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
+
+    rows, left_out = list(rows), []
+    width = shutil.get_terminal_size((_ANY_WIDTH, 0)).columns
+    console = Console(highlight=False, width=width)
+    unlimited = console.options.update(max_width=_ANY_WIDTH)
+    for name in (*expendable, None):
+        table = _table(columns, rows, left_out)
+        if name is None or Measurement.get(console, unlimited, table).maximum <= width:
+            break
+        left_out.append(name)
+    console.print(table)
+    return left_out
+
+
+_ANY_WIDTH = 10_000
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> Any:
+    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    shown = [name not in left_out for name in columns]
+    for name in itertools.compress(columns, shown):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
+        table.add_row(*itertools.compress(row, shown))
+    return table

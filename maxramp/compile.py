@@ -22,9 +22,9 @@ from maxramp import mesh as mesh_lib
 from maxramp import topology as topology_lib
 from maxramp.commandline import print_table, take_flag
 from maxramp.config import Config
+from maxramp.cost import training_flops_per_token
 from maxramp.errors import ConfigError, report
 from maxramp.memory import GIB, compiled_bytes
-from maxramp.model import training_flops_per_token
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager, Stage
@@ -265,7 +265,7 @@ def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
     columns += "|MFU|tokens/s|hours|chip-hours"
-    print_table(columns.split("|"), map(_cells, result["stages"]), 150)
+    print_table(columns.split("|"), map(_cells, result["stages"]))
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     print(f"pod       {result['compile_topology']}{slices}: {result['devices']} chips, mesh {mesh}")

@@ -5,7 +5,6 @@ All relations between keys are checked here (those of the batch keys in `rampup`
 calls), and nothing is built before they hold. What is wrong is a `ConfigError`: one line.
 """
 
-import difflib
 import functools
 import math
 import os
@@ -15,21 +14,15 @@ from fractions import Fraction
 from typing import Any
 
 import ml_collections
-import yaml
 
-from maxramp import layout, notations
+from maxramp import defaults, layout, notations, overrides
+from maxramp.commandline import print_note
+from maxramp.defaults import CONFIGS
 from maxramp.errors import ConfigError
-from maxramp.yamlfile import dump, parse, read_yaml
+from maxramp.overrides import Given
+from maxramp.yamlfile import dump
 
 Config = ml_collections.FrozenConfigDict
-
-_HERE = pathlib.Path(__file__).resolve().parent
-# In a checkout the files stand beside the package, in an installed wheel inside it.
-CONFIGS = next((d for d in (_HERE / "configs", _HERE.parent / "configs") if d.is_dir()), _HERE)
-
-# Keys that may be unset, and their type where they are set.
-_OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
 
 # Groups of alternatives: family -> (keys that choose it, keys that only it uses). A file or command
 # line that chooses a family takes the place of what stood below it: the keys that choose the others
@@ -90,7 +83,7 @@ _AT_LEAST = {
         *("learning_rate_final_fraction", "adam_eps", "adam_weight_decay", "loss_block_tokens"),
         *("gradient_clipping_threshold", "z_loss_multiplier", "normalization_layer_epsilon"),
         *("planned_pass_overhead", "skip_first_n_steps_for_profiler", "skip_bad_steps"),
-        *("max_restarts",),
+        *("max_restarts", "restart_minutes", "node_time_tolerance"),
         *("grain_worker_count", "grain_prefetch_buffer_gib"),
     ),
 }
@@ -117,7 +110,10 @@ default:
 
 
 def load(
-    arguments: Sequence[str], program: str = "train", usage: str = ""
+    arguments: Sequence[str],
+    program: str = "train",
+    usage: str = "",
+    note: Callable[[str], None] = print_note,
 ) -> ml_collections.ConfigDict:
     """Reads CONFIG.yml and key=value arguments.
 
@@ -125,6 +121,7 @@ def load(
       arguments: the command line after the program's name.
       program: the module's name, for the usage text.
       usage: what the usage text says of that program alone.
+      note: takes a line about what became of another trainer's keys; prints it by default.
 
     Returns:
       A locked, type-safe ConfigDict with exactly the keys of configs/base.yml, checked as far as it
@@ -134,26 +131,20 @@ def load(
       ConfigError: what is wrong, in one line.
       SystemExit: after printing the help that was asked for.
     """
-    base_text = (CONFIGS / "base.yml").read_text()
     if {"-h", "--help", "help"} & set(arguments):
+        base_text = (CONFIGS / "base.yml").read_text()
         print(USAGE.format(program=program, more=usage, base=base_text))
         raise SystemExit(0)
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError(
             f"no config file given: python -m maxramp.{program} CONFIG.yml [key=value ...]"
         )
-    defaults = read_yaml(CONFIGS / "base.yml")
-    config = ml_collections.ConfigDict(defaults, type_safe=True, convert_dict=False)
+    config = ml_collections.ConfigDict(defaults.base(), type_safe=True, convert_dict=False)
     config.lock()
-    command_line = dict(_split_argument(argument, defaults) for argument in arguments[1:])
-    if len(command_line) < len(arguments) - 1:
-        names = [argument.partition("=")[0] for argument in arguments[1:]]
-        name = next(name for name in names if names.count(name) > 1)
-        twice = [argument for argument in arguments[1:] if argument.startswith(f"{name}=")]
-        raise ConfigError(f"{' and '.join(twice)}: a key is given once; keep one of them")
-    for path, values in _chain(pathlib.Path(arguments[0])):
-        _update(config, defaults, values, path)
-    model_name = command_line.get("model_name", config.model_name)
+    *files, command_line = overrides.read(pathlib.Path(arguments[0]), arguments[1:], note)
+    for given in files:
+        _update(config, given)
+    model_name = command_line.values.get("model_name", config.model_name)
     if model_name != "default":
         path = CONFIGS / "models" / f"{model_name}.yml"
         if len(model_name) > 100 or not path.is_file():
@@ -162,94 +153,44 @@ def load(
                 f"model_name={model_name} has no file configs/models/{model_name}.yml; "
                 f"there are default, {', '.join(names)}"
             )
-        _update(config, defaults, read_yaml(path), path)
-    _update(config, defaults, command_line, None)
-    _check(config, defaults)
+        model, _ = overrides.read(path, (), note)
+        _update(config, model)
+    _update(config, command_line)
+    _check(config)
     return config
 
 
-def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
-    """The files of a base_config chain, the base first. Paths are relative to the naming file."""
-    files: list[tuple[pathlib.Path, dict[str, Any]]] = []
-    seen = []
-    while True:
-        if path.resolve() in seen:
-            raise ConfigError(
-                f"{files[-1][0]}: base_config={path} closes a circle; name another file"
-            )
-        seen.append(path.resolve())
-        values = read_yaml(path)
-        base = values.pop("base_config", None)
-        files.append((path, values))
-        if base in (None, "", "none"):
-            return files[::-1]
-        if not isinstance(base, str):
-            raise ConfigError(f"{path}: base_config={base} must be the path of a config file")
-        beside = path.parent / os.path.expanduser(base)
-        named_by = path
-        path = beside if beside.exists() or not (CONFIGS / base).exists() else CONFIGS / base
-        if not path.exists():
-            raise ConfigError(f"{named_by}: base_config={base}: no such config file as {path}")
-
-
-def _split_argument(argument: str, defaults: dict[str, Any]) -> tuple[str, Any]:
-    name, equals, text = argument.partition("=")
-    if not equals or name.startswith("-"):
-        raise ConfigError(f'"{argument}" is not of the form key=value (--help lists every key)')
-    if isinstance(defaults.get(name), str):
-        return name, text  # as written: run_name=007 or 1e5 is a name
-    try:
-        return name, parse(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
-
-
-def _update(
-    config: ml_collections.ConfigDict,
-    defaults: dict[str, Any],
-    values: dict[str, Any],
-    path: pathlib.Path | None,
-) -> None:
-    where = f"{path}: " if path else ""
-    for name, value in values.items():
-        if name not in defaults:
-            near = difflib.get_close_matches(name, defaults, 1, 0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                f"{where}{name}={value} is not a known key; {hint}--help lists every key"
-            )
-        value = _typed(f"{where}{name}={value}", name, value, defaults[name])
+def _update(config: ml_collections.ConfigDict, given: Given) -> None:
+    for name, value in given.values.items():
         with config.ignore_type():
             config[name] = value
     for group in _ALTERNATIVES:
-        _choose(config, defaults, values, group, where)
+        _choose(config, given, group)
 
 
 def _choose(
     config: ml_collections.ConfigDict,
-    defaults: dict[str, Any],
-    given: dict[str, Any],
+    given: Given,
     group: dict[str, tuple[tuple[str, ...], tuple[str, ...]]],
-    where: str,
 ) -> None:
     """Lets the family of alternatives that a file or command line gives take its place."""
     chosen = {
         family: name
         for family, (names, _) in group.items()
         for name in names
-        if name in given and config[name] != _unset(config[name])
+        if name in given.values and config[name] != _unset(config[name])
     }
     if len(chosen) > 1:
         shown = " and ".join(f"{name}={config[name]}" for name in chosen.values())
-        raise ConfigError(f"{where}{shown} say the same thing in two ways; keep one of them")
+        raise ConfigError(f"{given.where}{shown} say the same thing in two ways; keep one of them")
     for family, (names, used_by_it) in group.items() if chosen else ():
         if family not in chosen:
             for name in names:
                 with config.ignore_type():
                     config[name] = _unset(config[name])
             for name in used_by_it:
-                if name not in given:
-                    config[name] = defaults[name]
+                if name not in given.values:
+                    config[name] = defaults.base()[name]
 
 
 def _unset(value: Any) -> Any:
@@ -261,41 +202,9 @@ def _unset(value: Any) -> Any:
     return type(value)(-1) if isinstance(value, int | float) else None
 
 
-def _typed(shown: str, name: str, value: Any, default: Any) -> Any:
-    """`value` as the type of the key's default; only lossless changes."""
-    if name in _OPTIONAL:
-        if value in (None, "none", "None"):
-            return None
-        default = _OPTIONAL[name]()
-    elif (default == "" or name in _OPTIONAL_TEXT) and value in (None, "none", "None"):
-        return ""
-    kind = type(default)
-    if kind is float and type(value) is int and abs(value) < 10**300:
-        return float(value)
-    if type(value) is kind:
-        if kind is float and not math.isfinite(value):
-            raise ConfigError(f"{shown} must be a finite number")
-        if kind is int and abs(value) >= 2**63:
-            raise ConfigError(f"{shown} must be below 2^63")
-        return value
-    wanted = {
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "text (in a file, quote it)",
-        list: "a list such as [a, b]",
-    }[kind]
-    raise ConfigError(f"{shown} must be {wanted}, not {_kind_of(value)}")
-
-
-def _kind_of(value: Any) -> str:
-    kinds = {bool: "a bool", int: "an integer", float: "a fraction", str: "text"}
-    kinds |= {list: "a list", dict: "a mapping"}
-    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
-
-
-def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
+def _check(config: ml_collections.ConfigDict) -> None:
     """All relations between keys that need no devices."""
+    base = defaults.base()
     for name, choices in _CHOICES.items():
         if config[name] not in choices:
             listed = ", ".join(choice or '""' for choice in choices)
@@ -327,7 +236,7 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     ]
     for family, (names, used_by_it) in families.items() if active else ():
         for name in used_by_it:
-            if active[0][0] != family and config[name] != defaults[name]:
+            if active[0][0] != family and config[name] != base[name]:
                 raise ConfigError(
                     f"{name}={config[name]} goes with {names[0]}, but the batch is given by "
                     f"{active[0][1]}; leave one of them out"
@@ -337,6 +246,13 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             f"run_name={config.run_name} must name one folder below base_output_directory; "
             "put the path into base_output_directory"
         )
+    for name in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
+        if "://" in config[name]:
+            raise ConfigError(
+                f"{name}={config[name]} is the address of a storage, not a path: a run reads and "
+                "writes its own files through the file system; mount the storage (GCS FUSE, "
+                "Mountpoint for S3) and give the path"
+            )
     if config.load_parameters_path and config.load_full_state_path:
         raise ConfigError(
             f"load_parameters_path={config.load_parameters_path} and "
@@ -349,7 +265,7 @@ def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
             "newest, but max_num_checkpoints_to_keep is not given, and so all stay; give it"
         )
     for name in config.allow_changed:
-        if name not in defaults and name != "corpus":
+        if name not in base and name != "corpus":
             raise ConfigError(
                 f"allow_changed={list(config.allow_changed)}: {name} is neither a key nor corpus"
             )
@@ -579,7 +495,7 @@ def _check_divides(config: ml_collections.ConfigDict, num_devices: int) -> None:
 def to_yaml(config: Config) -> str:
     """The configuration as a config file that gives it again, in the order of base.yml."""
     values = config.to_dict()
-    ordered = {name: values[name] for name in read_yaml(CONFIGS / "base.yml")}
+    ordered = {name: values[name] for name in defaults.base()}
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"
     return f"# model_name: {config.model_name}\n{dump(ordered)}"

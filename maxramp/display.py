@@ -8,12 +8,13 @@ from maxramp.notations import plain_number
 from maxramp.rampup import RampupBatchManager, Stage
 
 
-def describe_stage(stage: Stage, count: int) -> str:
-    """A stage in one line."""
+def describe_stage(stage: Stage, last: int) -> str:
+    """A stage in one line; `last` is the number of the run's last."""
     per_device = plain_number(stage.per_device_batch_size)
     steps = "to the end" if stage.steps is None else f"for {stage.steps} steps"
     return (
-        f"stage {stage.index + 1} of {count}: global batch {stage.global_batch_size} = "
+        f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
+        f"{stage.global_batch_size} = "
         f"{per_device} per device x {stage.devices} device{'s'[: stage.devices > 1]} x "
         f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
     )
@@ -52,7 +53,7 @@ class Display:
     def start(self, ramp: RampupBatchManager) -> None:
         """Shows the live line, on a terminal; records of steps of `ramp` follow."""
         self._ramp, self._steps = ramp, ramp.total_steps
-        self._stage_count = len(ramp.stages_between(ramp.stages[0].first_step, self._steps))
+        self._last_stage = ramp.stage_at_step(self._steps - 1).index
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
@@ -86,10 +87,10 @@ class Display:
                 f"step {record['step']:>6}  skipped: its gradient is not finite "
                 f"({record['bad_steps']} in a row)"
             )
-        stage = self._ramp.stages[record["stage"]]
+        stage = self._ramp.stage_at_step(record["step"])
         if stage.index != self._stage_index:
             self._stage_index = stage.index
-            self.say(describe_stage(stage, self._stage_count))
+            self.say(describe_stage(stage, self._last_stage))
         tokens = (
             record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
         )
@@ -105,7 +106,7 @@ class Display:
         left = self._ramp.total_samples - record["consumed_samples"]
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
-            f"step {record['step']:>6}  stage {stage.index + 1}/{self._stage_count}  batch "
+            f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
             f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )

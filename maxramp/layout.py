@@ -3,14 +3,17 @@
 Glossary
   rank        the devices that together hold one row: model_parallel_size devices
   split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
+  node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
+              micro batch (`pass_price`)
 
 This module imports no jax.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxramp.errors import ConfigError
 from maxramp.notations import BatchKeys, Threshold, exact, show
@@ -109,49 +112,119 @@ def refusal(
     )
 
 
+def pass_price(keys: BatchKeys, rows_per_device: Fraction) -> Fraction:
+    """What a pass with so many rows per device takes, in passes of the largest micro batch.
+
+    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
+    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
+    """
+    overhead = exact(keys.planned_pass_overhead)
+    return (rows_per_device + overhead) / (rows_per_device_limit(keys) + overhead)
+
+
 def schedule_nodes(
-    keys: BatchKeys, thresholds: list[Threshold], usable: Callable[[int], bool]
+    keys: BatchKeys,
+    thresholds: Sequence[Threshold],
+    steps: Sequence[int],
+    usable: Callable[[int], bool],
+    restart_passes: float,
 ) -> list[Layout | None]:
     """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
 
     Args:
       keys: the batch keys.
-      thresholds: the batch sizes.
-      usable: whether the mesh and the model's weights divide over so many devices; `best` takes no
-        other numbers.
+      thresholds: the batch size of each stage.
+      steps: how many the run takes of each stage; 0 where it ends before.
+      usable: whether the mesh and the model's weights divide over so many devices; `best` and
+        `nemo` take no other numbers.
+      restart_passes: how long a change of nodes takes, in passes of the largest micro batch.
+
+    Returns:
+      A layout per stage; None where no number of nodes divides its batch.
     """
     nodes, devices = keys.num_nodes, keys.num_devices
     if keys.node_schedule == "nemo":
-        return _nemo_schedule(keys, thresholds)
+        return _nemo_schedule(keys, thresholds, usable)
     if keys.node_schedule == "best":
-        least = min(keys.min_nodes, nodes)
-        candidates = [n for n in range(least, nodes + 1) if usable(n * keys.devices_per_node)]
-        return [_best(keys, threshold, candidates) for threshold in thresholds]
+        options = [_options(keys, threshold, usable) for threshold in thresholds]
+        end = next((i for i, count in enumerate(steps) if not count), len(steps))
+        # Stages behind the end of the run have no say in those before it.
+        reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
+        return reached + _cheapest(keys, options[end:], [1] * len(steps[end:]), restart_passes)
     return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
 
 
-def node_passes(layout: Layout) -> int:
-    """What a step costs in node-time: nodes times passes, a pass being one micro batch.
-
-    A device is taken for a whole pass however few rows it holds, so this is least where micro
-    batches are full.
-    """
-    return layout.nodes * layout.gradient_accumulation_steps
-
-
-def _best(keys: BatchKeys, threshold: Threshold, candidates: list[int]) -> Layout | None:
-    """The least node-time, and of equal ones the most nodes: the shortest wait."""
+def _options(keys: BatchKeys, threshold: Threshold, usable: Callable[[int], bool]) -> list[Layout]:
     found = []
-    for nodes in candidates:
-        if layout := spread(keys, threshold, nodes, nodes * keys.devices_per_node):
+    for nodes in range(min(keys.min_nodes, keys.num_nodes), keys.num_nodes + 1):
+        devices = nodes * keys.devices_per_node
+        layout = spread(keys, threshold, nodes, devices)
+        if layout and usable(devices):
             found.append(layout)
-    return min(found, key=lambda layout: (node_passes(layout), -layout.nodes), default=None)
+    return found
 
 
-def _nemo_schedule(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout | None]:
+class _Plan(NamedTuple):
+    """A choice for the stages so far. Choices that end on the same nodes compete by their cost."""
+
+    cost: tuple[int, float, float]  # how often nodes shrink; weighted node-time; time
+    nodes: int  # of the last stage; 0 before the first
+    layout: Layout | None
+    before: "_Plan | None"
+
+
+def _cheapest(
+    keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
+) -> list[Layout | None]:
+    """The cheapest choice of a layout for every stage, by dynamic programming over (stage, nodes).
+
+    Nodes shrink only where the stages cannot run otherwise. Then the node-time of the run decides,
+    in which every change of nodes costs all nodes a restart. It is weighted so that twice the nodes
+    may take node_time_tolerance more of it: of near-equal choices the shortest run is taken.
+    """
+
+    def weighted(time: float, nodes: int) -> float:
+        return time * nodes / (1 + keys.node_time_tolerance) ** math.log2(nodes)
+
+    restart = weighted(restart_passes, keys.num_nodes)
+    plans = [_Plan((0, 0.0, 0.0), 0, None, None)]
+    for layouts, count in zip(options, steps, strict=True):
+        if not layouts:  # it is refused elsewhere, if it is to run
+            plans = [plan._replace(layout=None, before=plan) for plan in plans]
+            continue
+        following = []
+        for layout in layouts:
+            passes = count * layout.gradient_accumulation_steps
+            time = passes * float(pass_price(keys, layout.per_device_batch_size))
+            stage, ways = weighted(time, layout.nodes), []
+            for plan in plans:
+                changes = plan.nodes not in (0, layout.nodes)
+                shrinks, node_time, time_before = plan.cost
+                cost = (
+                    shrinks + (layout.nodes < plan.nodes),
+                    node_time + stage + changes * restart,
+                    time_before + time + changes * restart_passes,
+                )
+                ways.append(_Plan(cost, layout.nodes, layout, plan))
+            following.append(min(ways, key=_cost))
+        plans = following
+    plan, chosen = min(plans, key=_cost), []
+    while plan.before:
+        chosen.append(plan.layout)
+        plan = plan.before
+    return chosen[::-1]
+
+
+def _cost(plan: _Plan) -> tuple[int, float, float]:
+    return plan.cost
+
+
+def _nemo_schedule(
+    keys: BatchKeys, thresholds: Sequence[Threshold], usable: Callable[[int], bool]
+) -> list[Layout | None]:
     """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
     largest number up to that of the next larger one that gives whole micro batches to every
-    rank."""
+    rank. Numbers of which the model's mesh cannot be made are passed over."""
     most, layouts = keys.num_nodes, []
     for threshold in reversed(thresholds):
         layout = None
@@ -159,7 +232,8 @@ def _nemo_schedule(keys: BatchKeys, thresholds: list[Threshold]) -> list[Layout 
             devices = nodes * keys.devices_per_node
             ranks, rest = divmod(devices, keys.model_parallel_size)
             rows = _rows_per_rank_limit(keys, threshold)
-            if not rest and ranks and threshold.global_batch_size % (rows * ranks) == 0:
+            whole = not rest and ranks and threshold.global_batch_size % (rows * ranks) == 0
+            if whole and usable(devices):
                 layout = spread(keys, threshold, nodes, devices)
                 most = nodes
                 break

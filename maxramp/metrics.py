@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from maxramp.config import Config
+from maxramp.cost import training_flops_per_token
 from maxramp.errors import TrainingError
-from maxramp.model import training_flops_per_token
 from maxramp.notations import plain_number
 from maxramp.rampup import Stage
 

@@ -227,22 +227,3 @@ def _positions(segments_BT: jax.Array) -> jax.Array:
 def num_parameters(model: Decoder) -> int:
     """Weights of a concrete or abstract model."""
     return sum(x.size for x in jax.tree.leaves(model))
-
-
-def training_flops_per_token(config: Config) -> float:
-    """Floating-point operations of a training step per token: the model's, without remat.
-
-    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
-    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
-    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
-    """
-    D, h, H, K = (
-        config.base_emb_dim,
-        config.head_dim,
-        config.base_num_query_heads,
-        config.base_num_kv_heads,
-    )
-    layer = D * h * (2 * H + 2 * K) + 3 * D * config.base_mlp_dim
-    products = config.base_num_decoder_layers * layer + D * config.vocab_size
-    attention = config.base_num_decoder_layers * H * h * config.max_target_length
-    return 6.0 * products + 6.0 * attention

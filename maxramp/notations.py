@@ -6,19 +6,26 @@ the notation also says how that batch is split over devices, the threshold carri
 This module imports no jax.
 """
 
+import contextlib
 import dataclasses
 import decimal
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from maxramp import defaults, peers
 from maxramp.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchKeys:
-    """The keys that describe the batch; a default here means "not given"."""
+    """The keys that describe the batch.
+
+    What an object leaves out has base.yml's default, but for the keys that shape the batch and the
+    length of the run: there the default means "not given", for the default job's ramp is not one
+    that a program asks for by leaving it out.
+    """
 
     per_device_batch_size: float = 1
     gradient_accumulation_steps: int = 1
@@ -39,7 +46,9 @@ class BatchKeys:
     num_nodes: int = 1
     devices_per_node: int = -1
     min_nodes: int = 1
-    node_schedule: str = "fixed"
+    node_schedule: str = "best"
+    node_time_tolerance: float = 0.03
+    planned_pass_overhead: float = 0.25
     ici_tensor_parallelism: int = 1
     dcn_tensor_parallelism: int = 1
     # how long
@@ -49,11 +58,27 @@ class BatchKeys:
 
     @classmethod
     def of(cls, config: Any) -> "BatchKeys":
-        """The batch keys of any object that has some of them as attributes."""
+        """The batch keys of a mapping, or of any object that has some of them as attributes.
+
+        Raises:
+          ConfigError: no key gives a batch size; or a mapping has a key that does not exist, or a
+            value of another type. What else an object has as attributes is its own affair.
+        """
         if isinstance(config, cls):
             return config
-        names = [field.name for field in dataclasses.fields(cls)]
-        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        if isinstance(config, Mapping):
+            given = _from_mapping(config)
+        else:
+            given = {}
+            for field in dataclasses.fields(cls):
+                # MaxText's own configuration raises a ValueError for what it does not have.
+                with contextlib.suppress(AttributeError, KeyError, ValueError):
+                    given[field.name] = getattr(config, field.name)
+        if all(given.get(name) in (None, "", -1) for name in _SIZES):
+            raise ConfigError(
+                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
+                "describes them)"
+            )
         return cls(**given | {"num_nodes": max(1, given.get("num_nodes", 1))})
 
     @property
@@ -67,9 +92,34 @@ class BatchKeys:
         if self.devices_per_node < 1:
             raise ConfigError(
                 f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
-                "devices_per_node"
+                "devices_per_node, or num_devices to RampupBatchManager"
             )
         return self.num_nodes * self.devices_per_node
+
+
+# Each of them makes a batch.
+_SIZES = (
+    *("per_device_batch_size", "global_batch_size", "rampup_batch_size"),
+    "step_batch_size_schedule",
+)
+
+
+def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch keys of a mapping, checked as those of a config file are."""
+    names = {field.name for field in dataclasses.fields(BatchKeys)}
+    found, unknown = {}, []
+    for name, value in config.items():
+        peer = peers.look_up(name, value)
+        key, value = (peer.key, peer.value) if peer else (name, value)
+        given = f"{name}={value}"
+        if not peer and not defaults.is_key(name):
+            unknown.append((given, name))
+        elif key in names:
+            value = list(value) if isinstance(value, tuple) else value
+            found[key] = defaults.typed(given, value, key)
+    if unknown:
+        raise ConfigError(defaults.unknown_keys(unknown, "configs/base.yml"))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

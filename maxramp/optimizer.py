@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from maxramp.config import Config
+from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager
 
 
@@ -35,9 +36,20 @@ class LearningRate:
 
     @classmethod
     def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run."""
+        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run.
+
+        Raises:
+          ConfigError: it would end before the step from which a changed ramp goes on: how many
+            samples such a schedule spans, the ramp of today cannot tell.
+        """
         steps = config.learning_rate_schedule_steps
         steps = ramp.total_steps if steps == -1 else steps
+        start = ramp.stages[0].first_step
+        if steps <= start:
+            raise ConfigError(
+                f"learning_rate_schedule_steps={steps}: the schedule would end before step "
+                f"{start}, where the changed ramp begins; use {start + 1} or more, or -1 for all"
+            )
         samples = ramp.samples_before(steps)
         final = ramp.stage_at_step(steps - 1).global_batch_size
         if config.learning_rate_by == "steps":

@@ -27,7 +27,7 @@ from maxramp.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.model import Decoder, num_parameters
 from maxramp.notations import plain_number
 from maxramp.picture import draw_run
-from maxramp.rampup import RampupBatchManager, Stage
+from maxramp.rampup import RampupBatchManager
 from maxramp.resume import Schedule
 from maxramp.tensorboard import TensorBoardWriter
 from maxramp.yamlfile import dump, parse
@@ -197,10 +197,11 @@ class Output:
         for file in self._files:
             file.flush()
 
-    def write_next_stage(self, stage: Stage) -> None:
-        """Leaves next_stage.json for whoever starts the next job, and says so."""
+    def write_next_stage(self, planned: RampupBatchManager, step: int) -> None:
+        """Leaves next_stage.json for whoever starts the next job, at `step`, and says so."""
         if not self._is_first:
             return
+        stage = planned.stage_at_step(step)
         following = {
             "stage": stage.index,
             "global_batch_size": stage.global_batch_size,
@@ -208,7 +209,7 @@ class Output:
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "nodes": stage.nodes,
             "devices": stage.devices,
-            "consumed_samples": stage.first_sample,
+            "consumed_samples": planned.samples_before(step),
         }
         _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
         self.say(
@@ -249,6 +250,8 @@ class Output:
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {config.max_target_length} tokens in {count} stage{'s'[: count > 1]}"
         )
+        if ramp.cut_short:
+            self.say(f"ramp     {ramp.cut_short}")
         if first_step:
             self.say(
                 f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "

@@ -48,10 +48,10 @@ def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
         )
     loss_axes.set_ylabel("loss (nats per token)", color="tab:orange")
     loss_axes.tick_params(axis="y", colors="tab:orange")
-    loss_axes.legend(loc="upper center", frameon=False)
+    figure.legend(handles=loss_axes.lines, loc="outside upper right", ncols=2, frameon=False)
     for axes in (batch_axes, loss_axes):
         axes.spines["top"].set_visible(False)
-    batch_axes.set_title(title, parse_math=False)  # a run may be named $x$
+    batch_axes.set_title(title, loc="left", parse_math=False)  # a run may be named $x$
     figure.savefig(path, dpi=130)
 
 

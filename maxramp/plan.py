@@ -4,8 +4,8 @@ python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
     [--compiled FILE]
 """
 
+import itertools
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -18,11 +18,10 @@ from maxramp import config as config_lib
 from maxramp import mesh as mesh_lib
 from maxramp.commandline import print_table, take_flag, take_value
 from maxramp.config import Config
+from maxramp.cost import PassCost
 from maxramp.errors import ConfigError, report
 from maxramp.fit import largest_per_device_batch_size
-from maxramp.layout import rows_per_device_limit
 from maxramp.memory import estimate
-from maxramp.model import training_flops_per_token
 from maxramp.optimizer import LearningRate
 from maxramp.output import plan_json
 from maxramp.picture import draw_plan
@@ -76,17 +75,20 @@ def make_plan(config: Any) -> dict[str, Any]:
         config.devices_per_node = jax.local_device_count()
     config.num_nodes = max(1, config.num_nodes)
     target = _resolve_for(config, config.num_nodes * config.devices_per_node)
-    ramp = RampupBatchManager(target, usable=config_lib.mesh_checker(config))
+    cost = PassCost(target)
+    ramp = RampupBatchManager(
+        target, usable=config_lib.mesh_checker(config), restart_passes=cost.restart
+    )
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     plan = plan_json(ramp) | {
         "num_nodes": target.num_nodes,
         "devices_per_node": target.devices_per_node,
         "max_target_length": target.max_target_length,
-        "warnings": [],
+        "restart_minutes": target.restart_minutes,
+        "warnings": [ramp.cut_short] if ramp.cut_short else [],
     }
     plan["stages"] = plan["stages"][: len(stages)]
-    cost = PassCost(target)
     passes = [_run_steps(s, ramp) * s.gradient_accumulation_steps for s in stages]
     times = [
         count * cost.of(float(s.per_device_batch_size))
@@ -110,6 +112,7 @@ def make_plan(config: Any) -> dict[str, Any]:
             entry["memory_gib"] = None
             plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
     plan["totals"] = {
+        "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
         "node_time": node_time,
         "hours": cost.hours(sum(times)),
         "node_hours": cost.hours(node_time),
@@ -172,35 +175,6 @@ def _run_steps(stage: Stage, ramp: RampupBatchManager) -> int:
     return end - stage.first_step
 
 
-class PassCost:
-    """What a forward and backward pass takes, in passes of the largest micro batch.
-
-    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
-    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
-    """
-
-    def __init__(self, config: Config):
-        self._rows = float(rows_per_device_limit(config))
-        self._overhead = config.planned_pass_overhead
-        self._full_hours = None
-        if config.planned_tflops_per_device != -1:
-            flops = self._rows * config.max_target_length * training_flops_per_token(config)
-            self._full_hours = flops / (config.planned_tflops_per_device * 1e12) / 3600
-
-    def of(self, per_device_batch_size: float) -> float:
-        """A pass with so many rows per device."""
-        return (per_device_batch_size + self._overhead) / (self._rows + self._overhead)
-
-    def hours(self, passes: float) -> float | None:
-        """Hours of so many passes; None where planned_tflops_per_device is not given."""
-        return None if self._full_hours is None else passes * self._full_hours
-
-    def of_step(self, rows_per_device: float) -> float:
-        """A step of so many rows per device, in as few equal passes as the largest allows."""
-        count = math.ceil(rows_per_device / self._rows)
-        return count * self.of(rows_per_device / count)
-
-
 def _against_all_nodes(
     stage: Stage, steps: int, time: float, config: Config, cost: PassCost
 ) -> dict[str, float]:
@@ -232,9 +206,13 @@ def _constant(
 
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as a table and a few lines."""
-    columns = "stage|first step|steps|samples|tokens|global batch|per device|accum.|nodes|devices"
-    columns += "|node-time|cost, time of all nodes|memory/device"
-    print_table(columns.split("|"), (_cells(plan, stage) for stage in plan["stages"]), 160)
+    cells = [_cells(plan, stage) for stage in plan["stages"]]
+    noise = _same_for_all(plan)
+    rows = [[row[name] for name in row if name not in noise] for row in cells]
+    columns = [name for name in cells[0] if name not in noise]
+    if left_out := print_table(columns, rows, [name for name in _EXPENDABLE if name in columns]):
+        names = "; ".join(" ".join(name.split()) for name in left_out)
+        print(f"columns   left out on this narrow terminal: {names} (--json has all)")
     last, totals = plan["stages"][-1], plan["totals"]
     memory = last["memory_gib"]
     print(
@@ -250,14 +228,20 @@ def print_plan(plan: dict[str, Any]) -> None:
         f"{final['global_batch_size']:,} ({final['steps']:,})"
     )
     print(
-        f"node-time {_change(totals['node_time'], final['node_time'])} than a constant batch of "
-        f"{final['global_batch_size']:,} on all nodes takes"
+        f"{'node-time' if plan['num_nodes'] > 1 else 'time     '} "
+        f"{_change(totals['node_time'], final['node_time'], 'less')} than a constant batch of "
+        f"{final['global_batch_size']:,} {'on all nodes ' * (plan['num_nodes'] > 1)}takes"
         + (
             f": {totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
             if totals["hours"]
-            else " (planned_tflops_per_device=N makes it hours)"
+            else " (planned_tflops_per_device=N gives hours)"
         )
     )
+    if changes := totals["node_changes"]:
+        print(
+            f"restarts  {changes}, where the number of nodes changes, {plan['restart_minutes']:g} "
+            "minutes each (restart_minutes), not counted above"
+        )
     for s in plan["stages"]:
         if made := s.get("compiled"):
             memory = made["memory_gib"]
@@ -282,29 +266,56 @@ def print_plan(plan: dict[str, Any]) -> None:
     )
 
 
-def _cells(plan: dict[str, Any], s: dict[str, Any]) -> list[str]:
-    memory = s["memory_gib"]
-    return [
-        *(str(s["index"]), f"{s['first_step']:,}", f"{s['run_steps']:,}"),
-        *(_short(s["run_samples"]), _short(s["run_tokens"]), f"{s['global_batch_size']:,}"),
-        *(f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])),
-        *(str(s["nodes"]), str(s["devices"]), f"{s['share_of_node_time']:.1%}"),
-        "-"
-        if s["nodes"] == plan["num_nodes"]
-        else f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x",
-        f"{memory['total']:.3g} GiB" if memory else "-",
-    ]
+_EXPENDABLE = (
+    *("devices", "samples", "first\nstep", "cost, time of\nall nodes", "accum.", "per\ndevice"),
+    *("tokens", "GiB per\ndevice"),
+)
+
+
+def _same_for_all(plan: dict[str, Any]) -> set[str]:
+    """Columns that say nothing: of nodes where there is one, of devices where there is one."""
+    names: set[str] = set()
+    if plan["num_nodes"] == 1:
+        names |= {"nodes", "cost, time of\nall nodes", "share of\nnode-time"}
+        if plan["devices_per_node"] == 1:
+            names |= {"devices"}
+            if all(s["gradient_accumulation_steps"] == 1 for s in plan["stages"]):
+                names |= {"per\ndevice", "accum."}
+    else:
+        names |= {"share of\ntime"}
+    return names
+
+
+def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
+    memory, on_all = s["memory_gib"], s["nodes"] == plan["num_nodes"]
+    against = f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x"
+    return {
+        "stage": str(s["index"]),
+        "first\nstep": f"{s['first_step']:,}",
+        "steps": f"{s['run_steps']:,}",
+        "samples": _short(s["run_samples"]),
+        "tokens": _short(s["run_tokens"]),
+        "global\nbatch": f"{s['global_batch_size']:,}",
+        "per\ndevice": f"{s['per_device_batch_size']:g}",
+        "accum.": str(s["gradient_accumulation_steps"]),
+        "nodes": str(s["nodes"]),
+        "devices": str(s["devices"]),
+        "share of\ntime": f"{s['share_of_node_time']:.1%}",
+        "share of\nnode-time": f"{s['share_of_node_time']:.1%}",
+        "cost, time of\nall nodes": "-" if on_all else against,
+        "GiB per\ndevice": f"{memory['total']:.3g}" if memory else "-",
+    }
 
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'s'[: count > 1]}"
 
 
-def _change(value: float, reference: float) -> str:
+def _change(value: float, reference: float, less: str = "fewer") -> str:
     change = value / reference - 1
     if abs(change) < 5e-4:
-        return "no fewer"
-    return f"{abs(change):.1%} {'fewer' if change < 0 else 'more'}"
+        return f"no {less}"
+    return f"{abs(change):.1%} {less if change < 0 else 'more'}"
 
 
 def _short(count: float) -> str:

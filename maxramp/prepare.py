@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return EXIT_FAILED
-    except (ConfigError, TrainingError, MemoryError) as error:
+    except (ConfigError, TrainingError, MemoryError, OSError) as error:
         return report(error)
 
 
@@ -103,12 +103,15 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     inputs = _open_inputs(names, config)
+    _check_apart(output, inputs)
     with preparation.sole_writer(output):
-        tokenizer = None
+        tokenizer, trained, manifest = None, "", None
+        if prepared.is_prepared(str(output)):
+            manifest = prepared.read_manifest(str(output))
         if not inputs[0].tokens:
             if given.train_bpe is not None:
-                config.tokenizer_type = "huggingface"
-                config.tokenizer_path = str(_train_bpe(given.train_bpe, output, inputs))
+                path, trained = _train_bpe(given.train_bpe, output, inputs, manifest)
+                config.tokenizer_type, config.tokenizer_path = "huggingface", str(path)
             tokenizer = tokenizers.load(
                 *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
             )
@@ -116,14 +119,14 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
         elif given.train_bpe is not None:
             raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text but tokens")
         size = max(1, int(given.shard_megabytes * 1e6))
-        job = preparation.plan(output, inputs, tokenizer, size)
-        if prepared.is_prepared(str(output)):
-            manifest = prepared.read_manifest(str(output))
+        job = preparation.plan(output, inputs, tokenizer, trained, size)
+        if manifest:
             if manifest["source"] != job.source:
                 raise ConfigError(
                     f"--output {output} holds a set of other inputs, or read in another way; give "
                     "another folder, or remove it"
                 )
+            preparation.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
             there, size = len(job.finished()), sum(shard.size for shard in job.shards)
@@ -161,8 +164,24 @@ def _open_inputs(names: Sequence[str], config: Any) -> list[RecordFile]:
     return inputs
 
 
+def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
+    """Refuses a folder that holds an input: nothing lies there but the set."""
+    folder = output.resolve()
+    for file in inputs:
+        path = pathlib.Path(file.data_path).absolute()
+        if not storage.is_remote(file.data_path) and (
+            path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
+        ):
+            raise ConfigError(f"--output {output} holds the input {path}; give another folder")
+
+
 def _say(line: str) -> None:
-    print(line, flush=True)
+    """Prints a line; where nobody reads on (`| head`), that ends nothing."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        # What is still to be flushed would fail again, at the latest when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shown(tokenizer: Tokenizer) -> str:
@@ -173,19 +192,37 @@ def _shown(tokenizer: Tokenizer) -> str:
     )
 
 
-def _train_bpe(size: int, output: pathlib.Path, inputs: Sequence[RecordFile]) -> pathlib.Path:
-    """The file of a BPE trained on the inputs, now or by an earlier start."""
-    path = output / "tokenizer.json"
+def _train_bpe(
+    size: int,
+    output: pathlib.Path,
+    inputs: Sequence[RecordFile],
+    manifest: dict[str, Any] | None,
+) -> tuple[pathlib.Path, str]:
+    """The file of a BPE trained on the inputs, now or by an earlier start, and its name there.
+
+    Its name says what it was trained from until the set is finished; then the manifest does.
+    """
     if size < 258:
         raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
+    name = preparation.bpe_name(size, inputs)
+    path = output / f"{name}.json"
+    if manifest:
+        told = manifest["tokenizer"] or {"vocab_size": 0}
+        # Version 1 kept no name; its size tells them apart where the text was not used up.
+        if told.get("trained", name if told["vocab_size"] == size else "") != name:
+            raise ConfigError(
+                f"--train_bpe {size}: {output} holds a set that was finished with another "
+                f"tokenizer, of {told['vocab_size']:,} ids; give another folder, or remove it"
+            )
+        return output / "tokenizer.json", name
     if path.exists():
         _say(f"tokenizer  {path} is there from an earlier start")
-        return path
+        return path, name
     start = time.perf_counter()
     texts = preparation.sample_texts(inputs, BPE_BYTES)
     storage.write_whole(path, tokenizers.train_bpe(texts, size))
     _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
-    return path
+    return path, name
 
 
 @contextlib.contextmanager

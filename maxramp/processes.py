@@ -20,6 +20,9 @@ from maxramp.errors import EXIT_LOST, ConfigError, TrainingError
 # Names of threads that a process cannot wait for when it ends.
 COMPILING, SAVING = "compile", "save"
 
+# What process 0 answers: all are there, or another process came with the same number.
+_GO, _TWICE = b"go", b"2x"
+
 # What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
 _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
@@ -64,7 +67,7 @@ def join(timeout: float) -> None:
     if place == 0:
         _wait_for_all(host if loopback else "", int(port), count, timeout)
     else:
-        _report(host, int(port), place, timeout)
+        _report(host, int(port), place, count, timeout)
     jax.distributed.initialize(
         f"{host}:{port}", count, place, coordinator_bind_address=bound, initialization_timeout=60
     )
@@ -89,37 +92,85 @@ def _wait_for_all(address: str, port: int, count: int, timeout: float) -> None:
             try:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 peer = closing.enter_context(listener.accept()[0])
+            except OSError:
+                if time.monotonic() < deadline:
+                    continue
+                missing = [i for i in range(1, count) if i not in came]
+                some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                raise TrainingError(
+                    f"{shown}: {len(missing)} of {count} processes did not come within "
+                    f"{timeout:g} s (process {some}); are they started, and do they reach this "
+                    "host? join_timeout_seconds waits longer"
+                ) from None
+            try:
                 peer.settimeout(5.0)
-                came[int(peer.recv(16))] = peer
-            except TimeoutError:
-                if time.monotonic() >= deadline:
-                    missing = [i for i in range(1, count) if i not in came]
-                    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                    raise TrainingError(
-                        f"{shown}: {len(missing)} of {count} processes did not come within "
-                        f"{timeout:g} s (process {some}); are they started, and do they reach this "
-                        "host? join_timeout_seconds waits longer"
-                    ) from None
+                place = _place(peer.recv(64), count)
             except (OSError, ValueError):  # somebody else who looked what listens here
+                peer.close()
                 continue
+            if earlier := came.pop(place, None):  # its connection broke, or it is another one
+                with contextlib.suppress(OSError):
+                    earlier.sendall(_TWICE)
+            came[place] = peer
+            if len(came) == count - 1:  # some may have ended while they waited
+                came = {place: peer for place, peer in came.items() if _is_open(peer)}
         for peer in came.values():
-            peer.sendall(b"go")
+            with contextlib.suppress(OSError):
+                peer.sendall(_GO)
         for peer in came.values():  # they close first, which leaves the port free for JAX at once
-            peer.recv(1)
+            with contextlib.suppress(OSError):  # one that ended is missed by JAX
+                peer.recv(1)
 
 
-def _report(host: str, port: int, place: int, timeout: float) -> None:
+def _greeting(place: int, count: int) -> bytes:
+    """What a process says at the coordinator."""
+    return b"maxramp process %d of %d\n" % (place, count)
+
+
+def _place(greeting: bytes, count: int) -> int:
+    """The number of a process of this job.
+
+    Raises:
+      ValueError: somebody else, or a process of another job, sent it.
+    """
+    place = int(greeting.split()[2]) if len(greeting.split()) == 5 else 0
+    if not 0 < place < count or greeting != _greeting(place, count):
+        raise ValueError(f"{greeting!r} comes from no process of a job of {count}")
+    return place
+
+
+def _is_open(peer: socket.socket) -> bool:
+    """Whether the process at the other end, which has nothing more to say, is still there."""
+    timeout = peer.gettimeout()
+    peer.settimeout(0)
+    try:
+        return peer.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        peer.settimeout(timeout)
+
+
+def _report(host: str, port: int, place: int, count: int, timeout: float) -> None:
     """Another process: says that it is there, and waits until all are."""
     shown = f"MAXRAMP_COORDINATOR={host}:{port}"
     deadline = time.monotonic() + timeout
     while True:
         try:
             with socket.create_connection((host, port), timeout=5.0) as peer:
-                peer.sendall(b"%d" % place)
+                peer.sendall(_greeting(place, count))
                 peer.settimeout(timeout + 5.0)
-                if peer.recv(2) == b"go":
+                answer = peer.recv(2)
+                if answer == _GO:
                     return
-                reason = "it gave up waiting for the others"
+                if answer == _TWICE:
+                    raise ConfigError(
+                        f"MAXRAMP_PROCESS_ID={place}: a second process came to {host}:{port} with "
+                        "this number; give each its own"
+                    )
+                reason = f"it gave up waiting, or does not wait for {count} processes"
                 break
         except OSError as error:
             reason = error.strerror or str(error)

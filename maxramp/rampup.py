@@ -70,41 +70,51 @@ class RampupBatchManager:
         *,
         first_step: int = 0,
         first_sample: int = 0,
+        first_index: int = 0,
         usable: Callable[[int], bool] = lambda devices: True,
+        restart_passes: float = 0.0,
     ):
         """
         Args:
-          config: any object with the batch keys (`notations.BatchKeys`) as attributes.
+          config: a mapping of batch keys (`notations.BatchKeys`), or any object that has them as
+            attributes; a configuration of MaxText's is one.
           num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
             `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-            not depend on it.
-          first_step, first_sample: where the schedule is taken up. A run whose batch keys changed
-          at
-            a restart has steps behind it that the keys of today would have made otherwise.
+            not depend on it where `devices_per_node` is given.
+          first_step, first_sample, first_index: where the schedule is taken up, and the number of
+            the stage that it begins with. A run whose batch keys changed at a restart has steps and
+            stages behind it that the keys of today would have made otherwise.
           usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
+          restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
+            for `node_schedule` (`cost.PassCost`).
 
         Raises:
-          ConfigError: a key is out of range. A batch that does not divide over its devices is
-          refused
-            by `check`.
+          ConfigError: a key is out of range, or one of a mapping does not exist; or neither
+            `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
+            not divide over its devices is refused by `check`.
         """
         keys = BatchKeys.of(config)
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
         thresholds = notations.thresholds(keys)
         nodes = -(-num_devices // keys.devices_per_node) if num_devices else 0
-        layouts = (
-            [layout_lib.spread(keys, t, nodes, num_devices) for t in thresholds]
-            if num_devices
-            else layout_lib.schedule_nodes(keys, thresholds, usable)
-        )
+        walked = list(_walk(thresholds, first_step, first_sample))
+        if num_devices:
+            layouts = [layout_lib.spread(keys, t, nodes, num_devices) for t, *_ in walked]
+        else:
+            layouts = layout_lib.schedule_nodes(
+                keys,
+                [threshold for threshold, *_ in walked],
+                [_steps_of_run(keys, *stage) for stage in walked],
+                usable,
+                restart_passes,
+            )
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}
         self.stages: list[Stage] = []
-        for threshold, layout, step, sample, steps in _walk(
-            thresholds, layouts, first_step, first_sample
+        for index, ((threshold, step, sample, steps), layout) in enumerate(
+            zip(walked, layouts, strict=True), first_index
         ):
-            index = len(self.stages)
             if layout is None:
                 self._refusals[index] = layout_lib.refusal(keys, index, threshold, num_devices)
                 devices = num_devices or keys.num_devices
@@ -149,19 +159,16 @@ class RampupBatchManager:
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
         """The stages of steps first_step .. last_step - 1."""
-        first = self.stage_at_step(first_step).index
+        first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run: `steps`, or those that reach `total_samples` or
         `total_tokens`."""
-        keys = self.keys
-        if keys.steps != -1:
-            return keys.steps
-        samples = keys.total_samples
-        if keys.total_tokens != -1:
-            samples = -(-keys.total_tokens // keys.max_target_length)
+        if self.keys.steps != -1:
+            return self.keys.steps
+        samples = _samples_of_run(self.keys)
         if samples < 1:
             raise ConfigError("none of steps, total_samples and total_tokens is given; give one")
         if samples <= self.stages[0].first_sample:
@@ -172,6 +179,22 @@ class RampupBatchManager:
     def total_samples(self) -> int:
         """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
+
+    @property
+    def cut_short(self) -> str:
+        """That the run ends before its ramp does, in one line; "" where it does not."""
+        end, final = self.total_steps, self.stages[-1]
+        if end > final.first_step or end <= self.stages[0].first_step:
+            return ""
+        keys = self.keys
+        lengths = {"steps": keys.steps, "total_samples": keys.total_samples}
+        lengths["total_tokens"] = keys.total_tokens
+        given = next(f"{name}={value}" for name, value in lengths.items() if value != -1)
+        return (
+            f"{given} ends the run inside the ramp: after {end} steps the batch is "
+            f"{self.stage_at_step(end - 1).global_batch_size}, and the final batch of "
+            f"{final.global_batch_size} begins after {final.first_step}"
+        )
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuses stages that cannot be split over their devices.
@@ -193,20 +216,42 @@ def _last_not_above(starts: list[int], value: int, name: str) -> int:
 
 
 def _walk(
-    thresholds: Sequence[Threshold], layouts: Sequence[Any], step: int, sample: int
-) -> Iterator[tuple[Threshold, Any, int, int, int | None]]:
-    """Thresholds -> (threshold, layout, first step, first sample, steps) of every stage.
+    thresholds: Sequence[Threshold], step: int, sample: int
+) -> Iterator[tuple[Threshold, int, int, int | None]]:
+    """Thresholds -> (threshold, first step, first sample, steps) of every stage.
 
     Each stage ends with the first step that reaches the next threshold. A threshold that is passed
     within a step of the stage before gives no stage.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
-    for threshold, layout, end in zip(thresholds, layouts, [*ends, None], strict=True):
+    for threshold, end in zip(thresholds, [*ends, None], strict=True):
         steps = None
         if end is not None:
             steps = max(0, -(-(end - sample) // threshold.global_batch_size))
             if steps == 0:
                 continue
-        yield threshold, layout, step, sample, steps
+        yield threshold, step, sample, steps
         if steps is not None:
             step, sample = step + steps, sample + steps * threshold.global_batch_size
+
+
+_LONG = 10**6  # steps that the last stage of a run without a length is planned with
+
+
+def _samples_of_run(keys: BatchKeys) -> int:
+    """total_samples, or the samples of total_tokens; -1 where neither is given."""
+    if keys.total_tokens != -1:
+        return -(-keys.total_tokens // keys.max_target_length)
+    return keys.total_samples
+
+
+def _steps_of_run(
+    keys: BatchKeys, threshold: Threshold, step: int, sample: int, steps: int | None
+) -> int:
+    """Those of a stage's steps that come before the end of the run."""
+    left = _LONG if steps is None else steps
+    if keys.steps != -1:
+        left = keys.steps - step
+    elif (samples := _samples_of_run(keys)) != -1:
+        left = -(-(samples - sample) // threshold.global_batch_size)
+    return max(0, left if steps is None else min(left, steps))

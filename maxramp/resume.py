@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from maxramp.config import Config
+from maxramp.cost import PassCost
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager
 from maxramp.saved import Saved
@@ -61,7 +62,8 @@ class Schedule:
       ramp: the stages on this job's devices.
       planned: the same stages on the nodes that the plan gives them.
       last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
-        `stop_at_node_change`.
+        `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its
+        stage ends where it starts.
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
@@ -82,29 +84,16 @@ class Schedule:
         Raises:
           ConfigError: a stage that would run cannot be split over its devices.
         """
-        step, self.change = 0, ""
-        origin = {"first_step": 0, "first_sample": 0}
-        if position:
-            step, consumed = position.step, position.consumed_samples
-            # A run whose ramp was changed before has its schedule start where it was changed.
-            origin = {name: position.stages[0][name] for name in origin}
+        step = position.step if position else 0
+        origin, self.change = origin_of(config, num_devices, position)
         self.ramp = RampupBatchManager(config, num_devices, **origin)
-        if position:
-            before = _sizes_from(position.stages, consumed)
-            same = _sizes_from(_json(self.ramp), consumed) == before
-            if self.ramp.samples_before(step) != consumed or not same:
-                origin = {"first_step": step, "first_sample": consumed}
-                self.ramp = RampupBatchManager(config, num_devices, **origin)
-                self.change = (
-                    f"from sample {consumed} on (step {step}) the batch sizes are "
-                    f"{_shown(_sizes_from(_json(self.ramp), consumed))}; before this start they "
-                    f"were to be {_shown(before)}"
-                )
-        self.planned = RampupBatchManager(config, usable=usable, **origin)
+        self.planned = RampupBatchManager(
+            config, usable=usable, restart_passes=PassCost(config).restart, **origin
+        )
         self.last_step = self.ramp.total_steps
         if step >= self.last_step:
             return
-        here = self.ramp.stage_at_step(step).index
+        here = self.ramp.stages.index(self.ramp.stage_at_step(step))
         nodes = [stage.nodes for stage in self.planned.stages]
         end = next(
             (
@@ -115,10 +104,59 @@ class Schedule:
             ),
             len(nodes),
         )
+        if config.stop_at_node_change and num_devices < self.planned.stages[here].devices:
+            end = here  # the stage may not fit into this job; a larger one takes it
         self.ramp.check(self.ramp.stages[here:end])
         self.planned.check(self.planned.stages[end:])
         if end < len(nodes):
-            self.last_step = min(self.last_step, self.ramp.stages[end].first_step)
+            self.last_step = min(self.last_step, max(step, self.ramp.stages[end].first_step))
+
+
+def origin_of(
+    config: Config, num_devices: int, position: Saved | None
+) -> tuple[dict[str, int], str]:
+    """Where the schedule of today's keys begins in a run that stands at a checkpoint.
+
+    The batch sizes that are to come decide: if they are still those of the checkpoint, its schedule
+    goes on; else a new one begins where the run stands. Stages are numbered on: the first of a new
+    schedule is the stage that the checkpoint's last step was in if it has its batch size, and the
+    next otherwise.
+
+    Args:
+      config: a resolved config.
+      num_devices: any that the config describes; batch sizes do not depend on it.
+      position: the checkpoint; None for a run that begins.
+
+    Returns:
+      `first_step`, `first_sample` and `first_index` for RampupBatchManager; and what changed in the
+      batch sizes, in one line, "" if nothing.
+    """
+    if not position:
+        return {"first_step": 0, "first_sample": 0, "first_index": 0}, ""
+    # A run whose ramp was changed before has its schedule start where it was changed.
+    first = position.stages[0]
+    origin = {
+        "first_step": first["first_step"],
+        "first_sample": first["first_sample"],
+        "first_index": first["index"],
+    }
+    step, consumed = position.step, position.consumed_samples
+    ramp = RampupBatchManager(config, num_devices, **origin)
+    before = _sizes_from(position.stages, consumed)
+    same = _sizes_from(_json(ramp), consumed) == before
+    if same and ramp.samples_before(step) == consumed:
+        return origin, ""
+    ramp = RampupBatchManager(config, num_devices, first_step=step, first_sample=consumed)
+    trained = [stage for stage in position.stages if stage["first_step"] < step]
+    if trained:
+        new = ramp.stages[0].global_batch_size != trained[-1]["global_batch_size"]
+        first = {"index": trained[-1]["index"] + new}
+    origin = {"first_step": step, "first_sample": consumed, "first_index": first["index"]}
+    return origin, (
+        f"from sample {consumed} on (step {step}) the batch sizes are "
+        f"{_shown(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
+        f"{_shown(before)}"
+    )
 
 
 def _json(ramp: RampupBatchManager) -> list[dict]:

@@ -41,6 +41,7 @@ class Saved:
     corpus_hash: str
     config: dict[str, Any]  # resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
+    shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
     def stage(self) -> dict[str, Any]:
         """The stage of the next step."""
@@ -104,7 +105,7 @@ def _read(path: pathlib.Path) -> Saved:
         raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
     sizes = _json(path / _FILES) if (path / _FILES).exists() else {}
     fields = {field.name for field in dataclasses.fields(Saved)} - {"path"}
-    if not (isinstance(values, dict) and fields <= values.keys()):
+    if not (isinstance(values, dict) and fields - {"shuffle"} <= values.keys()):
         raise ConfigError(
             f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
         )
@@ -116,7 +117,7 @@ def _read(path: pathlib.Path) -> Saved:
             raise TornError(f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
-    values = {name: values[name] for name in fields}
+    values = {name: values[name] for name in fields & values.keys()}
     return Saved(path=path, **values | {"config": json.loads(values["config"])})
 
 

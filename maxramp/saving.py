@@ -30,6 +30,7 @@ from maxramp import mesh as mesh_lib
 from maxramp import processes
 from maxramp import saved as saved_lib
 from maxramp.config import Config
+from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.model import Decoder
 from maxramp.rampup import RampupBatchManager
@@ -55,7 +56,12 @@ _SHAPE_KEYS = (
 
 
 class Checkpoints:
-    """The checkpoints of a run's folder."""
+    """The checkpoints of a run's folder.
+
+    Attributes:
+      shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
+        keeps it.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Checkpoints:
         """
         self._config, self._folder, self._warn = config, folder.absolute(), warn
         self._corpus_hash = corpus_hash
+        self.shuffle = SHUFFLE
         self._is_first = jax.process_index() == 0
         self._torn: list[int] = []
         self._last_good: int | None = None
@@ -256,6 +263,7 @@ class Checkpoints:
             corpus_hash=self._corpus_hash,
             config=self._config.to_dict(),
             versions=versions(),
+            shuffle=self.shuffle,
         )
         error = self._error_of(prepare)
         if any(mesh_lib.exchange(error is not None)):

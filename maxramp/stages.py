@@ -165,7 +165,7 @@ class Programs:
 
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
-            name = f"stage {stage.index + 1} (batch {stage.global_batch_size})"
+            name = f"stage {stage.index} (batch {stage.global_batch_size})"
             self._plan(batch.shape, name, step, arrays, batch, donate=(0,))
             if i == 0 and eval_rows:  # an evaluation may come before the second stage
                 sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2

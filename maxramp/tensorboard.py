@@ -14,10 +14,25 @@ from maxramp.metrics import Record
 
 _OURS = ".maxramp."  # in the names of event files: other programs may write beside them
 _BY_SAMPLE = "over_samples"
+_GROUPS = {
+    "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
+    "batch": (
+        *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+        *("consumed_samples", "consumed_tokens", "eval_tokens"),
+    ),
+    "speed": (
+        *("tokens_per_second", "tflops_per_device", "step_seconds", "data_seconds"),
+        *("compile_seconds", "eval_seconds"),
+    ),
+}
+_TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
 
 
 class TensorBoardWriter:
-    """A writer of records. What earlier starts wrote past the first step is cut off."""
+    """A writer of records. What earlier starts wrote past the first step is cut off.
+
+    TensorBoard shows the tags in groups: learning/loss, batch/stage, speed/tokens_per_second.
+    """
 
     def __init__(self, folder: pathlib.Path, first_step: int, first_sample: int):
         """
@@ -62,7 +77,10 @@ class _Events:
             self._writer = EventsWriter(str(self._folder / "events"), f"{_OURS}{self._first}")
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        values = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        values = [
+            summary_pb2.Summary.Value(tag=_TAGS.get(name, name), simple_value=number)
+            for name, number in numbers.items()
+        ]
         summary = summary_pb2.Summary(value=values)
         event = event_pb2.Event(wall_time=time.time(), step=place, summary=summary)
         self._writer.write_event(event)
@@ -92,16 +110,37 @@ def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
 
 
 def _cut(folder: pathlib.Path, first: int) -> None:
-    """Cuts the events from `first` on off the files of earlier starts."""
+    """Cuts the events from `first` on off the files of earlier starts, and groups their tags.
+
+    Files from before tags had groups are written anew, so that a run has one curve for a number.
+    """
     for path in folder.glob("events.out.tfevents.*"):
         events = read_events(path)
         if not (_OURS in path.name or folder.name == _BY_SAMPLE or _is_ours(events)):
             continue
-        kept = [end for event, end in events if event.step < first]
+        kept = [(event, end) for event, end in events if event.step < first]
+        values = [value for event, _ in kept for value in event.summary.value]
+        if any(value.tag in _TAGS for value in values):
+            for value in values:
+                value.tag = _TAGS.get(value.tag, value.tag)
+            _write_events(path, [event for event, _ in kept])
+            continue
         with path.open("r+b") as file:
-            file.truncate(max(kept, default=0))
+            file.truncate(max((end for _, end in kept), default=0))
 
 
 def _is_ours(events: list[tuple[Any, int]]) -> bool:
     """Whether a run wrote these events; earlier versions did not mark the file's name."""
     return any(v.tag == "consumed_samples" for event, _ in events for v in event.summary.value)
+
+
+def _write_events(path: pathlib.Path, events: list[Any]) -> None:
+    """Writes an event file at once: a kill leaves the old one or the new one."""
+    from tensorboardX.record_writer import RecordWriter
+
+    writing = path.with_name(f".{path.name}.tmp")  # a name that TensorBoard does not read
+    writer = RecordWriter(str(writing))
+    for event in events:
+        writer.write(event.SerializeToString())
+    writer.close()
+    writing.replace(path)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from maxramp import config as config_lib
 from maxramp import heap
 from maxramp import mesh as mesh_lib
+from maxramp.commandline import print_note
 from maxramp.config import Config
 from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
@@ -44,9 +45,13 @@ from maxramp.watchdog import Watchdog
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     preemption = Preemption()
+    notes: list[str] = []
     try:
-        loaded = config_lib.load(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        loaded = config_lib.load(arguments, note=notes.append)
         mesh_lib.start_backend(loaded)
+        for line in notes if jax.process_index() == 0 else ():
+            print_note(line)
         preemption.begin()
         config = config_lib.resolve(
             loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
@@ -97,16 +102,21 @@ def train(
         closing.enter_context(mesh_lib.noticing_lost_peers())
         position = checkpoints.latest()
         first_step = position.step if position else 0
+        if position:
+            checkpoints.shuffle = position.shuffle  # a run stays with the one that it began with
         changes = changes_since(position, config, corpus.hash, versions()) if position else ""
         schedule = take_up(position)
         ramp, last_step = schedule.ramp, schedule.last_step
         if first_step >= ramp.total_steps:
             output.say_finished(first_step, ramp)
             return 0
+        if first_step == last_step:
+            output.write_next_stage(schedule.planned, last_step)
+            return EXIT_STAGE_END
 
         with_eval = config.eval_interval > 0
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
+        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows, checkpoints.shuffle)
         closing.callback(loader.close)
         abstract = abstract_state(config, mesh)
         if position:
@@ -174,7 +184,7 @@ def train(
                 output.say_stopped(step)
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:
-            output.write_next_stage(schedule.planned.stage_at_step(last_step))
+            output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
         return 0
 

@@ -18,10 +18,14 @@ LAYERS = (
         "commandline",
         "rows",
         "yamlfile",
+        "defaults",
+        "peers",
+        "overrides",
         "notations",
         "layout",
         "rampup",
         "config",
+        "cost",
         "topology",
         "hlo",
     ),
@@ -42,6 +46,7 @@ LAYERS = (
         *("launch.bound", "launch.jobs", "launch.local", "launch.slurm", "launch.gke"),
         "launch.__main__",
     ),
+    ("__main__",),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 PLANNED: set[str] = set()  # in the table before they are written
@@ -125,7 +130,7 @@ def test_packages_hold_no_code():
         assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in body), path
 
 
-@pytest.mark.parametrize("module", ["errors", "commandline", "rampup", "config"])
+@pytest.mark.parametrize("module", ["errors", "commandline", "rampup", "config", "__main__"])
 def test_lowest_layer_imports_no_jax(module):
     """A plan can be made where there is no accelerator, and in a tenth of the time."""
     program = f"import sys, maxramp.{module}; print([m for m in sys.modules if 'jax' in m])"

@@ -20,6 +20,7 @@ from test_formats import (
 )
 
 from maxramp import prepare
+from maxramp.data.opening import open_rows
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
 
@@ -36,6 +37,7 @@ def patched(data: bytes, at: int, new: bytes) -> bytes:
 def make_files(f: pathlib.Path) -> None:
     """Good files, and what can be wrong with them."""
     (f / "good.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    (f / "broken.txt").symlink_to("/proc/self/mem")  # opens, and cannot be read
     good = (f / "good.jsonl").read_bytes()
     for name, data in {
         "cut.jsonl": good[:-20],
@@ -44,6 +46,9 @@ def make_files(f: pathlib.Path) -> None:
         "null.jsonl": b'{"text": "a"}\n{"text": null}\n',
         "field.jsonl": b'{"text": "a"}\n{"body": "b", "url": "c"}\n',
         "latin.jsonl": b'{"text": "caf\xe9"}\n',
+        "surrogate.jsonl": b'{"text": "a"}\n{"text": "hm \\ud83d!"}\n',
+        "deep.jsonl": b'{"text": "a"}\n{"text": ' + b"[" * 100_000 + b"\n",
+        "ragged.jsonl": b'{"text": [1, [2, 3]]}\n',
         "tokens.jsonl": b'{"text": [1, 2, 3]}\n',
         "negative.jsonl": b'{"text": [1, 2]}\n{"text": [1, -2]}\n',
         "floats.jsonl": b'{"text": [1.5]}\n',
@@ -69,6 +74,9 @@ def make_files(f: pathlib.Path) -> None:
     (f / "null.parquet").write_bytes(write_parquet([{"text": "a"}, {"text": None}]))
     import pyarrow.parquet
 
+    latin = pyarrow.array([b"a", b"caf\xe9"])  # called a string, which Arrow does not look into
+    latin = pyarrow.Array.from_buffers(pyarrow.string(), 2, latin.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": latin}), f / "latin.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": []}), f / "empty.parquet")
     records = write_array_record(f / "good.array_record", [text.encode() for text in TEXTS])
     (f / "cut.array_record").write_bytes(records[: len(records) // 2])
@@ -129,7 +137,7 @@ def _make_sets(f: pathlib.Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
     for name, old, new in (
         ("torn", '"dtype"', ""),
-        ("version", '"version": 1', '"version": 7'),
+        ("version", '"version": 2', '"version": 7'),
         ("totals", '"documents": 40', '"documents": 41'),
     ):
         path = f / f"set_{name}" / "manifest.json"
@@ -180,6 +188,11 @@ CASES = {
         "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
     ),
     "Latin-1": grain("{f}/latin.jsonl", "{f}/latin.jsonl: line 1", "utf-8"),
+    "half a surrogate pair": grain(
+        "{f}/surrogate.jsonl", "{f}/surrogate.jsonl: line 2", "'\\ud83d'", "character 3"
+    ),
+    "brackets without end": grain("{f}/deep.jsonl", "{f}/deep.jsonl: line 2", "not JSON"),
+    "lists of ids": grain("{f}/ragged.jsonl", "ragged.jsonl: line 1", "[1, [2, 3]]", **TOKENS),
     "ids for text": grain("{f}/tokens.jsonl", "{f}/tokens.jsonl: line 1", "tokenize_train_data"),
     "text for ids": grain("{f}/good.jsonl", "good.jsonl: line 1", "no list of token ids", **TOKENS),
     "negative id in a document": grain("{f}/negative.jsonl", "line 2", "-2", **TOKENS),
@@ -201,6 +214,7 @@ CASES = {
     "cut Parquet": grain("{f}/cut.parquet", "{f}/cut.parquet", "torn"),
     "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "no Parquet"),
     "flipped Parquet": grain("{f}/flipped.parquet", "{f}/flipped.parquet"),
+    "Latin-1 in Parquet": grain("{f}/latin.parquet", "latin.parquet: record 1", "UTF-8", "byte 3"),
     "missing column": grain(
         "{f}/good.parquet",
         "{f}/good.parquet",
@@ -311,6 +325,28 @@ def test_one_line(name, f):
     check_line(str(caught.value), names, f)
 
 
+@pytest.mark.parametrize(
+    ("more", "names"),
+    (
+        (["eval_fraction=0.25"], ("eval_fraction=0.25", "2 documents")),
+        (["grain_eval_files={f}/held.jsonl"], ("grain_eval_files=", "held.jsonl", "1 document ")),
+        (["packing=False", "eval_fraction=0.25"], ("eval_fraction=0.25",)),
+    ),
+)
+def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
+    """Empty ones and those of one token have no loss to tell."""
+    texts = ["a document", "another one"] * 3 + ["", "x"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (tmp_path / "held.jsonl").write_text('{"text": "y"}\n')
+    keys = (f"grain_train_files={tmp_path}/a.jsonl", "add_bos=False", "add_eos=False")
+    given = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
+    with pytest.raises(ConfigError) as caught:
+        open_rows(make_config("dataset_type=grain", *given), True)
+    check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
+    unread = make_config("dataset_type=grain", *given, "eval_interval=-1")
+    assert len(open_rows(unread, True).train[0].items)
+
+
 # Every fourth as a whole run, and most of those among the slow ones: seconds each.
 WHOLE = [
     pytest.param(name, marks=[] if index % 5 == 0 else pytest.mark.slow)
@@ -389,6 +425,20 @@ PREPARE = {
     "torn input": ("{f}/cut_bin.bin --output {o}", ("{f}/cut_bin.idx: sequence 39",)),
     "cut document": ("{f}/cut.jsonl --output {o}", ("{f}/cut.jsonl: line 40", "not JSON")),
     "cut stream": ("{f}/cut.jsonl.zst --output {o}", ("{f}/cut.jsonl.zst", "cut off")),
+    "half a surrogate pair": (
+        "{f}/surrogate.jsonl --output {o}",
+        ("{f}/surrogate.jsonl: line 2", "\\ud83d"),
+    ),
+    "Latin-1 in Parquet": ("{f}/latin.parquet --output {o}", ("{f}/latin.parquet: record 1",)),
+    "input that cannot be read": (
+        "{f}/broken.txt --output {o}",
+        ("{f}/broken.txt: cannot be read: Input/output error",),
+    ),
+    "input that no BPE can read": (
+        "{f}/broken.txt --output {o} --train_bpe 300",
+        ("{f}/broken.txt: cannot be read: Input/output error",),
+    ),
+    "input in the output": ("{f}/good.jsonl --output {f}", ("--output {f}", "{f}/good.jsonl")),
     "null document": ("{f}/null.parquet --output {o}", ("{f}/null.parquet: record 1",)),
     "flipped document": (
         "{f}/flipped.array_record --output {o}",

@@ -133,12 +133,24 @@ CASES = {
     "circle of base_configs": file("circle.yml", "circle.yml", "circle2.yml", "closes a circle"),
     "unknown model": keys("model_name=llama9-1t", "model_name=llama9-1t", "llama3-8b", "default"),
     # The command line.
-    "key twice": keys("log_period=3 log_period=4", "log_period=3", "log_period=4", "once"),
+    "three unknown keys": keys(
+        "learning_rat=3 qqq=3 stpes=3",
+        *(
+            "learning_rat=3 (did you mean learning_rate?)",
+            "qqq=3,",
+            "stpes=3 (did you mean steps?)",
+        ),
+    ),
     "no equals sign": keys("steps", '"steps"', "key=value"),
     "double dash": keys("--log_period=3", '"--log_period=3"', "key=value"),
     "second config file": keys("configs/other.yml", "configs/other.yml", "key=value"),
     "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
     "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help"),
+    "MaxText's keys": keys(
+        "num_experts=8 ici_pipeline_parallelism=2 ici_expert_parallelism=4",
+        "num_experts=8 (MaxText's): not supported",
+        "ici_pipeline_parallelism=2, ici_expert_parallelism=4 (MaxText's): not supported",
+    ),
     "broken value": keys("mlp_activations=[silu"),
     "text for int": keys("log_period=ten", "log_period=ten", "an integer", "text"),
     "float for int": keys("log_period=1.5", "log_period=1.5", "an integer", "fraction"),

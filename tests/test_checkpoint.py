@@ -460,7 +460,11 @@ def test_other_changes_are_listed(saved_folder):
 def test_show_and_verify(saved_folder, capsys):
     assert command.main(["show", str(saved_folder.path)]) == 0
     shown = capsys.readouterr().out
-    for part in ("12 steps, 112 samples, 1,792 tokens", "stage     2 of 3", "base_emb_dim=32"):
+    for part in (
+        "12 steps, 112 samples, 1,792 tokens",
+        "stage     1 (of 0 to 2)",
+        "base_emb_dim=32",
+    ):
         assert part in shown
     assert command.main(["verify", str(saved_folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()

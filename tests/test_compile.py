@@ -10,8 +10,8 @@ from maxramp import config as config_lib
 from maxramp import hlo, topology
 from maxramp.compile import compile_stages
 from maxramp.compile import main as compile_main
+from maxramp.cost import training_flops_per_token
 from maxramp.errors import ConfigError
-from maxramp.model import training_flops_per_token
 from maxramp.plan import main as plan_main
 from maxramp.rampup import RampupBatchManager
 

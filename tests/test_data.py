@@ -2,15 +2,19 @@
 
 import pathlib
 
+import grain
 import jax
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import BASE, TINY, make_config, make_mesh, run
+from test_step import numpy_fingerprint
 
+from maxramp import saved
 from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
 from maxramp.data.sources import BEGIN, END, StreamRows, open_corpus
 from maxramp.errors import ConfigError
+from maxramp.metrics import read_records
 from maxramp.rampup import RampupBatchManager
 
 
@@ -149,6 +153,33 @@ def test_an_epoch_holds_every_row_once(texts):
     assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
     other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
     assert not np.array_equal(other, rows[: len(other)])
+
+
+def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
+    """A checkpoint from before shuffles were named goes on with added seeds, and says so itself."""
+    keys = (f"text_files={texts}", "data_shuffle_seed=3", "per_device_batch_size=8")
+    keys += ("enable_rampup_batch_size=False", "eval_interval=-1", "learning_rate_schedule_steps=1")
+    folder = tmp_path / "run" / "checkpoints"
+
+    def train(steps):
+        where = (f"base_output_directory={tmp_path}", "run_name=run", f"jax_cache_dir={cache_dir}")
+        done = run(BASE, *TINY, *keys, *where, f"steps={steps}")
+        assert done.returncode == 0, done.stderr
+        records = read_records(tmp_path / "run" / "metrics.jsonl")
+        return [record["batch_fingerprint"] for record in records]
+
+    rows = open_corpus(make_config(*keys, "steps=4", devices=1)).train[0].items
+    added = grain.MapDataset.source(range(len(rows))).shuffle(seed=3)
+    expected = []
+    for first in range(0, 32, 8):
+        batch = np.array([rows[added[i]] for i in range(first, first + 8)])
+        expected.append("".join(f"{word:08x}" for word in numpy_fingerprint(batch)))
+    assert not set(train(2)) & set(expected)
+    assert saved.read(folder / "2").shuffle == "hashed"
+    metadata = folder / "2" / "_CHECKPOINT_METADATA"
+    metadata.write_text(metadata.read_text().replace('"shuffle"', '"nothing"'))
+    assert train(4)[2:] == expected[2:]
+    assert saved.read(folder / "4").shuffle == "added"
 
 
 def iter_rows(source):

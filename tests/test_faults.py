@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +23,9 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
 from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from maxramp import saved as saved_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
@@ -164,7 +168,7 @@ def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
     ramp += ("per_device_batch_size_increment=4", "global_rampup_samples=100000", "log_period=1")
     with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2) as job:
         job.train_to(0)
-        assert "ready stage 2" not in job.printed()
+        assert "ready    stage 1" not in job.printed()
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.statuses() == [EXIT_PREEMPTED] * 2, job.printed("stderr")
         assert_all_is_saved(job)
@@ -550,10 +554,51 @@ def test_tensorboard_holds_each_step_once(tmp_path):
         for path in folder.glob("events*"):
             for event, _ in read_events(path):
                 for value in event.summary.value:
-                    if value.tag == "loss":
+                    if value.tag == "learning/loss":
                         assert event.step not in found
                         found[event.step] = value.simple_value
         places = [scale * step + (scale > 1) * 8 for step in range(21)]
         assert sorted(found) == places
         assert np.allclose([found[place] for place in places], [k / 7 for k in range(21)])
     assert other.read_bytes() == theirs
+
+
+def test_tags_from_before_groups_get_theirs(tmp_path):
+    """A run that goes on has one curve for a number, at the times when it was written."""
+    old = EventsWriter(str(tmp_path / "events"), ".0")
+    for step in range(10):
+        numbers = {"loss": step / 7, "consumed_samples": 8 * step + 8}
+        values = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        summary = summary_pb2.Summary(value=values)
+        old.write_event(event_pb2.Event(wall_time=1000 + step, step=step, summary=summary))
+    old.close()
+    writer = TensorBoardWriter(tmp_path, 6, 48)
+    for step in range(6, 12):
+        writer(record(step))
+    writer.close()
+    found = {}
+    for path in tmp_path.glob("*"):
+        if path.is_file():  # nothing else is left there
+            for event, _ in read_events(path):
+                for value in event.summary.value:
+                    found.setdefault(value.tag, []).append((event.step, event.wall_time))
+    assert "loss" not in found
+    losses = sorted(found["learning/loss"])
+    assert [step for step, _ in losses] == list(range(12))
+    assert [time for _, time in losses[:6]] == [1000 + step for step in range(6)]
+    checked = record_reader(next(tmp_path.glob("*.0")))
+    assert len(list(checked)) == 7, "the version and six steps, with the checksums of the format"
+
+
+def record_reader(path):
+    """The records of an event file, their checksums compared: TensorBoard drops others."""
+    data, start = path.read_bytes(), 0
+    while start < len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        (header_sum,) = struct.unpack_from("<I", data, start + 8)
+        body = data[start + 12 : start + 12 + length]
+        (body_sum,) = struct.unpack_from("<I", data, start + 12 + length)
+        assert header_sum == masked_crc32c(data[start : start + 8])
+        assert body_sum == masked_crc32c(body)
+        start += 16 + length
+        yield body

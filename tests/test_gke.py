@@ -1,6 +1,7 @@
 """The YAML of --cluster gke, against the models that JobSet's and Kubernetes's schemas generate."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from conftest import BASE, TINY, run
 
 from maxramp import config as config_lib
 from maxramp.launch import gke
+from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 
 # Kubeflow Trainer's API package: pydantic models of JobSet v1alpha2 and of the Kubernetes objects
@@ -21,6 +23,7 @@ HARMLESS = """no $(touch pwned) `touch pwned` 'single' "double" ; touch pwned"""
 GPU = [
     *(*TINY, "num_nodes=4", "devices_per_node=8", "step_batch_size_unit=samples", "steps=90"),
     *("step_batch_size_schedule=0:16 800:32 2000:64", "per_device_batch_size=2"),
+    "restart_minutes=0",
     *("container_image=example.com/train:1", "gke_accelerator=nvidia-h200-141gb"),
     *("gke_bucket=runs", "base_output_directory=/mnt/shared/runs", f"run_name={HARMLESS}"),
 ]
@@ -103,7 +106,7 @@ def test_tpu_jobs_grow_by_slices():
         pod = m["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x2x1"
         assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
-        assert m["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}
+        assert m["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
         assert m["metadata"]["annotations"]["maxramp/run-name"] == "no"
 
 
@@ -123,14 +126,14 @@ def test_exit_statuses():
         (rule["action"], rule.get("onExitCodes", {}).get("values"))
         for rule in job["podFailurePolicy"]["rules"]
     ]
-    assert rules == [("FailJob", [2]), ("Ignore", [76]), ("Ignore", None)]
+    assert rules == [("FailJob", [2, 75]), ("Ignore", [76]), ("Ignore", None)]
     assert job["backoffLimit"] == 0  # every other failure goes to the JobSet, which restarts all
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy asks for it
 
 
-def container_command(*program: str) -> list[str]:
-    job = jobsets(manifests())[0]["spec"]["replicatedJobs"][0]["template"]["spec"]
+def container_command(*program: str, jobset: int = 0) -> list[str]:
+    job = jobsets(manifests())[jobset]["spec"]["replicatedJobs"][0]["template"]["spec"]
     return [*job["template"]["spec"]["containers"][0]["command"], *program]
 
 
@@ -138,6 +141,12 @@ def container_command(*program: str) -> list[str]:
 def test_what_a_container_ends_with(status, seen):
     done = subprocess.run(container_command("sh", "-c", f"exit {status}"), check=False, timeout=20)
     assert done.returncode == seen
+
+
+def test_the_last_jobset_does_not_complete_with_a_stage_left():
+    """75 asks for a job on other nodes, and none follows: success would hide that."""
+    command = container_command("sh", "-c", "exit 75", jobset=-1)
+    assert subprocess.run(command, check=False, timeout=20).returncode == 75
 
 
 def test_a_container_hands_sigterm_on(tmp_path):
@@ -151,26 +160,123 @@ def test_a_container_hands_sigterm_on(tmp_path):
     assert process.wait(20) == 76
 
 
-def test_run_sh_applies_one_after_another(tmp_path):
-    """With a kubectl that writes down what it is asked (there is no cluster here)."""
+def names_of(*arguments: str) -> set[str]:
+    """The names of all objects of a launch."""
+    texts = [t for name, t in manifests(*arguments).items() if name != "run.sh"]
+    return {yaml.safe_load(text)["metadata"]["name"] for text in texts}
+
+
+LONG = "run_name=llama3-8b-ablation-learning-rate-seed"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [f"{LONG}2"],
+        [f"{LONG}1", "base_output_directory=/mnt/shared/elsewhere"],
+        [f"{LONG}1", "gke_bucket=other-runs"],
+        [f"{LONG}1", "steps=91"],  # whose jobs are no more completed than another run's
+        [f"{LONG}1", "container_image=example.com/train:2"],
+    ],
+    ids=["name", "folder", "bucket", "steps", "image"],
+)
+def test_another_launch_has_objects_of_its_own(other):
+    """Neither a ConfigMap that it would overwrite, nor a completed JobSet that it would find."""
+    assert names_of(f"{LONG}1") == names_of(f"{LONG}1")
+    assert not names_of(f"{LONG}1") & names_of(*other)
+
+
+@pytest.mark.parametrize("given", [f"{LONG}1", f"run_name={HARMLESS}", "run_name=7", "run_name=Ä"])
+def test_names_and_labels_are_what_kubernetes_takes(given):
+    for name in names_of(given):
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) < 40
+    for text in [t for name, t in manifests(given).items() if name != "run.sh"]:
+        for value in yaml.safe_load(text)["metadata"]["labels"].values():
+            assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", value)
+            assert len(value) < 64
+
+
+def test_the_label_joins_the_launches_of_a_run():
+    def label(*arguments: str) -> str:
+        (found,) = {m["metadata"]["labels"]["maxramp/run"] for m in jobsets(manifests(*arguments))}
+        return found
+
+    assert label(f"{LONG}1") == label(f"{LONG}1", "steps=91") != label(f"{LONG}2")
+
+
+def run_sh(tmp_path, others="") -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """Runs run.sh with a kubectl that writes down what it is asked (there is no cluster here).
+
+    Args:
+      others: what it prints of the run's other JobSets.
+    """
     for name, text in manifests().items():
         (tmp_path / name).write_text(text)
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.parent.mkdir()
-    kubectl.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$LOG"\n')
+    kubectl.write_text(KUBECTL)
     kubectl.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{kubectl.parent}:{os.environ['PATH']}",
         "LOG": str(tmp_path / "log"),
+        "OTHERS": others,
     }
-    subprocess.run(["sh", str(tmp_path / "run.sh")], env=environment, check=True, timeout=20)
-    asked = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    done = subprocess.run(
+        ["sh", tmp_path / "run.sh"], env=environment, timeout=20, capture_output=True, text=True
+    )
+    assert not list(tmp_path.glob("**/pwned"))
+    return done, [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+
+
+# A JobSet is completed at the second look: the first comes before it is applied.
+KUBECTL = """#!/bin/sh
+printf "%s\\n" "$*" >> "$LOG"
+case $* in
+    *" get jobset "*) printf "%s" "$OTHERS" ;;
+    *condition=Completed\\ --timeout=0s*) exit 1 ;;
+esac
+"""
+
+
+def test_run_sh_applies_one_after_another(tmp_path):
+    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 Failed\n")
+    assert done.returncode == 0, done.stderr
     assert [words[-1] for words in asked if words[0] == "apply"] == [
         "config.yaml",
         *(f"{m['metadata']['name']}.yaml" for m in jobsets(manifests())),
     ]
-    assert [words[3] for words in asked if words[0] == "-n"] == ["--for=condition=Completed"] * 3
-    assert not list(tmp_path.glob("**/pwned"))
+    waited = [words[3] for words in asked if words[-2] == "--timeout=60s"]
+    assert waited == ["--for=condition=Completed"] * 3
+
+
+def test_run_sh_does_not_start_beside_another_configuration(tmp_path):
+    """Two jobs would write to the folder of one run."""
+    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 \n")
+    assert done.returncode == 2 and "delete jobset other-1a2b3c4d-1" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert [words[2] for words in asked] == ["get"]
+    selector = asked[0][asked[0].index("-l") + 1].split(",")
+    labels = jobsets(manifests())[0]["metadata"]["labels"]
+    assert selector == [f"maxramp/run={labels['maxramp/run']}"] + [
+        f"maxramp/launch!={labels['maxramp/launch']}"
+    ]
+
+
+def test_lines_of_setup_are_for_the_job_alone(tmp_path, monkeypatch):
+    """They may hold passwords: not in the configuration, and the files are their owner's."""
+    files = manifests('setup_lines=["export KEY=secret"]')
+    assert "secret" not in files["config.yaml"]
+    assert all("export KEY=secret" in str(jobset) for jobset in jobsets(files))
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text("#!/bin/sh\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main([BASE, *GPU, 'setup_lines=["export KEY=secret"]', "--cluster", "gke"]) == 0
+    written = list(tmp_path.glob("gke/*/*"))
+    assert {path.name for path in written} >= {"config.yaml", "run.sh"}
+    assert {path.stat().st_mode & 0o077 for path in written} == {0}
 
 
 def test_dry_run_prints_everything():

@@ -1,5 +1,7 @@
 """Launches on this machine: real processes that grow, die and are stopped; and what is refused."""
 
+import concurrent.futures
+import json
 import os
 import pathlib
 import random
@@ -12,17 +14,20 @@ import pytest
 from conftest import BASE, TINY, command, environment, run
 
 from maxramp import config as config_lib
-from maxramp.errors import EXIT_PREEMPTED
+from maxramp import processes
+from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.metrics import read_records
+from maxramp.saved import Saved
 
 # 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
 GROWING = [
     *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
     *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
     *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    "restart_minutes=0",
     *("dataset_type=synthetic", "enable_data_shuffling=False"),  # rows by their number alone
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
@@ -120,6 +125,7 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
     text = launched.text()
     jobs = [line.split()[1] for line in text.splitlines() if line.startswith("launch   ")]
     assert jobs == ["1", "2", "exit", "2", "4"], text
+    assert "[Gloo]" not in text
     assert rows_of(tmp_path / NASTY) == rows_of(uninterrupted)
     assert gone(launched)
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
@@ -218,6 +224,36 @@ def test_dry_run_shows_what_would_be_submitted(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict]) -> None:
+    """A checkpoint as far as a launcher reads it."""
+    path = folder / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    metadata = Saved(path, step, consumed, stages, "", {}, {}).metadata()
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
+
+
+def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
+    """8 rows alone would take 4 nodes; the run stays on 2, where a restart does not pay."""
+    line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
+    config = config_lib.load(line)
+    launch = Run.of(config, line)
+    assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes() == 2
+    saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
+    assert launch.next_nodes() == 2
+    alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
+    assert Run.of(config_lib.load(alone), alone).next_nodes() == 4
+
+
+def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
+    line = arguments(tmp_path, "", "run_name=x")
+    stages = [stage.to_json() for stage in Run.of(config_lib.load(line), line).stages]
+    saved_at(tmp_path / "x", 30, 80, stages)  # in stage 1, of 4 rows
+    line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
+    launch = Run.of(config_lib.load(line), line)
+    assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
+    assert launch.next_nodes() == 2
+
+
 # --- What cannot be launched: one line that says what --------------------------------------------
 
 SLURM = ["--cluster", "slurm"]
@@ -249,6 +285,10 @@ REFUSED = {
     "option": ([*SLURM, 'slurm_options=["--x y"]'], ("slurm_options", "--x y")),
     "no option": ([*SLURM, "slurm_options=[3]"], ("slurm_options", "3")),
     "setup line": ([*SLURM, "setup_lines=[3]"], ("setup_lines", "3")),
+    "address of a storage": (
+        [*SLURM, "base_output_directory=gs://bucket/runs"],
+        ("base_output_directory=gs://bucket/runs", "mount"),
+    ),
     "percent": ([*SLURM, "run_name=50%"], ("50%", "run_name")),
     "runtime": ([*SLURM, "container_runtime=docker"], ("container_runtime=docker", "apptainer")),
     "mesh": ([*SLURM, "ici_fsdp_parallelism=3"], ("ici_fsdp_parallelism=3", "mesh of 4")),
@@ -344,6 +384,64 @@ def test_a_process_that_does_not_come(tmp_path, cache_dir):
     processes = [start(tmp_path, cache_dir, place, 3, port) for place in (0, 1)]
     one_line(processes[0], 1, "1 of 3 processes did not come within 3 s (process 2)")
     one_line(processes[1], 1, f"127.0.0.1:{port}")
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Process 0 of a job of three that waits; its port, and what ends when all have come."""
+    port = free_port()
+    monkeypatch.setenv("MAXRAMP_COORDINATOR", f"127.0.0.1:{port}")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(processes._wait_for_all, "127.0.0.1", port, 3, 20.0)
+
+        def come(place: int, count: int = 3) -> concurrent.futures.Future:
+            return pool.submit(processes._report, "127.0.0.1", port, place, count, 20.0)
+
+        yield port, waiting, come
+
+
+def call(port: int, text: bytes) -> socket.socket:
+    """A connection to the meeting from somebody who sends a text."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection.sendall(text)
+            return connection
+        except ConnectionRefusedError:  # process 0 does not listen yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_only_the_processes_of_the_job_are_counted(meeting):
+    """Neither numbers of somebody else, nor another job's processes, nor one that has ended."""
+    port, waiting, come = meeting
+    texts = [b"1", b"99", b"-1", b"GET / HTTP/1.1\r\n\r\n", b"maxramp process 3 of 3\n"]
+    texts += [b"maxramp process 0 of 3\n", b"maxramp process 1 of 4\n"]
+    for text in texts:
+        with call(port, text) as connection:
+            assert connection.recv(2) == b""  # sent away
+    with pytest.raises(TrainingError, match="does not wait for 4 processes"):
+        come(2, count=4).result(20)
+    call(port, b"maxramp process 1 of 3\n").close()
+    second = come(2)
+    time.sleep(0.3)
+    assert not waiting.done() and not second.done()
+    first = come(1)
+    assert [each.result(20) for each in (waiting, first, second)] == [None] * 3
+
+
+def test_two_processes_with_one_number(meeting):
+    """The earlier one says so; where its connection had only broken, the later one is it."""
+    port, waiting, come = meeting
+    earlier = come(1)
+    time.sleep(0.3)
+    later = come(1)
+    with pytest.raises(ConfigError, match="MAXRAMP_PROCESS_ID=1: a second process came"):
+        earlier.result(20)
+    assert not waiting.done()
+    second = come(2)
+    assert [each.result(20) for each in (waiting, later, second)] == [None] * 3
 
 
 def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from maxramp.errors import ConfigError
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
 
@@ -194,6 +195,18 @@ def test_documented_values():
     half = 0.5 * np.sqrt(3)
     expected = [0, 0.5, 1, 1, 0.5 + half / 2, 0.75, 0.5, 0.25, 0.5 - half / 2, 0, 0, 0]
     np.testing.assert_allclose(rates_at_steps(rate, ramp, 12), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [1, 49, 50, 51])
+def test_a_schedule_that_ended_before_the_changed_ramp(steps):
+    """A ramp that goes on at step 50 does not know the samples before it, step by step."""
+    config = settings(learning_rate_schedule_steps=steps)
+    ramp = RampupBatchManager(config, first_step=50, first_sample=3)
+    if steps > 50:
+        assert LearningRate.of(config, ramp).total == 3 + 8
+        return
+    with pytest.raises(ConfigError, match=f"^learning_rate_schedule_steps={steps}: .*step 50.*-1"):
+        LearningRate.of(config, ramp)
 
 
 def test_long_run():

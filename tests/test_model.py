@@ -11,8 +11,9 @@ from conftest import BASE, ROOT, make_config, make_mesh
 from jax.sharding import AbstractMesh, AxisType
 
 from maxramp import config as config_lib
+from maxramp.cost import training_flops_per_token
 from maxramp.loss import cross_entropy_sums
-from maxramp.model import Decoder, num_parameters, training_flops_per_token
+from maxramp.model import Decoder, num_parameters
 
 # Weights as published with the models.
 PUBLISHED = {

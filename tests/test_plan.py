@@ -1,22 +1,33 @@
 """`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
 
+import fcntl
 import json
+import os
 import pathlib
+import pty
 import random
 import re
+import struct
+import subprocess
+import sys
+import termios
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import BASE, ROOT, TINY, make_config, make_mesh, run
+from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
+from matplotlib.figure import Figure
 
+from maxramp import config as config_lib
 from maxramp.data.expansion import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.memory import compiled_bytes, estimate
 from maxramp.metrics import read_records
 from maxramp.notations import BatchKeys
 from maxramp.optimizer import LearningRate
+from maxramp.picture import draw_run
+from maxramp.plan import make_plan, print_plan
 from maxramp.rampup import RampupBatchManager
 from maxramp.resume import Schedule
 from maxramp.saved import Saved
@@ -67,6 +78,78 @@ def test_the_table_and_the_picture(tmp_path):
     assert [row[0] for row in table] == [str(i) for i in range(8)]
     assert [row[5] for row in table][:4] == ["256", "512", "768", "1,024"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_the_table_fits_the_terminal(width, capsys, monkeypatch):
+    """Columns that do not fit are left out and named; what stays is whole."""
+    plan = make_plan(config_lib.load([BASE, *NEMO_8B]))
+    print_plan(plan)
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_plan(plan)
+    printed = capsys.readouterr().out.splitlines()
+    rule = next(i for i, line in enumerate(printed) if "───" in line)
+    table = printed[: rule + 9]
+    assert max(map(len, table)) <= width < max(map(len, printed[rule + 9 :]))
+    full = [line.split() for line in whole[rule + 1 : rule + 9]]
+    for line, row in zip(table[rule + 1 :], full, strict=True):
+        assert set(line.split()) <= set(row) and line.split()[0] == row[0]
+        assert row[5] in line.split(), "the global batch"
+    assert any(line.startswith("columns ") for line in printed) == (width < 116)
+
+
+def test_a_terminal_of_its_own_width():
+    """A pseudo-terminal of 30 columns, asked by the program itself."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+    program = (
+        "from maxramp.commandline import print_table\n"
+        "print(print_table(('first', 'a' * 20, 'last'), [('1', '2', '3')], ('a' * 20,)))"
+    )
+    variables = {k: v for k, v in environment().items() if k != "COLUMNS"}
+    done = subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=60)
+    os.close(theirs)
+    assert done.returncode == 0
+    printed = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert f"['{'a' * 20}']" in printed and "first" in printed and "last" in printed
+
+
+def test_one_device_has_no_columns_of_nodes(capsys):
+    print_plan(make_plan(config_lib.load([BASE, "num_nodes=1", "devices_per_node=1"])))
+    printed = capsys.readouterr().out
+    heads = " ".join(printed.partition("──")[0].split())
+    expected = "first global share of GiB per stage step steps samples tokens batch time device"
+    assert heads == expected
+    assert "node-time" not in printed
+
+
+def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
+    """Its box lies outside of the axes, for a loss that stays at the top and one that falls."""
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: kept.append(self) or save(self, *a, **k)
+    )
+    for losses in ([6.0] * 5, [6.0, 5.0, 4.0, 3.0, 2.0]):
+        records = [
+            {"step": k, "loss": x, "consumed_samples": 8 * k + 8, "global_batch_size": 8}
+            for k, x in enumerate(losses)
+        ]
+        records.append({"step": 4, "eval_loss": losses[-1], "consumed_samples": 40})
+        draw_run(records, tmp_path / "ramp.png", "a run: batch size and loss")
+    assert (tmp_path / "ramp.png").stat().st_size > 10_000
+    for figure in kept:
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
+        assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1)
+        title = figure.axes[0].title
+        others = [axes.bbox for axes in figure.axes] + [
+            figure.axes[0]._left_title.get_window_extent()
+        ]
+        assert not any(box.overlaps(other) for other in others), title
 
 
 def test_totals_against_constant_batches():
@@ -176,7 +259,7 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "grown"
     grown = (*GROWING, *common, "run_name=grown", "stop_at_stage_end=True")
-    grown += ("num_nodes=4", "devices_per_node=2")
+    grown += ("num_nodes=4", "devices_per_node=2", "restart_minutes=0")
     expected = [(1, 16, 120), (2, 24, 248)]
     for devices, following in ((2, expected[0]), (4, expected[1]), (8, None)):
         done = run(BASE, *grown, devices=devices)
@@ -188,8 +271,9 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
             keys = ("stage", "global_batch_size", "consumed_samples")
             assert tuple(next_stage[key] for key in keys) == following
             # Micro batches of 4 rows fill 2 nodes of 2 devices for 16 rows and 3 for 24, but the
-            # weights do not divide over 6 devices: 1 node with full micro batches is next best.
-            assert next_stage["nodes"] == {16: 2, 24: 1}[following[1]]
+            # weights do not divide over 6 devices: 3 rows on each of 8 take 2% more node-time than
+            # full micro batches on 1 node, and a quarter of the time.
+            assert next_stage["nodes"] == {16: 2, 24: 4}[following[1]]
             assert next_stage["devices"] == 2 * next_stage["nodes"]
             assert steps_of(folder)[-1]["consumed_samples"] == following[2]
     a, b = steps_of(folder), steps_of(tmp_path / "whole")
@@ -226,6 +310,15 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert [r["step"] for r in records] == list(range(30))
     sizes = [4] * 13 + [8] * 6 + [16] * 2 + [2] * 9
     assert [r["global_batch_size"] for r in records] == sizes
+    # The stage of 8 goes on as stage 1, whatever number today's keys alone would give it.
+    assert [r["stage"] for r in records] == [0] * 13 + [1] * 6 + [2] * 2 + [3] * 9
+    assert [line.split(":")[0] for line in third.stdout.splitlines() if line[:6] == "stage "] == [
+        "stage 1 (of 0 to 3)",
+        "stage 2 (of 0 to 3)",
+        "stage 3 (of 0 to 3)",
+    ]
+    plan = json.loads((tmp_path / "changed" / "plan.json").read_text())
+    assert [s["index"] for s in plan["stages"]] == [1, 2, 3]
     assert records[-1]["consumed_samples"] == sum(sizes)
     # The rows are those of any other way to cut the same order.
     other = run(
@@ -262,6 +355,49 @@ def test_what_is_said_of_a_change_is_what_will_be():
     saved = [stage.to_json() for stage in new.ramp.stages]
     again = taken_up("0:7 100:16 130:2", standing(17, 81, saved))
     assert not again.change and again.ramp.stages == new.ramp.stages
+
+
+def test_stages_are_numbered_on_after_a_change():
+    """The stage that the last step was in goes on under its number; another batch is the next."""
+    old = taken_up("0:4 24:8 64:16", None)  # 6 steps of 4, 5 of 8
+    saved = [stage.to_json() for stage in old.ramp.stages]
+    for schedule, step, sample, indices in (
+        ("0:4 24:8 64:16", 8, 40, [0, 1, 2]),  # nothing changed
+        ("0:8 80:32", 8, 40, [1, 2]),  # in stage 1, with its batch
+        ("0:12 80:32", 8, 40, [2, 3]),  # in stage 1, with another
+        ("0:8 80:32", 6, 24, [1, 2]),  # at the end of stage 0
+        ("0:4 80:32", 6, 24, [0, 1]),  # there, which now goes on
+        ("0:8 80:32", 0, 0, [0, 1]),  # before the first step
+    ):
+        new = taken_up(schedule, standing(step, sample, saved))
+        for ramp in (new.ramp, new.planned):
+            assert [s.index for s in ramp.stages] == indices, schedule
+            assert ramp.stages_between(step, 10**6)[-1].index == indices[-1]
+        if new.change:  # and once more, a few steps later
+            again = new.ramp.samples_before(step + 3)
+            later = standing(step + 3, again, [s.to_json() for s in new.ramp.stages])
+            assert taken_up(schedule, later).ramp.stages == new.ramp.stages
+            third = taken_up("0:24 100:48", later).ramp.stages
+            assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
+
+
+def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp_path):
+    """As the job that follows a crash at the very end of a stage, which has the nodes of before."""
+    line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
+    line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
+    config = make_config(*line, "per_device_batch_size=2", devices=1)
+    saved = [stage.to_json() for stage in Schedule(config, 1, lambda devices: True).ramp.stages]
+    for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
+        at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
+        assert Schedule(config, devices, lambda devices: True, at).last_step == end
+
+    given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
+    given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
+    done = run(BASE, *TINY, *line[1:2], *line[3:], *given, f"base_output_directory={tmp_path}")
+    assert done.returncode == 75, done.stderr
+    following = json.loads((tmp_path / "x" / "next_stage.json").read_text())
+    assert (following["nodes"], following["consumed_samples"]) == (2, 0)
+    assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
 def test_random_changes_keep_the_clock():

@@ -1,11 +1,16 @@
 """maxramp.prepare as people run it: real processes, files and kills."""
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import pathlib
 import random
+import shlex
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +21,7 @@ import pytest
 from conftest import BASE, TINY, command, environment, make_config, run
 from test_formats import KINDS, TEXTS, write_file, write_megatron
 
+from maxramp import prepare as prepare_lib
 from maxramp.data import prepared
 from maxramp.data.sources import open_corpus
 
@@ -102,7 +108,7 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
             make_config(keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
         )
         assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
-    assert len(hashes) == 2  # of the set, which its shards are part of
+    assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
     short = ("steps=4", "enable_rampup_batch_size=False", "per_device_batch_size=8")
     kept = [key for key in TINY if not key.startswith("vocab_size")]
@@ -111,6 +117,190 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
     assert f"{folder}: " in trained.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum('"loss"' in line for line in lines) == 4
+
+
+def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
+    """By the sum in the docstring, term by term; where shards end does not matter."""
+
+    def hashed(documents, megabytes):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        source = write_file(tmp_path / f"{folder}.in", "jsonl", documents)
+        given = (COLUMN, "tokenize_train_data=False", "--workers", "1")
+        sizes = ("--output", str(folder), "--shard_megabytes", str(megabytes))
+        assert prepare_lib.main([str(source), *sizes, *given]) == 0
+        manifest = prepared.read_manifest(str(folder))
+        return manifest["hash"], len(manifest["shards"])
+
+    documents = [[i, 70000 + i, *range(i % 7)] for i in range(60)] + [[], [5], []]
+    prime, point, total = 2**127 - 1, 0x1E3779B97F4A7C15F39CC0605CEDC834, 0
+    for i, document in enumerate(documents):
+        digest = hashlib.blake2b(struct.pack(f"<{len(document)}i", *document), digest_size=16)
+        power = point ** (len(documents) - 1 - i)
+        total += int.from_bytes(digest.digest(), "big") * power
+    told = f"{total % prime:032x} {len(documents)}".encode()
+    expected = hashlib.blake2b(told, digest_size=8).hexdigest()
+    assert hashed(documents, 1) == (expected, 1)
+    finer, shards = hashed(documents, 0.0003)
+    assert finer == expected and shards > 5
+    moved = [documents[0] + documents[1][:1], documents[1][1:], *documents[2:]]
+    assert len({expected, hashed(moved, 1)[0], hashed(documents[:-1], 1)[0]}) == 3
+
+
+def test_a_set_of_version_1_keeps_its_hash(tmp_path):
+    """Runs that trained on it remember that hash; a start of its preparation finds it finished."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    given = [str(source), "--output", str(tmp_path / "set"), COLUMN]
+    assert prepare_lib.main(given) == 0
+    path = tmp_path / "set" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    shards = [bytes.fromhex(shard["hash"]) for shard in manifest["shards"]]
+    manifest["version"] = 1
+    manifest["hash"] = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest()
+    path.write_text(json.dumps(manifest))
+    assert prepared.read_manifest(str(tmp_path / "set"))["hash"] == manifest["hash"]
+    assert prepare_lib.main(given) == 0 and json.loads(path.read_text()) == manifest
+
+
+def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
+    """Inputs in the output folder and files of a set's names are refused; other files stay."""
+    crawl = tmp_path / "crawl"
+    (crawl / "more").mkdir(parents=True)
+    for name in ("shard-00000.jsonl", "shard-00001.jsonl", "more/shard-00000.json", "a.tmp"):
+        (crawl / name).write_text('{"text": "a document"}\n')
+    (tmp_path / "link").symlink_to(crawl)
+    (tmp_path / "elsewhere.jsonl").write_text('{"text": "another one"}\n')
+    (crawl / "link.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+
+    def refused(name, output):
+        there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert prepare_lib.main([str(tmp_path / name), "--output", str(output)]) == 2
+        assert {path: path.read_bytes() for path in there} == there
+        line = capfd.readouterr().err
+        assert line.startswith(f"error: --output {output} ") and line.count("\n") == 1, line
+        return line
+
+    for name in ("crawl/*.jsonl", "link/shard-*.jsonl", "crawl/more/*.json", "crawl/link.jsonl"):
+        assert "holds the input" in refused(name, crawl)
+        assert "holds the input" in refused(name, tmp_path / "link")
+    for name in ("shard-00000.json", "shard-00000.bin", "tokenizer.json"):
+        (tmp_path / name[-4:]).mkdir(exist_ok=True)
+        (tmp_path / name[-4:] / name).write_text("[1]")
+        assert name in refused("elsewhere.jsonl", tmp_path / name[-4:])
+        (tmp_path / name[-4:] / name).unlink()
+
+    assert prepare_lib.main([str(tmp_path / "elsewhere.jsonl"), "--output", str(crawl)]) == 0
+    names = {path.name for path in crawl.iterdir()}
+    ours = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    assert names == ours | {"shard-00000.jsonl", "shard-00001.jsonl", "more", "a.tmp", "link.jsonl"}
+
+
+def test_what_other_starts_left_is_removed(tmp_path):
+    """Shards of another size, half-written files, a tokenizer: when the set is finished."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3000)
+    whole = source.read_bytes()
+    given = [str(source), "--output", str(output), "--workers", "1"]
+    assert run_limited(*given, "--train_bpe", "300", kilobytes=30).returncode == 1
+    source.write_bytes(whole + b"\n[")
+    assert prepare_lib.main([*given, "--shard_megabytes", "0.02"]) == 2
+    left = {path.name for path in output.iterdir()}
+    assert len(left & {f"shard-{i:05d}.bin" for i in range(5)}) == 5 and ".preparing" in left
+    assert any(name.endswith(".tmp") for name in left) and any(n[:4] == "bpe-" for n in left)
+    (output / "mine.tmp").write_text("kept")
+    source.write_bytes(whole)
+    assert prepare_lib.main([*given, "--shard_megabytes", "1"]) == 0
+    shards = ("shard-00000.bin", "shard-00000.idx")
+    assert set(content(output)) == {"manifest.json", *shards, "mine.tmp"}
+
+
+def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
+    """Whatever an earlier start trained, also where the text gives fewer ids than asked for."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    files = [str(source), "--output", str(tmp_path / "set"), COLUMN]
+
+    def sized(size):
+        status = prepare_lib.main([*files, "--train_bpe", str(size)])
+        return status, capfd.readouterr()
+
+    status, said = sized(300)
+    assert status == 0 and "trained in" in said.out
+    status, said = sized(300)
+    assert status == 0 and "prepared already" in said.out and "300 ids" in said.out
+    before = content(tmp_path / "set")
+    status, said = sized(400)
+    assert status == 2 and said.err.startswith("error: --train_bpe 400: ")
+    assert "300 ids" in said.err and said.err.count("\n") == 1
+    assert content(tmp_path / "set") == before
+    shutil.rmtree(tmp_path / "set")
+    assert sized(9000)[0] == 0  # the text gives fewer
+    assert sized(9000)[0] == 0 and sized(8000)[0] == 2
+
+
+def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
+    """Of the same size, also where a document was mended meanwhile; of another, it is trained."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3000)
+    files = [str(source), "--output", str(output)]
+    # An output that takes no more than the tokenizer: the preparation ends after the training.
+    shards = run_limited(*files, "--train_bpe", "300", kilobytes=30)
+    assert shards.returncode == 1 and "trained in" in shards.stdout
+    line = shards.stderr
+    assert line.startswith(f"error: --output {output}: cannot write ") and "too large" in line
+    assert line.count("\n") == 1
+    assert [path.name[:4] for path in output.glob("*.json")] == ["bpe-"]
+    source.write_bytes(source.read_bytes() + b"\n")  # mended
+    assert prepare_lib.main([*files, "--train_bpe", "300"]) == 0
+    assert "is there from an earlier start" in capfd.readouterr().out
+    shutil.rmtree(output)
+    assert run_limited(*files, "--train_bpe", "300", kilobytes=30).returncode == 1
+    assert prepare_lib.main([*files, "--train_bpe", "310"]) == 0
+    said = capfd.readouterr().out
+    assert "trained in" in said and "310 ids" in said
+    assert not list(output.glob("bpe-*"))
+
+
+def run_limited(*arguments, kilobytes: int) -> subprocess.CompletedProcess:
+    """The command where no file may grow beyond so much, as on a disk that is full."""
+    shell = f"ulimit -f {kilobytes * 1024 // 512}; exec " + shlex.join(
+        command(*arguments, module="prepare")
+    )
+    return subprocess.run(
+        ["sh", "-c", shell], env=environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
+    """Some network file systems have none: a warning, and the set is made."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert prepare_lib.main([str(source), "--output", str(tmp_path / "set"), COLUMN]) == 0
+    assert capfd.readouterr().err.startswith(f"warning: {tmp_path}/set is on a file system without")
+    assert len(documents(tmp_path / "set")) == len(TEXTS)
+
+
+def test_a_reader_that_leaves_ends_nothing(tmp_path):
+    """`| head -n 1` of a preparation, which goes on, and of an inspection."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    for arguments in (
+        (str(source), "--output", str(tmp_path / "set"), COLUMN),
+        ("--inspect", str(tmp_path / "set")),
+    ):
+        process = subprocess.Popen(
+            command(*arguments, module="prepare"),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 0
+        process.stderr.close()
+    assert len(documents(tmp_path / "set")) == len(TEXTS)
 
 
 def test_a_tokenizer_trained_on_the_input(tmp_path):

@@ -6,7 +6,11 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from conftest import BASE
 
+from maxramp.errors import ConfigError
+from maxramp.notations import BatchKeys
 from maxramp.rampup import RampupBatchManager
 
 
@@ -65,6 +69,77 @@ def test_constant_batch_is_one_stage():
     assert len(ramp.stages) == 1
     assert ramp.samples_before(10**12) == 8 * 10**12
     assert ramp.step_at_sample(8 * 10**12 + 7) == 10**12
+
+
+# --- What it is made of --------------------------------------------------------------------------
+
+
+def test_a_mapping_is_as_good_as_an_object():
+    assert RampupBatchManager(vars(settings())).stages == RampupBatchManager(settings()).stages
+    nemo = {"rampup_batch_size": (16, 16, 96), "global_batch_size": 48, "learning_rate": 1e-3}
+    sizes = [stage.global_batch_size for stage in RampupBatchManager(nemo, 8).stages]
+    assert sizes == [16, 32, 48]
+    theirs = {"model.rampup_batch_size": [16, 16, 96], "model.global_batch_size": 48}
+    assert RampupBatchManager(theirs, 8).stages == RampupBatchManager(nemo, 8).stages
+    with open(BASE) as file:  # the file of a run, say
+        assert len(RampupBatchManager(yaml.safe_load(file), 1).stages) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"per_device_batch_sise": 8}, "per_device_batch_sise=8 is not a known key; did you mean"),
+        ({"batch": 8, "ramp": 3}, "batch=8, ramp=3 are not known keys; configs/base.yml lists"),
+        ({"per_device_batch_size": "8"}, "per_device_batch_size=8 must be a number, not text"),
+        ({"rampup_batch_size": 8}, "rampup_batch_size=8 must be a list"),
+    ],
+)
+def test_what_is_wrong_in_a_mapping_is_said(changes, says):
+    with pytest.raises(ConfigError, match="^.*$") as caught:
+        RampupBatchManager(vars(settings()) | changes)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("config", [{}, {"steps": 5}, SimpleNamespace(steps=5), object()])
+def test_no_batch_size_is_no_batch(config):
+    with pytest.raises(ConfigError, match="no batch size is given; give one of per_device_batch_s"):
+        RampupBatchManager(config, 8)
+
+
+class MaxTexts:
+    """MaxText's configuration: no key of ours alone, and a ValueError for what it does not have."""
+
+    KEYS = {"per_device_batch_size": 4.0, "ici_tensor_parallelism": 1, "num_experts": 8}
+    KEYS |= {"enable_rampup_batch_size": True, "per_device_batch_size_start": 1.0, "steps": 20}
+    KEYS |= {"per_device_batch_size_increment": 1.0, "global_rampup_samples": 60}
+
+    def __getattr__(self, name):
+        if name not in self.KEYS:
+            raise ValueError(f"{name} is not in the config")
+        return self.KEYS[name]
+
+
+def test_a_configuration_of_maxtexts():
+    """It does not say how many devices there are."""
+    assert RampupBatchManager(MaxTexts(), 4).stages == RampupBatchManager(settings()).stages
+    with pytest.raises(ConfigError, match="give devices_per_node, or num_devices to RampupBatchM"):
+        RampupBatchManager(MaxTexts())
+
+
+def test_what_is_left_out_is_as_in_base_yml():
+    """But for what shapes the batch and ends the run: there base.yml describes the default job."""
+    with open(BASE) as file:
+        base = yaml.safe_load(file)
+    left_out = BatchKeys.of({"per_device_batch_size": 1})
+    differ = {name for name in vars(left_out) if getattr(left_out, name) != base[name]}
+    assert differ == {
+        *("enable_rampup_batch_size", "per_device_batch_size_start", "global_rampup_samples"),
+        *("per_device_batch_size_increment", "per_device_batch_size", "max_target_length"),
+        *("steps", "num_nodes"),  # -1, this job's, is one node
+    }
+
+
+# --- Its answers ---------------------------------------------------------------------------------
 
 
 def simulate(start, increment, final, samples, devices, accumulation, steps):
@@ -138,6 +213,32 @@ def test_any_step_costs_the_same():
 def test_stages_between(first, last, indices):
     ramp = RampupBatchManager(settings())
     assert [s.index for s in ramp.stages_between(first, last)] == indices
+
+
+@pytest.mark.parametrize(
+    "length, batch",
+    [
+        ({"steps": 5}, 4),
+        ({"steps": 8}, 8),
+        ({"steps": 10}, 12),  # the first step of the final batch would be the eleventh
+        ({"total_samples": 44}, 8),
+        ({"max_target_length": 10, "total_tokens": 441}, 12),
+    ],
+)
+def test_a_run_that_ends_inside_its_ramp_says_so(length, batch):
+    line = RampupBatchManager(settings(**length)).cut_short
+    (name, value) = list(length.items())[-1]
+    assert line.startswith(f"{name}={value} ends the run inside the ramp: ")
+    assert line.endswith(f"batch is {batch}, and the final batch of 16 begins after 10")
+
+
+def test_a_run_that_ends_after_its_ramp_says_nothing():
+    assert not RampupBatchManager(settings(steps=11)).cut_short
+    assert not RampupBatchManager(settings(total_samples=69)).cut_short
+    constant = settings(enable_rampup_batch_size=False, steps=1)
+    assert not RampupBatchManager(constant).cut_short
+    # Taken up past its end, there is nothing more to run.
+    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).cut_short
 
 
 def test_negative_positions_are_refused():

@@ -9,6 +9,9 @@ import time
 import pytest
 from conftest import ROOT, command, environment, run
 from test_launch import NASTY, arguments, rows_of, steps_of
+from test_restarts import ends, told
+
+from maxramp.launch import slurm
 
 pytestmark = pytest.mark.slow
 CLUSTER = ROOT / "tests" / "slurm_cluster.sh"
@@ -90,6 +93,9 @@ def test_a_ramp_grows_under_slurm(cluster, tmp_path, cache_dir):
     alone = run(*arguments(tmp_path, cache_dir, *more, "run_name=alone"))
     assert alone.returncode == 0, alone.stderr
     line = arguments(tmp_path, cache_dir, *more, f"run_name={NASTY}", "grace_seconds=60")
+    # SLURM knows a folder by its physical path, and people by any.
+    (tmp_path / "linked").symlink_to(tmp_path)
+    line = [word.replace(f"={tmp_path}", f"={tmp_path}/linked") for word in line]
     chain = Chain(cluster, tmp_path / NASTY, line)
     launched = chain.launch()
     assert launched.returncode == 0, launched.stderr
@@ -117,7 +123,9 @@ def test_a_ramp_grows_under_slurm(cluster, tmp_path, cache_dir):
     assert [x.split()[0] for x in status.splitlines() if x.strip()[:1].isdigit()] == [
         str(job) for job in jobs
     ], status
-    assert "stage ended" in status and "stopped and saved" in status and "finished" in status
+    assert "stage ended" in status and "stopped" in status and "finished" in status
+    scripts = list((chain.folder / "slurm").glob("*.sh"))
+    assert scripts and {path.stat().st_mode & 0o777 for path in scripts} == {0o700}
 
 
 def test_a_refused_job_is_said_in_one_line(cluster, tmp_path, cache_dir):
@@ -125,3 +133,16 @@ def test_a_refused_job_is_said_in_one_line(cluster, tmp_path, cache_dir):
     done = Chain(cluster, tmp_path / "x", line).launch()
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "sbatch refused" in done.stderr and "partition" in done.stderr
+
+
+def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
+    """Stopped with 76 before the first step, again and again: max_restarts=2 counts them."""
+    run = told(tmp_path, [(76, None)])
+    script = run.folder / "slurm" / "1-nodes.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(slurm._script(run, 1))
+    chain = Chain(cluster, run.folder, [])
+    subprocess.run(["sbatch", script.name], cwd=script.parent, env=cluster, check=True)
+    chain.wait_for_the_end()
+    assert ends(tmp_path) == [76, 76, 76], chain.text()
+    assert "gave up after max_restarts=2" in chain.text()

@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory, cache_dir):
 
 def test_every_program_is_announced_once_in_order_of_use(undisturbed):
     ready = [line.split(":")[0] for line in undisturbed[1].splitlines() if line[:5] == "ready"]
-    stages = [f"stage {i + 1} (batch {2 * i + 2})" for i in range(4)]
+    stages = [f"stage {i} (batch {2 * i + 2})" for i in range(4)]
     assert ready == [f"ready    {name}" for name in (stages[0], "evaluation", *stages[1:])]
 
 
@@ -121,8 +121,8 @@ def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, c
 @pytest.mark.parametrize(
     "which, when",
     [
-        (4, "pass"),  # stage 3, in the middle of stage 1
-        (3, AT_ITS_END),  # stage 2, when the loop already waits for it
+        (4, "pass"),  # stage 2, in the middle of stage 0
+        (3, AT_ITS_END),  # stage 1, when the loop already waits for it
     ],
 )
 def test_a_program_that_does_not_compile_ends_the_run_saved(
@@ -130,10 +130,10 @@ def test_a_program_that_does_not_compile_ends_the_run_saved(
 ):
     patch = COMPILER_FAILS.format(which=which, when=when)
     done = run_patched(patch, arguments(tmp_path, cache_dir))
-    stage = which - 1
+    stage = which - 2  # the second program is the evaluation's
     assert done.returncode == 1
     assert done.stderr == (
-        f"error: the program of stage {stage} (batch {2 * stage}) did not compile: out of "
+        f"error: the program of stage {stage} (batch {2 * stage + 2}) did not compile: out of "
         "registers\n"
     )
     saved = {int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir()}
@@ -151,14 +151,14 @@ def test_the_first_program_does_not_compile(tmp_path, cache_dir):
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 1
     assert done.stderr == (
-        "error: the program of stage 1 (batch 2) did not compile: out of registers\n"
+        "error: the program of stage 0 (batch 2) did not compile: out of registers\n"
     )
     assert not list((tmp_path / "r" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
 def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
-    """One of them cannot compile stage 3: both end after one step, saved."""
+    """One of them cannot compile stage 2: both end after one step, saved."""
     patch = COMPILER_FAILS.format(which=4, when="import time; time.sleep(1)")
     given = arguments(tmp_path, cache_dir, "per_device_batch_size=4", "steps=2000")
     given += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
@@ -182,7 +182,7 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
         )
     (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
     assert running[1].returncode == 1
-    assert "error: the program of stage 3" in error
+    assert "error: the program of stage 2" in error
     assert running[0].returncode == 76
     saved = [int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir() if p.name.isdigit()]
     records = read_records(tmp_path / "r" / "metrics.jsonl")
@@ -194,12 +194,12 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
 def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_path, cache_dir):
     lines = [line for line in undisturbed[1].splitlines() if line[:5] == "ready"]
     needs = {line.split()[2]: float(line.split("needs ")[1].split()[0]) for line in lines}
-    limit = (needs["3"] + needs["4"]) / 2
+    limit = (needs["2"] + needs["3"]) / 2
     done = run(*arguments(tmp_path, cache_dir, f"device_memory_gib={limit}"))
     warnings = [line for line in done.stdout.splitlines() if line[:7] == "warning"]
     assert done.returncode == 0
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"warning  stage 4 (batch 8) needs {needs['4']:.3g} GiB a device")
+    assert warnings[0].startswith(f"warning  stage 3 (batch 8) needs {needs['3']:.3g} GiB a device")
 
 
 def test_equal_shapes_are_one_program_and_passed_stages_none():
@@ -225,7 +225,7 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
         programs.close()
     assert [line.split(":")[0] for line in said] == [
-        *("ready    stage 2 (batch 8)", "ready    stage 3 (batch 4)", "ready    stage 5 (batch 12)")
+        *("ready    stage 1 (batch 8)", "ready    stage 2 (batch 4)", "ready    stage 4 (batch 12)")
     ]
     assert steps[0] is steps[2]
 

@@ -14,11 +14,12 @@ import pytest
 import yaml
 from conftest import BASE, TINY, command, environment, make_config, run
 
+from maxramp.cost import training_flops_per_token
 from maxramp.errors import EXIT_PREEMPTED
 from maxramp.metrics import read_records
-from maxramp.model import training_flops_per_token
 from maxramp.optimizer import LearningRate
 from maxramp.rampup import RampupBatchManager
+from maxramp.tensorboard import read_events
 
 FIELDS = {
     *("step", "stage", "per_device_batch_size", "gradient_accumulation_steps"),
@@ -105,9 +106,11 @@ def test_the_output_folder(uninterrupted):
     config = yaml.safe_load((folder / "config.yml").read_text())
     assert config["steps"] == 460 and config["run_name"] == "a run"
     assert (folder / "ramp.png").read_bytes().startswith(b"\x89PNG")
-    assert list((folder / "tensorboard").iterdir())
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if " of 4: " in line] == [
-        f"stage {i} of 4" for i in (1, 2, 3, 4)
+    for path in (folder / "tensorboard").rglob("events*"):
+        tags = {value.tag for event, _ in read_events(path) for value in event.summary.value}
+        assert tags and all(re.match("(learning|batch|speed)/", tag) for tag in tags), tags
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line[:6] == "stage "] == [
+        f"stage {i} (of 0 to 3)" for i in range(4)
     ]
     assert not done.stderr, done.stderr
 

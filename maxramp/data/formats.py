@@ -16,7 +16,15 @@ import numpy as np
 from maxramp.data import storage
 from maxramp.data.arrayrecord import ArrayRecordFile
 from maxramp.data.megatron import MegatronFile
-from maxramp.data.records import BadRecord, Piece, Record, RecordFile, decode_text, shown
+from maxramp.data.records import (
+    BadRecord,
+    Piece,
+    Record,
+    RecordFile,
+    decode_text,
+    not_utf8,
+    shown,
+)
 from maxramp.data.storage import optional
 from maxramp.errors import ConfigError
 
@@ -154,7 +162,7 @@ class JsonLines(RecordFile):
         try:
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 what = getattr(error, "msg", None) or str(error)
                 raise BadRecord(f"is not JSON ({what}); cut off?") from None
             if not isinstance(record, dict):
@@ -174,6 +182,8 @@ class JsonLines(RecordFile):
         return f"{self.path}: line {count}"
 
     def _torn(self, error: Exception) -> str:
+        if reason := getattr(error, "strerror", None):  # the system's, not the decompressor's
+            return f"{self.path}: cannot be read: {reason}"
         return f"{self.path}: is cut off or no {self._compression} file ({error}); make it again"
 
 
@@ -219,8 +229,8 @@ class ParquetFile(RecordFile):
         with self._open(self._metadata) as file:
             batches = file.iter_batches(1024, list(range(start, stop)), [self.column])
             while batch := self._guarded(lambda: next(batches, None)):
-                for value in batch.column(0).to_pylist():
-                    yield self._value(value, index)
+                for scalar in batch.column(0):
+                    yield self._value(scalar, index)
                     index += 1
 
     def __len__(self) -> int:
@@ -229,14 +239,18 @@ class ParquetFile(RecordFile):
     def __getitem__(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
         column = _ROW_GROUPS.get((self.path, self.column, group), lambda: self._column(group))
-        return self._value(column[index - int(self._starts[group])].as_py(), index)
+        return self._value(column[index - int(self._starts[group])], index)
 
     def _column(self, group: int) -> Any:
         with self._open(self._metadata) as file:
             return self._guarded(lambda: file.read_row_group(group, [self.column]).column(0))
 
-    def _value(self, value: Any, index: int) -> Record:
+    def _value(self, scalar: Any, index: int) -> Record:
         try:
+            try:
+                value = scalar.as_py()
+            except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
+                raise not_utf8(error) from None
             return self._checked(value)
         except BadRecord as bad:
             raise ConfigError(f"{self.where(index)}: {bad}") from None

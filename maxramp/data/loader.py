@@ -14,7 +14,7 @@ import numpy as np
 from maxramp.config import Config
 from maxramp.data.corpus import Corpus
 from maxramp.data.expansion import Expansion
-from maxramp.data.order import EvalBatches, RunRows, StepBatches
+from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
@@ -31,6 +31,7 @@ class Loader:
         expansion: Expansion,
         first_step: int,
         eval_rows: int,
+        shuffle: str = SHUFFLE,
     ):
         """
         Args:
@@ -40,12 +41,13 @@ class Loader:
           expansion: which processes read them.
           first_step: the step whose batch comes first.
           eval_rows: rows of an evaluation batch.
+          shuffle: how the run's shuffles are seeded, one of `order.SHUFFLES`.
 
         Raises:
           ConfigError: the run needs more rows than there are.
         """
         seed = config.data_shuffle_seed if config.enable_data_shuffling else None
-        rows = RunRows(corpus.train, config.num_epoch, seed)
+        rows = RunRows(corpus.train, config.num_epoch, seed, shuffle)
         _check_enough(config, corpus, rows, ramp)
         self._config, self._ramp, self._expansion = config, ramp, expansion
         self._row_length = config.max_target_length + 1

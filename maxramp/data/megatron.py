@@ -8,7 +8,6 @@ is sequences [borders[i], borders[i + 1]) (int64 [d]). A mode per sequence (int8
 
 import array
 import functools
-import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -214,7 +213,6 @@ class MegatronWriter:
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
         self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
-        self._hash = hashlib.blake2b(digest_size=16)
         self.num_tokens, self.max_token = 0, -1
 
     def __enter__(self) -> "MegatronWriter":
@@ -228,14 +226,12 @@ class MegatronWriter:
         tokens = np.concatenate(documents)
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
-        data = tokens.astype(self._dtype).data
-        self._data.write(data)
-        self._hash.update(data)
+        self._data.write(tokens.astype(self._dtype).data)
         self._sizes.extend(map(len, documents))
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Gives both files their names; returns their counts and hash."""
+        """Gives both files their names; returns their counts."""
         sizes = np.asarray(self._sizes, "<i4")
         ends = np.cumsum(sizes, dtype=np.int64)
         pointers = ((ends - sizes) * self._dtype.itemsize).astype("<i8")
@@ -249,12 +245,10 @@ class MegatronWriter:
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(self._unfinished(suffix), f"{self._path}.{suffix}")
-        self._hash.update(sizes.data)
         return {
             "documents": len(sizes),
             "tokens": self.num_tokens,
             "max_token": self.max_token,
-            "hash": self._hash.hexdigest(),
         }
 
     def _unfinished(self, suffix: str) -> str:

@@ -62,6 +62,17 @@ def open_rows(config: Config, reads: bool) -> Corpus:
     held_out: Sequence[np.ndarray] = ()
     if config.eval_interval > 0:
         held_out, _ = _rows_of(config, corpus.held_out, readers)
+        if not len(held_out):
+            source = (
+                f"grain_eval_files={config.grain_eval_files}"
+                if config.grain_eval_files
+                else f"eval_fraction={config.eval_fraction}"
+            )
+            count = len(corpus.held_out)
+            raise ConfigError(
+                f"{source} holds out {count} document{'s'[: count > 1]} of fewer than two tokens: "
+                "nothing to predict; hold out others, or use eval_interval=-1"
+            )
     used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
     layout = config.grain_packing_type if config.packing else "one_per_row"
     return dataclasses.replace(

@@ -75,7 +75,10 @@ class RecordFile(abc.ABC):
           BadRecord: it is neither.
         """
         if self.tokens:
-            ids = np.asarray(value if value is not None else "nothing")
+            try:
+                ids = np.asarray(value if value is not None else "nothing")
+            except ValueError:  # lists of several lengths
+                ids = np.asarray("lists")
             if ids.size == 0:
                 return np.empty(0, np.int32)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -94,6 +97,13 @@ class RecordFile(abc.ABC):
                 f"{self.column} holds no text but {shown(value)}; name another column in "
                 "train_data_columns, or use tokenize_train_data=False for token ids"
             )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON may hold half of a pair, "\ud83d"
+            raise BadRecord(
+                f"{self.column} holds half of a surrogate pair, {value[error.start]!a}, at "
+                f"character {error.start}, which no encoding has; mend it, or leave it out"
+            ) from None
         return value
 
     def _missing(self, there: Iterable[str]) -> "BadRecord":
@@ -114,6 +124,11 @@ def shown(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
+def not_utf8(error: UnicodeDecodeError) -> BadRecord:
+    """What is wrong with a record of bytes that are not UTF-8."""
+    return BadRecord(f"is not UTF-8 text (byte {error.start}); convert it, or leave it out")
+
+
 def decode_text(data: bytes) -> str:
     """UTF-8 bytes as text.
 
@@ -123,9 +138,7 @@ def decode_text(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise BadRecord(
-            f"is not UTF-8 text (byte {error.start}); convert it, or leave it out"
-        ) from None
+        raise not_utf8(error) from None
     if "\0" in text:
         raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
     return text

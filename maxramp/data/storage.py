@@ -84,6 +84,11 @@ def size_of(path: str) -> int:
     return _ask(path, lambda: os.stat(path).st_size, lambda store: store.size(path))
 
 
+def changed_at(path: str) -> int:
+    """When a local file was changed last, in nanoseconds; 0 for one that is far away."""
+    return _ask(path, lambda: os.stat(path).st_mtime_ns, lambda store: 0)
+
+
 def read_bytes(path: str) -> bytes:
     """The whole of a file."""
     with open_binary(path) as file:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from maxramp import config as config_lib
-from maxramp.commandline import take_flag, take_value
+from maxramp.commandline import count, take_flag, take_value
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return gke.apply(run, dry_run)
         if dry_run:
             for nodes in run.node_counts():
-                print(f"{run.processes(nodes)} processes (stage {run.stages_on(nodes)}), each")
+                processes = count(run.processes(nodes), "process")
+                print(f"{processes} (stage {run.stages_on(nodes)}):")
                 print(f"  {slurm.quoted(run.command())}")
             return 0
         return local.run(run)

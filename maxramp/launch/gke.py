@@ -1,15 +1,21 @@
 """Jobs on Kubernetes: a JobSet for the stages on the same nodes, applied one after another.
 
-`gke/{run_name}/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet,
-waits for its end and goes on to the next. It can be ended and started again at any time: what is
+`gke/NAME/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet, waits
+for its end and goes on to the next. It can be ended and started again at any time: what is
 completed stays so.
 
-What the exit statuses become: 75 completes the JobSet; 76, and pods that Kubernetes takes away, are
-replaced without being counted; 2 fails the JobSet at once; anything else restarts all its pods, up
-to `max_restarts` times.
+NAME ends in a hash of everything that is applied, so a changed configuration gets objects of its
+own: it neither changes those of a job that runs nor finds them completed. The label `maxramp/run`
+joins all objects of a run; run.sh refuses to start beside a job of the same run.
+
+What the exit statuses become: 75 completes the JobSet (it fails the last one, which nothing
+follows); 76, and pods that Kubernetes takes away, are replaced without being counted; 2 fails the
+JobSet at once; anything else restarts all its pods, up to `max_restarts` times.
 """
 
+import hashlib
 import itertools
+import json
 import pathlib
 import re
 import shlex
@@ -20,9 +26,10 @@ from typing import Any
 import yaml
 
 from maxramp import topology
+from maxramp.commandline import count
 from maxramp.config import to_yaml
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
-from maxramp.launch.jobs import Run
+from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
 
 _PORT = 8476
 _TPUS = {
@@ -31,28 +38,43 @@ _TPUS = {
 }
 
 # Process 1 of a container: Kubernetes sends it the SIGTERM, and has one status for success.
-_ENTRY = f""""$@" &
+_ENTRY = """"$@" &
 child=$!
 trap 'kill -TERM "$child"' TERM
 wait "$child"; status=$?
 while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
-[ "$status" = {EXIT_STAGE_END} ] && exit 0
+[ "$status" = @SUCCESS@ ] && exit 0
 exit "$status"
 """
 
-_RUN_SH = """#!/bin/sh
+_RUN_SH = r"""#!/bin/sh
 # Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
 set -eu
 cd "$(dirname "$0")"
 is() {
     kubectl -n @NAMESPACE@ wait "--for=condition=$1" "--timeout=$2" "jobset/$name" 2> /dev/null
 }
+# JobSets of this run that another configuration started, each with the conditions that are true.
+states='{.status.conditions[?(@.status=="True")].type}'
+others=$(kubectl -n @NAMESPACE@ get jobset -l 'maxramp/run=@RUN@,maxramp/launch!=@LAUNCH@' \
+    -o "jsonpath={range .items[*]}{.metadata.name} $states{\"\n\"}{end}")
+active=$(echo "$others" | grep -v -E "^$| (.* )?(Completed|Failed)( |$)" || true)
+if [ -n "$active" ]; then
+    echo "error:" ${active%% *} "of this run is active with another configuration;" \
+        "kubectl -n @NAMESPACE@ delete jobset" ${active%% *} "ends it" >&2
+    exit 2
+fi
 kubectl apply -f config.yaml
 for name in @NAMES@; do
+    if is Completed 0s; then
+        echo "$name was completed before; kubectl -n @NAMESPACE@ delete jobset $name forgets it"
+        continue
+    fi
     kubectl apply -f "$name.yaml"
     until is Completed 60s; do
         if is Failed 0s; then
-            echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name" >&2
+            echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name says why;" \
+                "delete it and start again to go on" >&2
             exit 1
         fi
         sleep 1
@@ -78,11 +100,11 @@ def apply(run: Run, dry_run: bool) -> int:
             "credentials, or use --dry-run to see the YAML"
         )
     # The run's folder is the cluster's; what is applied is kept here.
-    folder = pathlib.Path("gke") / run.config.run_name
+    folder = pathlib.Path("gke") / _launch_name(run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text)
+            write_private(folder / name, text)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
     return subprocess.run(["sh", str(folder / "run.sh")], check=False).returncode
@@ -95,25 +117,67 @@ def manifests(run: Run) -> dict[str, str]:
       ConfigError: a key does not fit the cluster.
     """
     config = run.config
-    _check(run)
-    name = _name(config.run_name)
-    files = {
-        "config.yaml": _dump(
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": name, "namespace": config.gke_namespace},
-                "data": {"config.yml": _config_file(run)},
-            }
-        )
-    }
+    launch = _launch_name(run)
+    labels = {"maxramp/run": _run_label(run), "maxramp/launch": launch}
+    config_map = _config_map(run)
+    config_map["metadata"] |= {"name": launch, "labels": labels}
+    files = {"config.yaml": _dump(config_map)}
     names = []
-    for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages):
-        names.append(f"{name}-{len(names)}")
-        files[f"{names[-1]}.yaml"] = _dump(_jobset(run, names[-1], name, nodes))
-    values = {"NAMES": " ".join(names), "NAMESPACE": shlex.quote(config.gke_namespace)}
+    for jobset in _jobsets(run, launch):
+        names.append(jobset["metadata"]["name"])
+        jobset["metadata"].setdefault("labels", {}).update(labels)
+        files[f"{names[-1]}.yaml"] = _dump(jobset)
+    values = {
+        "NAMES": " ".join(names),
+        "NAMESPACE": shlex.quote(config.gke_namespace),
+        "RUN": labels["maxramp/run"],
+        "LAUNCH": launch,
+    }
     files["run.sh"] = re.sub("@([A-Z]+)@", lambda match: values[match[1]], _RUN_SH)
     return files
+
+
+def _launch_name(run: Run) -> str:
+    """The run's name with a hash of all that is applied: another configuration, another name."""
+    _check(run)
+    content = json.dumps([_config_map(run), *_jobsets(run, "")], sort_keys=True)
+    return _hashed(run.config.run_name, content)
+
+
+def _run_label(run: Run) -> str:
+    """A run is a folder of a storage: what all jobs that write there have in common."""
+    config = run.config
+    storage = [config.gke_namespace, config.gke_bucket, config.gke_volume_claim]
+    return _hashed(config.run_name, json.dumps([*storage, str(run.folder)]))
+
+
+def _hashed(name: str, content: str) -> str:
+    """A name as Kubernetes takes it, short because the pods' names grow out of it; its last part
+    tells two contents apart where the first is cut or rewritten to the same.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:21].strip("-")
+    if not slug[:1].isalpha():
+        slug = f"run-{slug}".rstrip("-")
+    return f"{slug}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+def _config_map(run: Run) -> dict[str, Any]:
+    """The configuration as the jobs read it, without a name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"namespace": run.config.gke_namespace},
+        "data": {"config.yml": _config_file(run)},
+    }
+
+
+def _jobsets(run: Run, launch: str) -> list[dict[str, Any]]:
+    """The JobSets of a launch of that name, in the order in which they run."""
+    counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
+    return [
+        _jobset(run, f"{launch}-{i}", launch, nodes, last=i == len(counts) - 1)
+        for i, nodes in enumerate(counts)
+    ]
 
 
 def _dump(manifest: dict[str, Any]) -> str:
@@ -124,7 +188,8 @@ def _dump(manifest: dict[str, Any]) -> str:
 def _config_file(run: Run) -> str:
     """The configuration as the jobs read it: what the command line would have changed is in it."""
     config = run.config.copy_and_resolve_references()
-    config.stop_at_node_change = True
+    for name, value in TRAINER_KEYS.items():
+        config[name] = value
     return to_yaml(config)
 
 
@@ -161,7 +226,7 @@ def _check(run: Run) -> None:
         )
 
 
-def _jobset(run: Run, name: str, config_map: str, nodes: int) -> dict[str, Any]:
+def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice."""
     config = run.config
     tpu = config.gke_accelerator in _TPUS
@@ -191,10 +256,11 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int) -> dict[str, Any]:
                 "volumeAttributes": {"bucketName": config.gke_bucket},
             }
         }
+    entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
     container = {
         "name": "train",
         "image": config.container_image,
-        "command": ["/bin/sh", "-c", "\n".join([*map(str, config.setup_lines), _ENTRY]), "maxramp"],
+        "command": ["/bin/sh", "-c", "\n".join([*map(str, config.setup_lines), entry]), "maxramp"],
         "args": ["python", "-m", "maxramp.train", "/etc/maxramp/config.yml"],
         "env": environment,
         "ports": [{"containerPort": _PORT}],
@@ -226,7 +292,10 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int) -> dict[str, Any]:
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {**on_exit, "values": [EXIT_CONFIG]}},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]},
+                },
                 {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
                 {
                     "action": "Ignore",
@@ -277,16 +346,11 @@ def _slices(run: Run, nodes: int) -> int:
     chips = topology.parse(f"{version}:{config.gke_topology}").chips
     slices, rest = divmod(nodes * config.devices_per_node, chips)
     if rest or chips % config.devices_per_node:
+        taken = nodes * config.devices_per_node
         raise ConfigError(
-            f"stage {run.stages_on(nodes)} takes {nodes} nodes of {config.devices_per_node} "
-            f"chips = {nodes * config.devices_per_node}, no whole slices of gke_topology="
-            f"{config.gke_topology} ({chips} chips); use a smaller topology, or min_nodes="
+            f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
+            f"{count(config.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
+            f"{config.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
             f"{chips // config.devices_per_node}"
         )
     return slices
-
-
-def _name(run_name: str) -> str:
-    """A run's name as Kubernetes takes it: short, for the pods' names grow out of it."""
-    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:30].strip("-")
-    return name if name and name[0].isalpha() else f"run-{name}".rstrip("-")

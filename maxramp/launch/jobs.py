@@ -16,8 +16,14 @@ import ml_collections
 
 from maxramp import config as config_lib
 from maxramp import saved
+from maxramp.cost import PassCost
 from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager, Stage
+from maxramp.resume import origin_of
+
+# What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
+# trainer would copy them, and the passwords in them, to its config.yml and checkpoints.
+TRAINER_KEYS = {"stop_at_node_change": True, "setup_lines": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Run:
       config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
       arguments: the command line of maxramp.train.
       folder: the run's output folder.
-      stages: the plan's, to the end of the run.
+      stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
     """
 
     config: ml_collections.ConfigDict
@@ -59,21 +65,24 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        ramp = _plan(config)
-        stages = ramp.stages_between(0, ramp.total_steps)
+        folder = pathlib.Path(config.base_output_directory).expanduser().absolute()
+        folder /= config.run_name
+        ramp = _plan(config, _newest(folder))
+        first = ramp.stages[0].first_step
+        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         ramp.check(stages)
         for nodes in {stage.nodes for stage in stages}:
             _resolve(config, nodes)
         ours = {
             "num_nodes": config.num_nodes,
             "devices_per_node": config.devices_per_node,
-            "stop_at_node_change": True,
+            **TRAINER_KEYS,
         }
         given = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
             config,
             (*given, *(f"{name}={value}" for name, value in ours.items())),
-            pathlib.Path(config.base_output_directory).expanduser().absolute() / config.run_name,
+            folder,
             tuple(stages),
         )
 
@@ -83,16 +92,13 @@ class Run:
         Raises:
           ConfigError: the newest checkpoint is one of another program.
         """
-        step, consumed = self.position()
-        return _plan(self.config, first_step=step, first_sample=consumed).stages[0].nodes
+        position = _newest(self.folder)
+        return _plan(self.config, position).stage_at_step(position.step if position else 0).nodes
 
-    def position(self) -> tuple[int, int]:
-        """Steps done and samples consumed in the newest whole checkpoint; 0, 0 before the first."""
-        folder = self.folder / "checkpoints"
-        for step in reversed(saved.steps_in(folder)):
-            with contextlib.suppress(saved.TornError):  # as a restart does
-                return step, saved.read(folder / str(step)).consumed_samples
-        return 0, 0
+    def steps_done(self) -> int:
+        """Steps done in the newest whole checkpoint; 0 before the first."""
+        position = _newest(self.folder)
+        return position.step if position else 0
 
     def node_counts(self) -> list[int]:
         """Every number of nodes that a job of the run has, in the order of the plan."""
@@ -116,9 +122,35 @@ class Run:
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _plan(config: ml_collections.ConfigDict, **origin: int) -> RampupBatchManager:
+def _newest(folder: pathlib.Path) -> saved.Saved | None:
+    """The newest whole checkpoint of a run's folder."""
+    for step in reversed(saved.steps_in(folder / "checkpoints")):
+        with contextlib.suppress(saved.TornError):  # as a restart does
+            return saved.read(folder / "checkpoints" / str(step))
+    return None
+
+
+def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
+    """Writes a file that only its owner can read: setup_lines may hold passwords.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.touch(mode)
+    path.chmod(mode)  # of one that was there already
+    path.write_text(text)
+
+
+def _plan(config: ml_collections.ConfigDict, position: saved.Saved | None) -> RampupBatchManager:
+    """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     target = _resolve(config, config.num_nodes)
-    return RampupBatchManager(target, usable=config_lib.mesh_checker(config), **origin)
+    origin, _ = origin_of(target, config.num_nodes * config.devices_per_node, position)
+    return RampupBatchManager(
+        target,
+        usable=config_lib.mesh_checker(config),
+        restart_passes=PassCost(target).restart,
+        **origin,
+    )
 
 
 def _resolve(config: ml_collections.ConfigDict, nodes: int) -> config_lib.Config:

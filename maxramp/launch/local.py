@@ -5,6 +5,7 @@ on Linux the kernel kills it when the launcher dies (`bound`).
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,10 +16,13 @@ import threading
 import time
 from typing import IO
 
+from maxramp.commandline import count
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
+# Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
+_CONNECTED = "[Gloo] Rank "
 
 
 def run(launch: Run) -> int:
@@ -27,24 +31,31 @@ def run(launch: Run) -> int:
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """
     stop = _Stop()
-    crashes = 0
+    nodes = launch.next_nodes()
+    failures, most = 0, launch.config.max_restarts  # since a job left a newer checkpoint
     while True:
-        nodes = launch.next_nodes()
+        before = launch.steps_done()
         _say(
-            f"{launch.processes(nodes)} processes as {nodes} node{'s'[: nodes > 1]} of "
-            f"{launch.config.devices_per_node} devices"
+            f"{count(launch.processes(nodes), 'process')} for {count(nodes, 'node')} of "
+            f"{count(launch.config.devices_per_node, 'device')}"
         )
         status = _run_job(launch, nodes, stop)
         if status in (0, EXIT_CONFIG) or stop.asked:
             return status
-        if status in (EXIT_STAGE_END, EXIT_PREEMPTED):
-            crashes = 0
-        elif crashes == launch.config.max_restarts:
-            _say(f"exit status {status}; gave up after max_restarts={crashes} starts again")
+        if status == EXIT_STAGE_END:
+            nodes = json.loads((launch.folder / "next_stage.json").read_text())["nodes"]
+        if progressed := launch.steps_done() > before:
+            failures = 0
+        if progressed and status in (EXIT_STAGE_END, EXIT_PREEMPTED):
+            continue
+        if failures == most:
+            _say(
+                f"exit status {status}: gave up after max_restarts={most} starts without a newer "
+                "checkpoint"
+            )
             return status
-        else:
-            crashes += 1
-            _say(f"exit status {status}; start {crashes} of {launch.config.max_restarts} again")
+        failures += 1
+        _say(f"exit status {status}: starting again ({failures} of {most})")
 
 
 class _Stop:
@@ -146,7 +157,8 @@ def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, st
 
 def _print(stream: IO[str], out: IO[str], place: int) -> None:
     for line in stream:
-        print(f"[{place}] {line.rstrip()}", file=out, flush=True)
+        if not line.startswith(_CONNECTED):
+            print(f"[{place}] {line.rstrip()}", file=out, flush=True)
 
 
 def _say(line: str) -> None:

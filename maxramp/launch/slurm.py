@@ -5,6 +5,7 @@ can be read, changed and submitted by hand. `chain.jsonl` beside them says what 
 """
 
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -15,9 +16,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from maxramp.commandline import print_table
+from maxramp.commandline import count, print_table
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
-from maxramp.launch.jobs import Run
+from maxramp.launch.jobs import Run, write_private
 
 _SCRIPT = r"""#!/usr/bin/env bash
 # Stage @STAGES@ of a run, on @NODES@ of its nodes. Written by maxramp.launch.
@@ -27,7 +28,7 @@ cd -- @DIRECTORY@ || exit 1
 folder=@FOLDER@
 command=(@COMMAND@)
 nodes=@NODES@
-restarts=${MAXRAMP_RESTARTS:-0}  # after crashes, one after another
+restarts=${MAXRAMP_RESTARTS:-0}  # after failures, since a job left a newer checkpoint
 
 # Where the processes of the job find each other; each knows its place by SLURM_PROCID.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -45,18 +46,35 @@ note() {  # event, exit status or null: a line of chain.jsonl
         >> "$folder/slurm/chain.jsonl"
 }
 
-submit() {  # nodes, crashes so far: the next job of the chain
-    local job
+newest() {  # steps done in the newest checkpoint; 0 before the first
+    local steps
+    steps=$(ls "$folder/checkpoints" 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)
+    echo "${steps:-0}"
+}
+before=$(newest)
+
+submit() {  # nodes, 1 after a failure: the next job of the chain
+    local job failed=$2
+    if [ "$(newest)" -gt "$before" ]; then
+        restarts=0
+    else
+        failed=1  # however orderly it ended: without progress the chain would go on for ever
+    fi
+    if [ "$failed" = 1 ] && [ "$restarts" -ge @MAX_RESTARTS@ ]; then
+        echo "launch   gave up after max_restarts=$restarts starts without a newer checkpoint"
+        return
+    fi
     cd -- "$folder/slurm" || return 1
-    job=$(MAXRAMP_RESTARTS=$2 sbatch --parsable "$1-nodes.sh") || return 1
-    echo "launch   job ${job%%;*} goes on, on $1 nodes"
+    restarts=$((restarts + failed))
+    job=$(MAXRAMP_RESTARTS=$restarts sbatch --parsable "$1-nodes.sh") || return 1
+    echo "launch   job ${job%%;*} continues the run (nodes: $1, failed starts: $restarts)"
 }
 
 limit=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || echo 9999999999)
 ended() {  # SIGTERM to this script: the time limit came before the save, or somebody's scancel
     if [ "$(date +%s)" -ge $((limit - 2)) ]; then
         note limit null
-        submit "$nodes" "$restarts"
+        submit "$nodes" 0
     else
         note cancelled null
     fi
@@ -74,13 +92,7 @@ case $status in
     0 | @CONFIG@) ;;  # finished; or the configuration is wrong, and would be again
     @STAGE_END@) submit "$(sed -n 's/.*"nodes": \([0-9]*\).*/\1/p' "$folder/next_stage.json")" 0 ;;
     @PREEMPTED@) submit "$nodes" 0 ;;
-    *)
-        if [ "$restarts" -lt @MAX_RESTARTS@ ]; then
-            submit "$nodes" $((restarts + 1))
-        else
-            echo "launch   exit status $status; gave up after max_restarts=$restarts starts again"
-        fi
-        ;;
+    *) submit "$nodes" 1 ;;
 esac
 exit "$status"
 """
@@ -116,8 +128,7 @@ def submit(run: Run, dry_run: bool) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in scripts.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
+            write_private(folder / name, text, mode=0o700)
     except OSError as error:
         raise ConfigError(
             f"base_output_directory={run.config.base_output_directory}: cannot write to "
@@ -129,7 +140,8 @@ def submit(run: Run, dry_run: bool) -> int:
     if done.returncode:
         reason = " ".join(done.stderr.replace("sbatch: error:", "").split())
         raise ConfigError(f"sbatch refused {folder / first}: {reason}")
-    print(f"launch   job {done.stdout.strip().partition(';')[0]} submitted on {nodes} nodes")
+    job = done.stdout.strip().partition(";")[0]
+    print(f"launch   job {job} submitted on {count(nodes, 'node')}")
     print(
         f"see      {folder}: the scripts, the jobs' output, chain.jsonl; --status shows the chain"
     )
@@ -149,7 +161,7 @@ def print_status(run: Run) -> None:
         ]
         for e in entries
     )
-    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows, 120)
+    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
     done = max((e["to"] for e in entries), default=0)
     last = run.stages[-1]
     stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
@@ -162,7 +174,7 @@ _ENDS = {
     0: "finished",
     EXIT_CONFIG: "configuration is wrong",
     EXIT_STAGE_END: "stage ended",
-    EXIT_PREEMPTED: "stopped and saved",
+    EXIT_PREEMPTED: "stopped",
 }
 
 
@@ -206,7 +218,7 @@ def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
     found = {}
     for line in done.stdout.splitlines():
         job, nodes, state, directory = line.split("|", 3)
-        if directory == str(folder):
+        if os.path.realpath(directory) == os.path.realpath(folder):
             found[int(job)] = (int(nodes), state)
     return found
 

@@ -1,0 +1,44 @@
+"""What commands there are, and any of them by its name.
+
+python -m maxramp [COMMAND ARGUMENTS ...]
+"""
+
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+
+from maxramp.errors import ConfigError, report
+
+COMMANDS = {
+    "train": "trains a model, or goes on with a run where it stands",
+    "plan": "shows what a run will do: stages, nodes, memory, learning rate",
+    "prepare": "tokenizes documents into files that training reads by row number",
+    "launch": "starts a run here, under SLURM or on GKE, and keeps it going to its end",
+    "compile": "compiles every stage for a TPU pod, without one",
+    "checkpoint": "lists, shows and verifies the checkpoints of a run",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status, unless the command ends the process."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print("usage: python -m maxramp COMMAND ...   or   maxramp COMMAND ...\n")
+        for command, what in COMMANDS.items():
+            print(f"  {command:<12}{what}")
+        print("\nmaxramp COMMAND --help lists its arguments. A first run, in about a minute:\n")
+        print("  maxramp train configs/base.yml")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        return report(ConfigError(f"{name} is not a command of maxramp; {hint}"))
+    sys.argv[1:] = rest
+    # As `python -m maxramp.NAME`, processes that it starts included: they run its module again.
+    runpy.run_module(f"maxramp.{name}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
