@@ -90,7 +90,7 @@ def make_loader(config) -> tuple[Loader, RampupBatchManager]:
     mesh = mesh_lib.make_mesh(config)
     expansion = Expansion(mesh, 1)
     ramp = RampupBatchManager(config, 1)
-    return Loader(config, open_rows(config, True), ramp, expansion, 0, BATCH), ramp
+    return Loader(config, open_rows(config, True, lambda: None), ramp, expansion, 0, BATCH), ramp
 
 
 def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float:

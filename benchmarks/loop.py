@@ -17,7 +17,8 @@ PROGRAM = """
 import sys, time, statistics
 import jax
 from maxramp import metrics, processes
-from maxramp.train import end_process, main
+from maxramp.processes import end_process
+from maxramp.train import main
 join = processes.join
 def join_and_dispatch(timeout):  # to threads of XLA's, as to an accelerator
     jax.config.update("jax_cpu_enable_async_dispatch", True)

@@ -18,7 +18,8 @@ from figures import ROOT, parser, save
 PROGRAM = """
 import sys
 from maxramp import stages
-from maxramp.train import end_process, main
+from maxramp.processes import end_process
+from maxramp.train import main
 {patch}
 end_process(main(sys.argv[1:]))
 """

@@ -3,6 +3,11 @@
 python -m maxramp.checkpoint ls|show|verify PATH [PATH ...]
 """
 
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
 import argparse
 import contextlib
 import pathlib

@@ -4,6 +4,11 @@ python -m maxramp.compile CONFIG.yml compile_topology=v5p:8x8x16 [compile_topolo
     [key=value ...] [--json]
 """
 
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
 import functools
 import json
 import pathlib

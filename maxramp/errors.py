@@ -1,12 +1,13 @@
 """How a run says no: one line on stderr, and an exit status that other programs rely on."""
 
+import re
 import sys
 
 EXIT_FAILED = 1  # the run could not go on
 EXIT_CONFIG = 2  # the configuration or the command line is wrong
 EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for the next one
 EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
-EXIT_LOST = 77  # no step for hang_timeout_seconds, or a peer process was lost: start again
+EXIT_LOST = 77  # no progress for hang_timeout_seconds, or a peer process was lost: start again
 
 
 class ConfigError(ValueError):
@@ -25,11 +26,25 @@ class PeerLostError(TrainingError):
     """Another process of the job ended. Programs exit with status 77: start the job again."""
 
 
+def reason_of(error: Exception) -> str:
+    """What a library raised, in one line; where memory ran out, with the remedy."""
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    of_device = "RESOURCE_EXHAUSTED" in text and re.search("memory|allocat", text, re.IGNORECASE)
+    if not (of_device or isinstance(error, MemoryError) or "std::bad_alloc" in text):
+        return text
+    what = re.sub("^(RESOURCE_EXHAUSTED: )?(out of memory )?", "", text, flags=re.IGNORECASE)
+    return (
+        f"out of memory: {what.rstrip('.')}; use a smaller "
+        "per_device_batch_size (gradient_accumulation_steps keeps the global batch), "
+        "remat_policy=full, or more ici_fsdp_parallelism"
+    )
+
+
 def report(error: Exception) -> int:
     """Prints an error in one line on stderr; returns the exit status that goes with it."""
-    text = str(error).strip()
-    if not isinstance(error, ConfigError | TrainingError):
-        text = text.partition("\n")[0][:300]  # JAX's own, such as too little memory: its first line
+    text = (
+        str(error).strip() if isinstance(error, ConfigError | TrainingError) else reason_of(error)
+    )
     print(f"error: {' '.join(text.splitlines())}", file=sys.stderr)
     if isinstance(error, ConfigError):
         return EXIT_CONFIG

@@ -4,6 +4,11 @@ python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
     [--compiled FILE]
 """
 
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
 import itertools
 import json
 import pathlib

@@ -4,27 +4,33 @@ import os
 import signal
 import sys
 import threading
-
-import jax
-from jax.experimental import multihost_utils
+import time
+from collections.abc import Callable
+from typing import NoReturn
 
 from maxramp.errors import EXIT_PREEMPTED
+
+_REPEATS = 1.0  # seconds in which a signal that comes again is the same wish: a key that is held
 
 
 class Preemption:
     """Notices a signal and lets the loop end after the step it is in.
 
     Before the first step of a start nothing can be lost, and a signal ends the process at once.
-    From then on the first SIGTERM or SIGINT asks the run to save and end; a SIGINT after it ends
-    the process at once. A thread hears the signals: the main thread may be in a compile or wait for
-    a device, where Python would not notice them.
+    From then on the first SIGTERM or SIGINT asks the run to save and end; a SIGINT more than a
+    second after it ends the process at once. A thread hears the signals: the main thread may be in
+    a compile or wait for a device, where Python would not notice them.
 
     In a job of several processes JAX's own service takes SIGTERM, passes it on, and makes all of
     them stop after the same step; SIGINT is handed to it.
+
+    Make one before JAX is imported, which takes a second.
     """
 
     def __init__(self):
+        self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = False
+        self._end: Callable[[int], NoReturn] = os._exit
         ears, mouth = os.pipe()
         os.set_blocking(mouth, False)
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
@@ -32,9 +38,14 @@ class Preemption:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, args=(ears,), name="signals", daemon=True).start()
 
-    def begin(self) -> None:
-        """The processes of the job have joined."""
-        self._several = jax.process_count() > 1
+    def begin(self, several: bool, end: Callable[[int], NoReturn]) -> None:
+        """The processes of the job have joined.
+
+        Args:
+          several: whether there are others.
+          end: ends this process at once, with a status, and the job.
+        """
+        self._several, self._end = several, end
 
     def ask(self) -> None:
         """Asks for the end as a scheduler would: every process of the job hears of it."""
@@ -43,20 +54,29 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _listen(self, ears: int) -> None:
+        heard = None  # when the first signal came
         while True:
             number = os.read(ears, 1)[0]
-            if self._asked and number == signal.SIGINT:
-                os._exit(128 + number)
-            self.ask()
-            if not (self._several or self._has_trained):
-                cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
-                line = "stopped by a signal before a step was done; start again to go on"
-                os.write(1, f"{cursor}{line}\n".encode())
-                os._exit(EXIT_PREEMPTED)
+            if heard is None:
+                heard = time.monotonic()
+                if not (self._several or self._has_trained):
+                    self._leave("stopped by a signal before a step was done; start again to go on")
+                    os._exit(EXIT_PREEMPTED)
+                self.ask()
+                self.say("stopping after this step (Ctrl-C again ends at once and saves nothing)")
+            elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
+                self._leave("ended at once by a second Ctrl-C: nothing was saved")
+                self._end(128 + number)
+
+    def _leave(self, line: str) -> None:
+        cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
+        print(f"{cursor}{line}", flush=True)
 
     def reached(self, step: int) -> bool:
         """Whether to save and end after `step` steps; the same answer on every process."""
         self._has_trained = True
         if self._several:
+            from jax.experimental import multihost_utils
+
             return multihost_utils.reached_preemption_sync_point(step)
         return self._asked

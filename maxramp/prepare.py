@@ -4,6 +4,11 @@ python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ..
 python -m maxramp.prepare --inspect DIR
 """
 
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.outlive_readers()
+
 import argparse
 import contextlib
 import os

@@ -11,11 +11,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
 
-from maxramp.errors import EXIT_LOST, ConfigError, TrainingError
+from maxramp import lifeline
+from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
 
 # Names of threads that a process cannot wait for when it ends.
 COMPILING, SAVING = "compile", "save"
@@ -49,6 +52,8 @@ def join(timeout: float) -> None:
         except ValueError as error:  # "coordinator_address should be defined": no cluster around us
             if "coordinator_address" not in str(error):
                 raise ConfigError(f"jax.distributed: {error}") from None
+            return
+        lifeline.watch()
         return
     values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
     host, _, port = values[0].rpartition(":")
@@ -71,6 +76,7 @@ def join(timeout: float) -> None:
     jax.distributed.initialize(
         f"{host}:{port}", count, place, coordinator_bind_address=bound, initialization_timeout=60
     )
+    lifeline.watch()
 
 
 def _wait_for_all(address: str, port: int, count: int, timeout: float) -> None:
@@ -183,15 +189,32 @@ def _report(host: str, port: int, place: int, count: int, timeout: float) -> Non
     )
 
 
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a program of a job and ends the process with the exit status that it returns.
+
+    What it raises is printed and ends the process too: an interpreter that shut down by itself
+    would wait for the other processes.
+    """
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+        status = EXIT_FAILED
+    end_process(status)
+
+
 def end_process(status: int) -> NoReturn:
-    """Ends the process, also while a program is being compiled, or without its peers.
+    """Ends the process, also while a program is being compiled, and a job that it ends.
 
     A compile cannot be interrupted, and an interpreter that shuts down under one aborts; a save
-    that failed elsewhere waits for it; and one that shuts down in a job waits for the others.
+    that failed elsewhere waits for it; and one that shuts down in a job waits for the others,
+    which is right only where all end in good order.
     """
-    alone = status == EXIT_LOST
+    status = lifeline.leave(status)
+    several = jax.distributed.is_initialized()
+    alone = several and status not in lifeline.ORDERLY
     if alone or any(thread.name in (COMPILING, SAVING) for thread in threading.enumerate()):
-        if jax.process_count() > 1 and not alone:
+        if several and not alone:
             jax.distributed.shutdown()  # as the interpreter would: the others wait for it
         sys.stdout.flush()
         sys.stderr.flush()

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp import heap, processes
 from maxramp.config import Config
 from maxramp.data.expansion import Expansion
-from maxramp.errors import TrainingError
+from maxramp.errors import TrainingError, reason_of
 from maxramp.memory import GIB, compiled_bytes, device_memory
 from maxramp.mesh import platform
 from maxramp.model import Decoder
@@ -252,8 +252,9 @@ class Programs:
             try:
                 compiled = lowered.compile(self._options or None)
             except Exception as error:  # whatever the compiler raises is the answer to who asks
-                reason = " ".join(str(error).split())[:300]
-                failure = TrainingError(f"the program of {program.name} did not compile: {reason}")
+                failure = TrainingError(
+                    f"the program of {program.name} did not compile: {reason_of(error)}"
+                )
                 self._failure = self._failure or failure
                 self._on_failure()
                 program.compiled.set_exception(failure)

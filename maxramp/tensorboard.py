@@ -1,14 +1,16 @@
 """tensorboard/: the numbers of metrics.jsonl over steps, and the losses over consumed samples.
 
 Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
-They are written here and now, and not in tensorboardX's thread: what is flushed is in the file, and
-a full disk is an error and not a queue that never empties.
+They are written here and now, and not in tensorboardX's thread: what is flushed is in the file.
+While a disk is full, what could not be written waits in memory, as that of metrics.jsonl does.
 """
 
+import contextlib
 import pathlib
+import platform
 import struct
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from maxramp.metrics import Record
 
@@ -26,6 +28,7 @@ _GROUPS = {
     ),
 }
 _TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
+_BUFFER_BYTES = 8192  # of events that are written together
 
 
 class TensorBoardWriter:
@@ -52,30 +55,32 @@ class TensorBoardWriter:
         self._by_sample.write(record["consumed_samples"], losses)
 
     def flush(self) -> None:
-        """Hands everything to the file system."""
+        """Hands everything to the file system.
+
+        Raises:
+          OSError: it takes no more.
+        """
         self._by_step.flush()
         self._by_sample.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        self._by_step.close()
-        self._by_sample.close()
+        try:
+            self._by_step.close()
+        finally:
+            self._by_sample.close()
 
 
 class _Events:
     """The event files of one folder."""
 
     def __init__(self, folder: pathlib.Path, first: int):
-        self._folder, self._first, self._writer = folder, first, None
+        self._folder, self._first = folder, first
+        self._file: BinaryIO | None = None
+        self._unwritten = b""
 
     def write(self, place: int, numbers: dict[str, Any]) -> None:
-        if self._writer is None:  # when the first step is done: the import takes a while
-            from tensorboardX.event_file_writer import EventsWriter
-
-            _cut(self._folder, self._first)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(self._folder / "events"), f"{_OURS}{self._first}")
-        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
         values = [
             summary_pb2.Summary.Value(tag=_TAGS.get(name, name), simple_value=number)
@@ -83,15 +88,44 @@ class _Events:
         ]
         summary = summary_pb2.Summary(value=values)
         event = event_pb2.Event(wall_time=time.time(), step=place, summary=summary)
-        self._writer.write_event(event)
+        self._unwritten += _framed(event)
+        if len(self._unwritten) > _BUFFER_BYTES:
+            with contextlib.suppress(OSError):  # `flush` says so
+                self.flush()
 
     def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        if self._unwritten and self._file is None:
+            self._file = self._open()
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _open(self) -> BinaryIO:
+        from tensorboardX.proto import event_pb2
+
+        _cut(self._folder, self._first)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now)}.{platform.node()}{_OURS}{self._first}"
+        file = (self._folder / name).open("ab", buffering=0)
+        version = event_pb2.Event(wall_time=now, file_version="brain.Event:2")
+        self._unwritten = _framed(version) + self._unwritten
+        return file
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+
+def _framed(event: Any) -> bytes:
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
+    return length + next(checksums) + data + next(checksums)
 
 
 def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
@@ -136,11 +170,6 @@ def _is_ours(events: list[tuple[Any, int]]) -> bool:
 
 def _write_events(path: pathlib.Path, events: list[Any]) -> None:
     """Writes an event file at once: a kill leaves the old one or the new one."""
-    from tensorboardX.record_writer import RecordWriter
-
     writing = path.with_name(f".{path.name}.tmp")  # a name that TensorBoard does not read
-    writer = RecordWriter(str(writing))
-    for event in events:
-        writer.write(event.SerializeToString())
-    writer.close()
+    writing.write_bytes(b"".join(map(_framed, events)))
     writing.replace(path)

@@ -3,17 +3,25 @@
 python -m maxramp.train CONFIG.yml [key=value ...]
 """
 
+import sys
+
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+    from maxramp.preemption import Preemption
+
+    console.outlive_readers()
+    _PREEMPTION = Preemption()
+
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from maxramp import config as config_lib
-from maxramp import heap
+from maxramp import heap, lifeline
 from maxramp import mesh as mesh_lib
 from maxramp.commandline import print_note
 from maxramp.config import Config
@@ -33,7 +41,7 @@ from maxramp.notations import exact
 from maxramp.optimizer import LearningRate
 from maxramp.output import Output
 from maxramp.preemption import Preemption
-from maxramp.processes import end_process
+from maxramp.processes import run
 from maxramp.profiling import Profiler
 from maxramp.resume import Schedule, changes_since
 from maxramp.saved import Saved
@@ -42,30 +50,37 @@ from maxramp.stages import HeldState, Programs, abstract_state, initial_state
 from maxramp.watchdog import Watchdog
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
-    preemption = Preemption()
+    preemption = preemption or Preemption()
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         loaded = config_lib.load(arguments, note=notes.append)
-        mesh_lib.start_backend(loaded)
-        for line in notes if jax.process_index() == 0 else ():
-            print_note(line)
-        preemption.begin()
-        config = config_lib.resolve(
-            loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
-        )
-        take_up = functools.partial(
-            Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
-        )
-        mesh = mesh_lib.make_mesh(config)
-        jax.set_mesh(mesh)
-        expansion = Expansion(mesh, config.expansion_factor_real_data)
-        corpus = open_rows(config, expansion.reads)
-        return train(config, corpus, expansion, take_up, preemption)
+        with Watchdog(loaded.hang_timeout_seconds) as watchdog:
+            return _run(loaded, notes, preemption, watchdog)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
+
+
+def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
+    """Starts the backend, opens the data and trains."""
+    mesh_lib.start_backend(loaded)
+    for line in notes if jax.process_index() == 0 else ():
+        print_note(line)
+    watchdog.beat()
+    preemption.begin(jax.process_count() > 1, lifeline.end_now)
+    config = config_lib.resolve(
+        loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
+    )
+    take_up = functools.partial(
+        Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
+    )
+    mesh = mesh_lib.make_mesh(config)
+    jax.set_mesh(mesh)
+    expansion = Expansion(mesh, config.expansion_factor_real_data)
+    corpus = open_rows(config, expansion.reads, watchdog.beat)
+    return train(config, corpus, expansion, take_up, preemption, watchdog)
 
 
 def train(
@@ -74,6 +89,7 @@ def train(
     expansion: Expansion,
     take_up: Callable[[Saved | None], Schedule],
     preemption: Preemption,
+    watchdog: Watchdog,
 ) -> int:
     """Trains from where the run stands to the end of the run or the stage, on the mesh that is set.
 
@@ -83,6 +99,7 @@ def train(
       expansion: which processes read them.
       take_up: where a checkpoint stands -> the schedule from there.
       preemption: whether somebody asked the run to stop.
+      watchdog: told of every step.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -94,8 +111,9 @@ def train(
     """
     mesh = jax.sharding.get_mesh()
     with contextlib.ExitStack() as closing:
-        watchdog = closing.enter_context(Watchdog(config.hang_timeout_seconds))
         output = closing.enter_context(Output(config))
+        if jax.process_index() == 0:
+            preemption.say = output.say
         checkpoints = closing.enter_context(
             Checkpoints(config, output.folder / "checkpoints", corpus.hash, output.warn)
         )
@@ -190,4 +208,4 @@ def train(
 
 
 if __name__ == "__main__":
-    end_process(main())
+    run(functools.partial(main, preemption=_PREEMPTION))

@@ -1,15 +1,15 @@
 """Ending a process that hangs."""
 
 import faulthandler
-import os
 import sys
 import threading
 
+from maxramp import lifeline
 from maxramp.errors import EXIT_LOST
 
 
 class Watchdog:
-    """Ends the process when no step is done for `timeout_seconds`.
+    """Ends the process when nothing gets done for `timeout_seconds`.
 
     A device, a peer or a file system that hangs raises nothing: the loop waits in it for ever, and
     with it every other process of the job. Each of them has its own watchdog. What counts is the
@@ -30,7 +30,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self) -> None:
-        """A step is done."""
+        """A step is done, or before the first a part of the data is opened."""
         self._waited = 0.0
 
     def _watch(self) -> None:
@@ -39,13 +39,13 @@ class Watchdog:
             if self._waited >= self._timeout:
                 faulthandler.dump_traceback(all_threads=True)
                 print(
-                    f"error: no step was done for hang_timeout_seconds={self._timeout:g}: this "
-                    "process or a peer hangs (above, where its threads stand); start again to go "
-                    "on from the last checkpoint",
+                    f"error: no progress for hang_timeout_seconds={self._timeout:g}: this process, "
+                    "its storage or a peer hangs (above, where its threads stand); start again to "
+                    "go on from the last checkpoint",
                     file=sys.stderr,
                     flush=True,
                 )
-                os._exit(EXIT_LOST)
+                lifeline.end_now(EXIT_LOST)
 
     def __enter__(self) -> "Watchdog":
         if self._timeout > 0:

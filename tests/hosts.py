@@ -42,7 +42,7 @@ def serve(first_step: int, loaded) -> dict:
     mesh = mesh_lib.make_mesh(config)
     with jax.set_mesh(mesh):
         expansion = Expansion(mesh, config.expansion_factor_real_data)
-        corpus = open_rows(config, expansion.reads)
+        corpus = open_rows(config, expansion.reads, lambda: None)
         ramp = RampupBatchManager(config, jax.device_count())
         eval_rows = int(config.eval_per_device_batch_size * jax.device_count())
         loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)

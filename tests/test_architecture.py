@@ -15,6 +15,7 @@ LAYERS = (
     (
         "errors",
         "locking",
+        "console",
         "commandline",
         "rows",
         "yamlfile",
@@ -29,7 +30,7 @@ LAYERS = (
         "topology",
         "hlo",
     ),
-    ("processes", "heap", "mesh", "saved"),
+    ("lifeline", "processes", "heap", "mesh", "saved"),
     ("attention", "loss", "optimizer"),
     ("model",),
     ("step",),

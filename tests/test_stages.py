@@ -29,7 +29,8 @@ PATCHED = """
 import os, sys, threading
 import jax
 from maxramp import stages
-from maxramp.train import end_process, main
+from maxramp.processes import end_process
+from maxramp.train import main
 {patch}
 end_process(main(sys.argv[1:]))
 """

@@ -4,8 +4,10 @@ Processes that do not read learn the sizes from those that do. What is wrong in 
 of them with the same line, before anything is trained.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -24,9 +26,10 @@ _LAYOUTS = {
     "best_fit": packing.best_fit,
 }
 _BLOCK = 256  # documents whose lengths are counted together
+_ROUND = 4096  # blocks that a process counts between two words with the others
 
 
-def open_rows(config: Config, reads: bool) -> Corpus:
+def open_rows(config: Config, reads: bool, beat: Callable[[], None]) -> Corpus:
     """The rows that a resolved config names; called by all processes of the job.
 
     Documents are laid out in rows, for which their lengths are counted: a pass over the data that
@@ -35,12 +38,14 @@ def open_rows(config: Config, reads: bool) -> Corpus:
     Args:
       config: a resolved config.
       reads: whether this process opens the data. The others get rows with a number only.
+      beat: called on every process whenever some of the data has been opened.
 
     Raises:
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
     corpus = together(lambda: open_corpus(config) if reads else None)
+    beat()
     summaries = exchange(corpus.summary() if corpus else None)
     for process, other in enumerate(summaries):
         if other is not None and other != summaries[0]:
@@ -54,14 +59,14 @@ def open_rows(config: Config, reads: bool) -> Corpus:
     readers = [process for process, other in enumerate(summaries) if other is not None]
     train, full = [], []
     for part in corpus.train:
-        rows, used = _rows_of(config, part.items, readers)
+        rows, used = _rows_of(config, part.items, readers, beat)
         if not len(rows):
             raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
         train.append(dataclasses.replace(part, items=rows))
         full.append((used, len(rows)))
     held_out: Sequence[np.ndarray] = ()
     if config.eval_interval > 0:
-        held_out, _ = _rows_of(config, corpus.held_out, readers)
+        held_out, _ = _rows_of(config, corpus.held_out, readers, beat)
         if not len(held_out):
             source = (
                 f"grain_eval_files={config.grain_eval_files}"
@@ -88,10 +93,13 @@ def open_rows(config: Config, reads: bool) -> Corpus:
 
 
 def _rows_of(
-    config: Config, documents: Sequence[np.ndarray], readers: list[int]
+    config: Config,
+    documents: Sequence[np.ndarray],
+    readers: list[int],
+    beat: Callable[[], None],
 ) -> tuple[packing.PackedRows, int]:
     """The rows of documents, and the tokens in them."""
-    lengths = _count(config, documents, readers)
+    lengths = _count(config, documents, readers, beat)
     lay_out = _LAYOUTS[config.grain_packing_type] if config.packing else packing.one_per_row
     layout = lay_out(lengths, config.max_target_length)
     rows = packing.PackedRows(documents, layout, config.max_target_length, config.packing)
@@ -115,8 +123,16 @@ class _Lengths:
         return f"{self._documents}: block of {_BLOCK} documents"
 
 
-def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) -> np.ndarray:
-    """The lengths of all documents, each counted by one of the processes that read."""
+def _count(
+    config: Config,
+    documents: Sequence[np.ndarray],
+    readers: list[int],
+    beat: Callable[[], None],
+) -> np.ndarray:
+    """The lengths of all documents, each counted by one of the processes that read.
+
+    In rounds, so that every process notices that the others get on, and that one has failed.
+    """
     if not len(documents):
         return np.empty(0, np.int32)
     blocks = _Lengths(documents)
@@ -127,14 +143,13 @@ def _count(config: Config, documents: Sequence[np.ndarray], readers: list[int]) 
         reader = readers.index(jax.process_index())
         own = bounds[reader : reader + 2]
 
-    def count() -> np.ndarray:
-        reading = ReadAhead(blocks, *own, config, 4 * _BLOCK, config.grain_worker_count)
-        try:
-            return np.concatenate([np.empty(0, np.int32), *reading])
-        finally:
-            reading.close()
-
-    counted = together(count)
+    reading = ReadAhead(blocks, *own, config, 4 * _BLOCK, config.grain_worker_count)
+    counts = [np.empty(0, np.int32)]
+    with contextlib.closing(reading):
+        for _ in range(0, per_reader, _ROUND):
+            counts += together(lambda: list(itertools.islice(reading, _ROUND)))
+            beat()
+    counted = np.concatenate(counts)
     if jax.process_count() == 1:
         return counted
     padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))

@@ -60,10 +60,11 @@ class ReadAhead(Iterator[Any]):
         Raises:
           ConfigError: a file is not what it should be.
           TrainingError: an element cannot be read for another reason, a worker's death for one.
+          MemoryError: the host has too little for it.
         """
         try:
             element = next(self._iterator)
-        except StopIteration:
+        except (StopIteration, MemoryError):
             raise
         except (ConfigError, TrainingError) as error:
             raise type(error)(str(error)) from None  # without what Grain adds to it

@@ -3,6 +3,11 @@
 python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [--dry-run | --status]
 """
 
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.outlive_readers()
+
 import subprocess
 import sys
 from collections.abc import Sequence
