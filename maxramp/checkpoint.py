@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import argparse
+import contextlib
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -151,7 +152,10 @@ def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _bytes(path: pathlib.Path) -> str:
-    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    size = 0
+    with contextlib.suppress(FileNotFoundError):  # of a run that goes on: renamed, or removed
+        for file in (path, *path.rglob("*")):
+            size += file.stat().st_size if file.is_file() else 0
     for unit, digits in (("B", 0), ("kB", 0), ("MB", 1), ("GB", 1)):
         if size < 1000:
             return f"{size:.{digits}f} {unit}"

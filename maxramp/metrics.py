@@ -151,8 +151,8 @@ class MetricsLog:
         if bad_steps >= self._config.skip_bad_steps:
             raise TrainingError(
                 f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
-                f"skip_bad_steps={bad_steps} in a row end the run, the last checkpoint stands "
-                "before that; lower learning_rate, or look at the data of these steps"
+                f"skip_bad_steps={bad_steps} in a row end the run{self._what_stands()}; lower "
+                "learning_rate, or look at the data of these steps"
             )
 
     def _check_finite(self, step: int, read: dict[str, Any]) -> None:
@@ -164,10 +164,13 @@ class MetricsLog:
             ):
                 if bad and self._config[key]:
                     raise TrainingError(
-                        f"{name}={value} at step {step}; {key}=True ends the run, the last "
-                        "checkpoint stands before it; lower learning_rate, or look at the data "
-                        "of this step"
+                        f"{name}={value} at step {step}; {key}=True ends the "
+                        f"run{self._what_stands()}; lower learning_rate, or look at the data of "
+                        "this step"
                     )
+
+    def _what_stands(self) -> str:
+        return ", the last checkpoint is from before" if self._config.enable_checkpointing else ""
 
 
 class JsonlWriter:

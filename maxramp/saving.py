@@ -319,7 +319,16 @@ class Checkpoints:
         if period != -1:
             for step in steps:
                 kept.setdefault(step // period, step)
-        return [step for step in steps[:-newest] if step not in kept.values() or step < period]
+        old = [step for step in steps[:-newest] if step not in kept.values() or step < period]
+        return [step for step in old if self._is_ours(step)]
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether a folder holds this checkpoint, and not what somebody put there."""
+        try:
+            saved_lib.read(self._folder / str(step))
+        except (saved_lib.TornError, ConfigError):
+            return False
+        return True
 
     def check(self) -> None:
         """Notices a save that has failed by now, where one process can tell.

@@ -183,6 +183,16 @@ def test_how_long_it_stays(tmp_path, keys, expected):
     assert sorted(int(p.name) for p in folder.path.iterdir()) == expected, "nothing else is left"
 
 
+def test_only_its_own_are_removed(copied):
+    """Whatever else has a number for a name is somebody's."""
+    (copied / "1").mkdir()
+    (copied / "1" / "notes.txt").write_text("notes")
+    ocp.save_checkpointables(copied / "2", {"state": {"w": np.zeros(3)}})
+    shutil.copytree(copied / "12", copied / "5")
+    Folder(copied, config_of("max_num_checkpoints_to_keep=1")).save(14)
+    assert sorted(p.name for p in copied.iterdir()) == ["1", "14", "2", "5"]
+
+
 def test_what_a_kill_left_is_removed(copied):
     (copied / f"14{saved_lib.UNFINISHED}" / "model").mkdir(parents=True)
     (copied / "8").rename(copied / f"8{saved_lib.DELETING}")
