@@ -142,7 +142,13 @@ def noticing_lost_peers() -> Iterator[None]:
 
 
 def num_slices() -> int:
-    """Groups of devices that only the slow network joins: the slices of a TPU multi-slice job."""
+    """Groups of devices that only the slow network joins: the slices of a TPU multi-slice job.
+
+    On CPUs and GPUs JAX numbers hosts, or GPUs that NVLink joins, in the same attribute. They make
+    one group: `fsdp` shards over all of them, as the plan assumes.
+    """
+    if jax.default_backend() != "tpu":
+        return 1
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})
 
 

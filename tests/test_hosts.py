@@ -224,6 +224,42 @@ def test_documents_of_a_mixture_are_the_same_rows(data, packing, evaluated):
             assert seen[name] == alone[name]
 
 
+# Makes a process of a job see the file boot_id of its folder as the machine's: a host of its own.
+ON_A_HOST = 'mount --bind boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
+ON_A_HOST = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_HOST, "sh"]
+
+MESH = """
+import json, sys
+import jax
+from maxramp import config, mesh
+loaded = config.load(sys.argv[1:])
+mesh.start_backend(loaded)
+resolved = config.resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
+made = mesh.make_mesh(resolved)
+hosts = sorted({device.slice_index for device in jax.devices()})
+print(json.dumps([hosts, dict(made.shape), [d.id for d in made.devices.flat]]))
+"""
+
+
+def test_hosts_are_no_slices(tmp_path):
+    """The weights are sharded over the devices of all hosts, as the plan says, not copied."""
+    hosts = [tmp_path / str(i) for i in range(2)]
+    for i, folder in enumerate(hosts):
+        folder.mkdir()
+        (folder / "boot_id").write_text(f"{i}" * 8 + "-0000-4000-8000-000000000000\n")
+    look = [*ON_A_HOST, "cat", "/proc/sys/kernel/random/boot_id"]
+    sees = subprocess.run(look, cwd=hosts[1], capture_output=True, text=True, check=False)
+    if not sees.stdout.startswith("11111111"):
+        pytest.skip("no right to give a process a boot id of its own")
+    command = [*ON_A_HOST, sys.executable, "-c", MESH, *keys(4, "jax_cache_dir=")]
+    for out, err, status in finish(start(command, 2, 2, hosts)):
+        assert status == 0, err[-2000:]
+        indices, shape, order = json.loads(out.splitlines()[-1])
+        assert indices == [0, 1]  # what JAX calls slices: the hosts
+        assert shape == {"data": 1, "fsdp": 4, "tensor": 1}
+        assert order == sorted(order)
+
+
 def train(data, folder, cache_dir, name, processes, devices, *given, kill_at=None, **shape):
     """Runs a job of maxramp.train; its records. With `kill_at`, all of it is killed when that
     checkpoint is there."""
