@@ -29,10 +29,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from maxramp import saved as saved_lib
+from maxramp.checkpoints import folder as saved_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
-from maxramp.metrics import read_records
-from maxramp.tensorboard import read_events
+from maxramp.run.metrics import read_records
+from maxramp.run.tensorboard import read_events
 
 # 46,000 weights whose every axis divides over 8 devices.
 MODEL = [
@@ -261,7 +261,7 @@ def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
 def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     """Arrays of the last checkpoints that do not hold the same bits."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from maxramp.saving import stored_arrays
+    from maxramp.checkpoints.store import stored_arrays
 
     arrays = [list(stored_arrays(saved_lib.find(folder))) for folder in (stormy, calm)]
     pairs = zip(*arrays, strict=True)

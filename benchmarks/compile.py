@@ -9,8 +9,8 @@ import time
 
 from figures import ROOT, parser, save
 
-from maxramp import config as config_lib
 from maxramp.compile import compile_stages
+from maxramp.config import load as config_lib
 
 CONFIG = ROOT / "configs" / "pods" / "llama3-8b.yml"
 

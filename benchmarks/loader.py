@@ -19,15 +19,15 @@ import jax
 import numpy as np
 from figures import ROOT, parser, save
 
-from maxramp import config as config_lib
-from maxramp import mesh as mesh_lib
-from maxramp.cost import training_flops_per_token
-from maxramp.data.expansion import Expansion
+from maxramp.config import load as config_lib
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
-from maxramp.optimizer import LearningRate
-from maxramp.rampup import RampupBatchManager
-from maxramp.step import BATCH_ABS, init_state, train_step
+from maxramp.data.relay import Expansion
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.step import BATCH_ABS, init_state, train_step
 
 BATCH = 64
 WARM_UP = 8

@@ -15,11 +15,11 @@ from figures import ROOT, parser, save
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from maxramp import config as config_lib
-from maxramp import mesh as mesh_lib
-from maxramp.optimizer import LearningRate
-from maxramp.rampup import RampupBatchManager
-from maxramp.stages import lower_step
+from maxramp.config import load as config_lib
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.programs import lower_step
 
 SMALL = [
     *("base_emb_dim=64", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"),

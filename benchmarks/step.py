@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from figures import parser, save
 
-from maxramp import config as config_lib
-from maxramp import heap
-from maxramp import mesh as mesh_lib
-from maxramp.optimizer import LearningRate
-from maxramp.rampup import RampupBatchManager
-from maxramp.step import BATCH_ABS, init_state, train_step
+from maxramp.config import load as config_lib
+from maxramp.parallel import cpu as heap
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.step import BATCH_ABS, init_state, train_step
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
 SIZES = {

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp import config as config_lib
-from maxramp import saved as saved_lib
+from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints.folder import Saved, TornError
+from maxramp.config import load as config_lib
 from maxramp.errors import EXIT_FAILED, ConfigError, report
-from maxramp.saved import Saved, TornError
-from maxramp.yamlfile import read_yaml
+from maxramp.keys.yamlfile import read_yaml
 
 USAGE = """PATH is a checkpoint, a checkpoints folder or the folder of a run.
 
@@ -122,7 +122,7 @@ def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
     import numpy as np
 
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
-    from maxramp import saving
+    from maxramp.checkpoints import store as saving
 
     arrays, values, strange = 0, 0, 0
     for array in saving.stored_arrays(checkpoint):

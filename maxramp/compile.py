@@ -21,19 +21,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from maxramp import config as config_lib
-from maxramp import hlo
-from maxramp import mesh as mesh_lib
-from maxramp import topology as topology_lib
 from maxramp.commandline import print_table, take_flag
-from maxramp.config import Config
-from maxramp.cost import training_flops_per_token
+from maxramp.config import load as config_lib
+from maxramp.config.load import Config
 from maxramp.errors import ConfigError, report
-from maxramp.memory import GIB, compiled_bytes
-from maxramp.notations import BatchKeys
-from maxramp.optimizer import LearningRate
-from maxramp.rampup import RampupBatchManager, Stage
-from maxramp.stages import lower_step
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel import topology as topology_lib
+from maxramp.planning import hlo
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.planning.memory import GIB, compiled_bytes
+from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.programs import lower_step
 
 USAGE = """
 compile_topology names the pod. The result is printed (with --json as JSON) and kept in the output

@@ -19,18 +19,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxramp import config as config_lib
-from maxramp import mesh as mesh_lib
 from maxramp.commandline import print_table, take_flag, take_value
-from maxramp.config import Config
-from maxramp.cost import PassCost
+from maxramp.config import load as config_lib
+from maxramp.config.load import Config
 from maxramp.errors import ConfigError, report
-from maxramp.fit import largest_per_device_batch_size
-from maxramp.memory import estimate
-from maxramp.optimizer import LearningRate
-from maxramp.output import plan_json
-from maxramp.picture import draw_plan
-from maxramp.rampup import RampupBatchManager, Stage
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning.cost import PassCost
+from maxramp.planning.fit import largest_per_device_batch_size
+from maxramp.planning.memory import estimate
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.run.output import plan_json
+from maxramp.run.picture import draw_plan
+from maxramp.training.optimizer import LearningRate
 
 USAGE = """
 Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp import config as config_lib
-from maxramp import tokenizer_keys
-from maxramp.data import formats, mixture, preparation, prepared, storage, tokenizers
-from maxramp.data.records import RecordFile
+from maxramp.config import load as config_lib
+from maxramp.data import mixture, tokenizer_keys, tokenizers
+from maxramp.data import shards as preparation
+from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 

@@ -7,7 +7,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.preemption import Preemption
+    from maxramp.run.preemption import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
@@ -20,15 +20,16 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from maxramp import config as config_lib
-from maxramp import heap, lifeline
-from maxramp import mesh as mesh_lib
+from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.resume import Schedule, changes_since
+from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.commandline import print_note
-from maxramp.config import Config
+from maxramp.config import load as config_lib
+from maxramp.config.load import Config
 from maxramp.data.corpus import Corpus
-from maxramp.data.expansion import Expansion
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
+from maxramp.data.relay import Expansion
 from maxramp.errors import (
     EXIT_PREEMPTED,
     EXIT_STAGE_END,
@@ -36,18 +37,18 @@ from maxramp.errors import (
     TrainingError,
     report,
 )
-from maxramp.metrics import MetricsLog
-from maxramp.notations import exact
-from maxramp.optimizer import LearningRate
-from maxramp.output import Output
-from maxramp.preemption import Preemption
-from maxramp.processes import run
-from maxramp.profiling import Profiler
-from maxramp.resume import Schedule, changes_since
-from maxramp.saved import Saved
-from maxramp.saving import Checkpoints, versions
-from maxramp.stages import HeldState, Programs, abstract_state, initial_state
-from maxramp.watchdog import Watchdog
+from maxramp.parallel import cpu as heap
+from maxramp.parallel import lifeline
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.processes import run
+from maxramp.rampup.notations import exact
+from maxramp.run.metrics import MetricsLog
+from maxramp.run.output import Output
+from maxramp.run.preemption import Preemption
+from maxramp.run.profiling import Profiler
+from maxramp.run.watchdog import Watchdog
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.programs import HeldState, Programs, abstract_state, initial_state
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:

@@ -13,8 +13,8 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 import jax
 import pytest
 
-from maxramp import config as config_lib
-from maxramp import mesh as mesh_lib
+from maxramp.config import load as config_lib
+from maxramp.parallel import mesh as mesh_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BASE = str(ROOT / "configs" / "base.yml")

@@ -14,13 +14,13 @@ import sys
 import jax
 import numpy as np
 
-from maxramp import config as config_lib
-from maxramp import mesh as mesh_lib
-from maxramp.data.expansion import Expansion
+from maxramp.config import load as config_lib
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
-from maxramp.rampup import RampupBatchManager
-from maxramp.step import fingerprint
+from maxramp.data.relay import Expansion
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.step import fingerprint
 
 _MOVE = re.compile(
     r"s32\[([\d,]+)\]\S* collective-permute(?:-start)?\("

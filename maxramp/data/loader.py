@@ -11,13 +11,13 @@ import grain
 import jax
 import numpy as np
 
-from maxramp.config import Config
+from maxramp.config.load import Config
 from maxramp.data.corpus import Corpus
-from maxramp.data.expansion import Expansion
 from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
+from maxramp.data.relay import Expansion
 from maxramp.errors import ConfigError
-from maxramp.rampup import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 
 class Loader:

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.config import Config
-from maxramp.data import formats, prepared, storage, tokenizers
+from maxramp.config.load import Config
+from maxramp.data import tokenizers
 from maxramp.data.corpus import Corpus, Part
-from maxramp.data.items import Chain, Checked, Documents, RecordRows, Span, StreamRows
-from maxramp.data.megatron import MegatronFile, TokenStream
+from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.rows import Chain, Checked, Documents, RecordRows, Span, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 

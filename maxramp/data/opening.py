@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxramp.config import Config
+from maxramp.config.load import Config
 from maxramp.data import packing
 from maxramp.data.corpus import Corpus
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
-from maxramp.mesh import exchange, together
+from maxramp.parallel.mesh import exchange, together
 
 _LAYOUTS = {
     "concat_then_split": packing.concat_then_split,

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxramp.rampup import RampupBatchManager
-from maxramp.rows import PADDING
+from maxramp.data.marks import PADDING
+from maxramp.rampup.schedule import RampupBatchManager
 
 _LONGEST_PERIOD = 100_000
 

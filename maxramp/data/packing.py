@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxramp.rows import PADDING, START
+from maxramp.data.marks import PADDING, START
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import sysconfig
 
 import numpy as np
 
-from maxramp.config import Config
+from maxramp.config.load import Config
 from maxramp.data import mixture
 from maxramp.data.corpus import Corpus, Part
-from maxramp.data.items import StreamRows, SyntheticRows
+from maxramp.data.rows import StreamRows, SyntheticRows
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 

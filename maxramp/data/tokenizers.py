@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from maxramp.data import storage
-from maxramp.data.storage import optional
+from maxramp.data.files import storage
+from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes

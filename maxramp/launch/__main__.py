@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from maxramp import config as config_lib
 from maxramp.commandline import count, take_flag, take_value
+from maxramp.config import load as config_lib
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run

@@ -25,11 +25,11 @@ from typing import Any
 
 import yaml
 
-from maxramp import topology
 from maxramp.commandline import count
-from maxramp.config import to_yaml
+from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
+from maxramp.parallel import topology
 
 _PORT = 8476
 _TPUS = {

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import ml_collections
 
-from maxramp import config as config_lib
-from maxramp import saved
-from maxramp.cost import PassCost
+from maxramp.checkpoints import folder as saved
+from maxramp.checkpoints.resume import origin_of
+from maxramp.config import load as config_lib
 from maxramp.errors import ConfigError
-from maxramp.rampup import RampupBatchManager, Stage
-from maxramp.resume import origin_of
+from maxramp.planning.cost import PassCost
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 # What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
 # trainer would copy them, and the passwords in them, to its config.yml and checkpoints.

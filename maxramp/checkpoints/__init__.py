@@ -1,0 +1,1 @@
+"""Checkpoints, and what a restart makes of them."""

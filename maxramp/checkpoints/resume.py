@@ -1,0 +1,182 @@
+"""What a start of a run takes up: its schedule, and the history that it must fit."""
+
+from collections.abc import Callable
+
+from maxramp.checkpoints.folder import Saved
+from maxramp.config.load import Config
+from maxramp.errors import ConfigError
+from maxramp.planning.cost import PassCost
+from maxramp.rampup.schedule import RampupBatchManager
+
+# Keys that decide which rows the run has seen, and from which weights it began.
+_HISTORY_KEYS = (
+    *("dataset_type", "max_target_length", "eval_fraction", "enable_data_shuffling"),
+    *("data_shuffle_seed", "init_weights_seed", "tokenizer_type", "tokenizer_path"),
+    *("add_bos", "add_eos", "packing", "grain_packing_type"),
+)
+_CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
+
+
+def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict[str, str]) -> str:
+    """What a start changes against the checkpoint that it goes on from.
+
+    Args:
+      saved: the checkpoint.
+      config: a resolved config.
+      corpus_hash: of today's data.
+      versions: of today's packages.
+
+    Returns:
+      The changed keys and versions in one line; "" if nothing changed.
+
+    Raises:
+      ConfigError: a change makes the run another one, and `allow_changed` does not name it.
+    """
+    pairs = saved.differences(config.to_dict())
+    pairs.pop("allow_changed", None)
+    refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
+    if saved.corpus_hash != corpus_hash:
+        refused[_CORPUS] = saved.corpus_hash, corpus_hash
+    elif saved.config.get("tokenizer_type") == "bytes":
+        # Bytes have no file: a path beside them used to be ignored, and the data is the same.
+        for name in ("tokenizer_type", "tokenizer_path"):
+            refused.pop(name, None)
+    refused = {name: pair for name, pair in refused.items() if name not in config.allow_changed}
+    if refused:
+        raise ConfigError(
+            f"{saved.path}: trained with {_listed(refused)}, which would change what the run has "
+            f"seen; give back what was, allow_changed=[{','.join(refused)}], or another run_name"
+        )
+    pairs |= {
+        name: (saved.versions[name], version)
+        for name, version in versions.items()
+        if saved.versions.get(name, version) != version
+    }
+    return _listed(pairs)
+
+
+def _listed(pairs: dict[str, tuple]) -> str:
+    return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
+
+
+class Schedule:
+    """The stages of a run as this job takes them up.
+
+    Attributes:
+      ramp: the stages on this job's devices.
+      planned: the same stages on the nodes that the plan gives them.
+      last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
+        `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its
+        stage ends where it starts.
+      change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        num_devices: int,
+        usable: Callable[[int], bool],
+        position: Saved | None = None,
+    ):
+        """
+        Args:
+          config: a resolved config.
+          num_devices: devices of this job.
+          usable: whether the model's mesh can be made of so many devices, in a later job.
+          position: the checkpoint to go on from.
+
+        Raises:
+          ConfigError: a stage that would run cannot be split over its devices.
+        """
+        step = position.step if position else 0
+        origin, self.change = origin_of(config, num_devices, position)
+        self.ramp = RampupBatchManager(config, num_devices, **origin)
+        self.planned = RampupBatchManager(
+            config, usable=usable, restart_passes=PassCost(config).restart, **origin
+        )
+        self.last_step = self.ramp.total_steps
+        if step >= self.last_step:
+            return
+        here = self.ramp.stages.index(self.ramp.stage_at_step(step))
+        nodes = [stage.nodes for stage in self.planned.stages]
+        end = next(
+            (
+                index
+                for index in range(here + 1, len(nodes))
+                if config.stop_at_stage_end
+                or (config.stop_at_node_change and nodes[index] != nodes[here])
+            ),
+            len(nodes),
+        )
+        if config.stop_at_node_change and num_devices < self.planned.stages[here].devices:
+            end = here  # the stage may not fit into this job; a larger one takes it
+        self.ramp.check(self.ramp.stages[here:end])
+        self.planned.check(self.planned.stages[end:])
+        if end < len(nodes):
+            self.last_step = min(self.last_step, max(step, self.ramp.stages[end].first_step))
+
+
+def origin_of(
+    config: Config, num_devices: int, position: Saved | None
+) -> tuple[dict[str, int], str]:
+    """Where the schedule of today's keys begins in a run that stands at a checkpoint.
+
+    The batch sizes that are to come decide: if they are still those of the checkpoint, its schedule
+    goes on; else a new one begins where the run stands. Stages are numbered on: the first of a new
+    schedule is the stage that the checkpoint's last step was in if it has its batch size, and the
+    next otherwise.
+
+    Args:
+      config: a resolved config.
+      num_devices: any that the config describes; batch sizes do not depend on it.
+      position: the checkpoint; None for a run that begins.
+
+    Returns:
+      `first_step`, `first_sample` and `first_index` for RampupBatchManager; and what changed in the
+      batch sizes, in one line, "" if nothing.
+    """
+    if not position:
+        return {"first_step": 0, "first_sample": 0, "first_index": 0}, ""
+    # A run whose ramp was changed before has its schedule start where it was changed.
+    first = position.stages[0]
+    origin = {
+        "first_step": first["first_step"],
+        "first_sample": first["first_sample"],
+        "first_index": first["index"],
+    }
+    step, consumed = position.step, position.consumed_samples
+    ramp = RampupBatchManager(config, num_devices, **origin)
+    before = _sizes_from(position.stages, consumed)
+    same = _sizes_from(_json(ramp), consumed) == before
+    if same and ramp.samples_before(step) == consumed:
+        return origin, ""
+    ramp = RampupBatchManager(config, num_devices, first_step=step, first_sample=consumed)
+    trained = [stage for stage in position.stages if stage["first_step"] < step]
+    if trained:
+        new = ramp.stages[0].global_batch_size != trained[-1]["global_batch_size"]
+        first = {"index": trained[-1]["index"] + new}
+    origin = {"first_step": step, "first_sample": consumed, "first_index": first["index"]}
+    return origin, (
+        f"from sample {consumed} on (step {step}) the batch sizes are "
+        f"{_shown(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
+        f"{_shown(before)}"
+    )
+
+
+def _json(ramp: RampupBatchManager) -> list[dict]:
+    return [stage.to_json() for stage in ramp.stages]
+
+
+def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
+    """(from which sample on, global batch size) of what is still to come at `sample`."""
+    return [
+        (max(stage["first_sample"], sample), stage["global_batch_size"])
+        for stage in stages
+        if stage["samples"] is None or stage["first_sample"] + stage["samples"] > sample
+    ]
+
+
+def _shown(sizes: list[tuple[int, int]]) -> str:
+    first, *later = sizes[:6]
+    parts = [str(first[1]), *(f"{size} from {sample}" for sample, size in later)]
+    return ", ".join(parts) + (", ..." if len(sizes) > 6 else "")

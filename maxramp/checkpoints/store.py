@@ -1,0 +1,534 @@
+"""Saving and restoring the train state, on any mesh, with Orbax.
+
+Checkpoint n means "n steps done". What a restart needs before anything is built (the consumed
+samples, the stages, the configuration, what identifies the data) stands beside its arrays, where
+`saved` reads it.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import itertools
+import logging
+import math
+import pathlib
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints.folder import Saved
+from maxramp.config.load import Config
+from maxramp.data.order import SHUFFLE
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.model.decoder import Decoder
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel import processes
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.step import TrainState
+
+# What it has to say is in the errors it raises; on stderr it would be pages.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+# What TensorStore says of them stands among paths and line numbers of its own.
+_DISK_ERRORS = ("No space left on device", "Read-only file system", "Disk quota exceeded")
+_DISK_ERRORS += ("File too large", "Input/output error", "Permission denied")
+
+# Orbax writes into the folder that it is given: it gets its name here, when it is whole.
+_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+
+# Keys that decide which arrays there are and of what shape.
+_SHAPE_KEYS = (
+    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
+    *("base_num_decoder_layers", "vocab_size", "logits_via_embedding", "decoder_block"),
+    *("weight_dtype", "mu_dtype", "opt_type"),
+)
+
+
+class Checkpoints:
+    """The checkpoints of a run's folder.
+
+    Attributes:
+      shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
+        keeps it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: pathlib.Path,
+        corpus_hash: str,
+        warn: Callable[[str], None],
+    ):
+        """
+        Args:
+          config: a resolved config.
+          folder: of the checkpoints; every process of the job sees it.
+          corpus_hash: what identifies the data.
+          warn: told in one line what went wrong and is no reason to stop.
+        """
+        self._config, self._folder, self._warn = config, folder.absolute(), warn
+        self._corpus_hash = corpus_hash
+        self.shuffle = SHUFFLE
+        self._is_first = jax.process_index() == 0
+        self._torn: list[int] = []
+        self._last_good: int | None = None
+        self._failed_in_a_row = 0
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._timer: _Timer | None = None
+
+    def latest(self) -> Saved | None:
+        """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
+
+        The first process chooses, the others follow. Nothing in the folder is changed.
+
+        Raises:
+          ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
+            off: a start from nothing would overwrite what belongs to them.
+        """
+        newest = mesh_lib.exchange(mesh_lib.together(self._newest_whole))[0]
+        self._last_good = None if newest < 0 else newest
+        if newest >= 0:
+            return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
+        if path := self._config.load_full_state_path:
+            return mesh_lib.together(lambda: self._read(saved_lib.find(pathlib.Path(path))))
+        return None
+
+    def _newest_whole(self) -> int:
+        """The newest step whose checkpoint is whole, -1 without any checkpoint."""
+        reason, steps = "", saved_lib.steps_in(self._folder) if self._is_first else []
+        if steps and not self._config.enable_checkpointing:
+            raise ConfigError(
+                f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
+                f"after {steps[-1]:,} steps, and this start would overwrite that run's metrics; "
+                "give another run_name, or enable_checkpointing=True to continue the run"
+            )
+        for step in reversed(steps):
+            try:
+                saved_lib.read(self._folder / str(step))
+            except saved_lib.TornError as error:
+                self._torn.append(step)
+                if saved_lib.unfinished(self._folder / str(step)).exists():
+                    continue  # a save that was killed, where folders are renamed file by file
+                reason = reason or f"{self._folder / str(step)} is torn ({error})"
+            else:
+                if reason:
+                    self._warn(f"{reason}; going on from the checkpoint before it, {step}")
+                return step
+        if reason:
+            raise ConfigError(
+                f"{reason}, and no checkpoint before it is whole; put the file back, or take "
+                "another run_name"
+            )
+        return -1
+
+    def _read(self, path: pathlib.Path) -> Saved:
+        try:
+            return saved_lib.read(path)
+        except saved_lib.TornError as error:
+            raise ConfigError(
+                f"{path}: {error}; the checkpoint must be whole, and every host must see it"
+            ) from None
+
+    def compare(self, saved: Saved, abstract: Any) -> None:
+        """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
+
+        Args:
+          saved: the checkpoint.
+          abstract: an abstract train state, or parts of one by name.
+
+        Raises:
+          ConfigError: names the first parameter that differs, and the keys that make it so.
+        """
+        items = abstract if isinstance(abstract, dict) else _items(abstract)
+        with _reading(saved.path):
+            stored = ocp.checkpointables_metadata(saved.path).metadata
+        there, wanted = _leaves(stored, items), _leaves(items, items)
+        changed = [k for k in _SHAPE_KEYS if saved.config.get(k) != self._config[k]]
+        keys = ", ".join(f"{k}={self._config[k]} (there {saved.config.get(k)})" for k in changed)
+        for path in sorted(there.keys() | wanted.keys()):
+            if there.get(path) != wanted.get(path):
+                raise ConfigError(
+                    f"{saved.path}: {path} is {_shown(there.get(path))}, but "
+                    f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
+                    "model and optimizer keys it was trained with, or another run_name"
+                )
+
+    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
+        """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
+
+        Raises:
+          ConfigError: the arrays cannot be read.
+        """
+        with _reading(saved.path):
+            loaded = ocp.load_checkpointables(saved.path, _items(abstract))
+        state = TrainState(model=loaded["model"], **loaded["optimizer"])
+        low, high = (int(word) for word in jax.device_get(state.consumed_samples))
+        if (high << 32) + low != saved.consumed_samples:
+            raise ConfigError(
+                f"{saved.path}: its clock stands at {(high << 32) + low} samples and its metadata "
+                f"at {saved.consumed_samples}; move it away to go on from the one before"
+            )
+        return state
+
+    def load_parameters(self, model: Decoder) -> Decoder:
+        """The weights alone of load_parameters_path, with the shapes and shardings of `model`.
+
+        Raises:
+          ConfigError: there is no such checkpoint, or it holds other weights.
+        """
+        saved = self._read(saved_lib.find(pathlib.Path(self._config.load_parameters_path)))
+        self.compare(saved, {"model": model})
+        with _reading(saved.path):
+            return ocp.load_checkpointables(saved.path, {"model": model})["model"]
+
+    def start_saving(self) -> None:
+        """Removes what killed saves left behind and moves torn checkpoints aside."""
+        self._timer = _Timer(self._config.checkpoint_period_minutes)
+        if not (self._config.enable_checkpointing and self._is_first):
+            return
+        for step in self._torn:
+            aside = self._folder / f"{step}{saved_lib.TORN}"
+            for again in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = self._folder / f"{step}-{again}{saved_lib.TORN}"
+            (self._folder / str(step)).rename(aside)
+        self._remove_leftovers()  # last: they tell which checkpoints are half renamed
+
+    def _remove_leftovers(self) -> None:
+        """Removes the parts of saves that failed or were killed; none is going on."""
+        for path in self._folder.iterdir():
+            ours = path.suffix in (saved_lib.UNFINISHED, saved_lib.DELETING)
+            if ours and saved_lib.is_step(path.stem):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
+        """Whether to save after `step` steps: the same answer on every process."""
+        config = self._config
+        if not config.enable_checkpointing:
+            return False
+        before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
+        steps, samples = config.checkpoint_period, config.checkpoint_period_samples
+        return (
+            (steps != -1 and step % steps == 0)
+            or (samples != -1 and after // samples > before // samples)
+            or (config.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
+            or self._timer.is_due()
+        )
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        ramp: RampupBatchManager,
+        prepare: Callable[[], None],
+        last: bool,
+    ) -> None:
+        """Saves the state after `step` steps of `ramp`, unless that was the last save.
+
+        Returns when the state is copied; files are written in the background if
+        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
+
+        Args:
+          step: steps done.
+          state: after them.
+          ramp: the schedule.
+          prepare: writes what must be on disk before; where it raises an OSError nothing is saved.
+          last: nothing is trained after it: returns when it is written.
+
+        Raises:
+          TrainingError: max_failed_saves saves in a row have failed, or the last one.
+        """
+        if not self._config.enable_checkpointing:
+            return
+        self._finish_save()
+        if step == self._last_good:
+            return
+        saved = Saved(
+            path=self._folder / str(step),
+            step=step,
+            consumed_samples=ramp.samples_before(step),
+            stages=[stage.to_json() for stage in ramp.stages],
+            corpus_hash=self._corpus_hash,
+            config=self._config.to_dict(),
+            versions=versions(),
+            shuffle=self.shuffle,
+        )
+        error = self._error_of(prepare)
+        if any(mesh_lib.exchange(error is not None)):
+            writing = _raiser(error or OSError("the first process cannot write"))
+        else:
+            try:
+                with ocp.Context(atomicity_options=_IN_PLACE):
+                    writing = ocp.save_checkpointables_async(
+                        saved_lib.unfinished(saved.path),
+                        _items(state),
+                        custom_metadata=saved.metadata(),
+                    ).result
+            except Exception as raised:  # by the part that does not run in the background
+                writing = _raiser(raised)
+        self._timer.stop()
+        self._saving = step, _in_thread(lambda: self._write(saved.path, writing))
+        if last or not self._config.async_checkpointing:
+            self._finish_save(last)
+
+    def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
+        """What `prepare` raises, or else what stands in the way of a file."""
+        try:
+            prepare()
+            if self._is_first:
+                (self._folder / ".writable").touch()
+                (self._folder / ".writable").unlink()
+        except OSError as error:
+            return error
+        return None
+
+    def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
+        """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
+        try:
+            writing()
+            if self._is_first:
+                unfinished = saved_lib.unfinished(path)
+                saved_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
+                unfinished.rename(path)
+                self._remove_leftovers()
+                for old in self._not_kept():
+                    gone = self._folder / f"{old}{saved_lib.DELETING}"
+                    (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
+                    shutil.rmtree(gone, ignore_errors=True)
+        finally:
+            self._timer.start()
+
+    def _not_kept(self) -> list[int]:
+        """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
+        steps, newest = saved_lib.steps_in(self._folder), self._config.max_num_checkpoints_to_keep
+        if newest is None:
+            return []
+        period, kept = self._config.checkpoint_keep_period, {}
+        if period != -1:
+            for step in steps:
+                kept.setdefault(step // period, step)
+        old = [step for step in steps[:-newest] if step not in kept.values() or step < period]
+        return [step for step in old if self._is_ours(step)]
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether a folder holds this checkpoint, and not what somebody put there."""
+        try:
+            saved_lib.read(self._folder / str(step))
+        except (saved_lib.TornError, ConfigError):
+            return False
+        return True
+
+    def check(self) -> None:
+        """Notices a save that has failed by now, where one process can tell.
+
+        Raises:
+          TrainingError: max_failed_saves saves in a row have failed.
+        """
+        if self._saving and jax.process_count() == 1 and self._saving[1].done():
+            self._finish_save()
+
+    def _finish_save(self, last: bool = False) -> None:
+        """Waits until a save is done on every process, or has failed on one."""
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        reason = _agreed(saving)
+        if not reason:
+            self._last_good, self._failed_in_a_row = step, 0
+            return
+        if self._is_first:  # for room; what other threads still write goes after the next save
+            unfinished = saved_lib.unfinished(self._folder / str(step))
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self._failed_in_a_row += 1
+        most = self._config.max_failed_saves
+        stands = (
+            "there is none before it"
+            if self._last_good is None
+            else f"checkpoint {self._last_good} stands"
+        )
+        line = f"{self._folder / str(step)} was not saved: {reason}; {stands}"
+        if last or self._failed_in_a_row >= most:
+            raise TrainingError(
+                f"{line}; make room or mend the storage and start again"
+                + ("" if last else f" (max_failed_saves={most} in a row have failed)")
+            )
+        self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of max_failed_saves={most})")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Waits until this process has written; with a lost peer it never would have."""
+        if self._saving is None or isinstance(error, PeerLostError):
+            return  # the last save of a run that comes to its end was waited for
+        step, saving = self._saving
+        if failed := saving.exception():
+            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
+
+
+def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
+    """The arrays of a checkpoint, one by one.
+
+    Raises:
+      TornError: one cannot be read.
+    """
+    try:
+        stored = ocp.checkpointables_metadata(path).metadata
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        for name, tree in stored.items():
+            leaves, structure = jax.tree.flatten(tree)
+            for i, leaf in enumerate(leaves):
+                wanted = [ocp.PLACEHOLDER] * len(leaves)
+                wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+                loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
+                yield np.asarray(jax.tree.leaves(loaded)[i])
+    except Exception as error:
+        raise saved_lib.TornError(reason_of(error)) from None
+
+
+class _Timer:
+    """Whether checkpoint_period_minutes have passed since the end of the last save.
+
+    Clocks differ between processes, and all must save the same step, so the first process's clock
+    counts. Its answer travels through the devices, dispatched behind one step and read behind the
+    next, when it is there without waiting.
+    """
+
+    def __init__(self, minutes: float):
+        self._seconds = 60 * minutes
+        self._pending: jax.Array | None = None
+        if minutes > 0 and jax.process_count() > 1:
+            mesh = jax.sharding.get_mesh()
+            self._sharding = NamedSharding(mesh, P(mesh.axis_names))
+            self._any = jax.jit(jnp.max)
+        self.start()
+
+    def stop(self) -> None:
+        """A save begins, on every process after the same step."""
+        self._start, self._pending = math.inf, None
+
+    def start(self) -> None:
+        """It is written, or has failed."""
+        self._start = time.monotonic()
+
+    def is_due(self) -> bool:
+        if self._seconds < 0:
+            return False
+        due = time.monotonic() - self._start >= self._seconds
+        if jax.process_count() == 1:
+            return due
+        before = self._pending
+        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
+        self._pending = self._any(jax.make_array_from_process_local_data(self._sharding, mine))
+        return before is not None and bool(before)
+
+
+def versions() -> dict[str, str]:
+    """What decides the arithmetic besides the config."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    return {"python": platform.python_version()} | {
+        p: importlib.metadata.version(p) for p in packages
+    }
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library raised, in a line that a person can read."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    for known in _DISK_ERRORS:
+        if known in text:
+            return known
+    return text[:200] or type(error).__name__
+
+
+class _reading:
+    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, Exception):
+            raise ConfigError(
+                f"{self._path}: cannot be read: {reason_of(error)}; move it away to go on from the "
+                "one before"
+            ) from None
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """A state as it is stored: the weights can be read by themselves."""
+    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "model"}
+    return {"model": state.model, "optimizer": rest}
+
+
+def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
+    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+
+
+def _path(path: Any) -> str:
+    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
+    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    return ".".join(name for name in names if name != "value")
+
+
+def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
+    """What a thread of its own makes of a function; nothing waits for the thread at the end."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=processes.SAVING, daemon=True).start()
+    return future
+
+
+def _agreed(saving: concurrent.futures.Future) -> str:
+    """Why a save failed on some process; "" once it is done on all.
+
+    Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it here,
+    and leave their threads behind.
+    """
+    several = jax.process_count() > 1
+    while True:
+        concurrent.futures.wait([saving], timeout=0.2 if several else None)
+        own = None  # not yet done
+        if saving.done():
+            error = saving.exception()
+            own = reason_of(error) if error else ""
+        told = mesh_lib.exchange(own)
+        for process, reason in enumerate(told):
+            if reason:
+                return f"process {process}: {reason}" if several else reason
+        if None not in told:
+            return ""
+
+
+def _raiser(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail

@@ -1,0 +1,1 @@
+"""Files and key=value -> one checked configuration."""

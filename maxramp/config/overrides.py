@@ -1,0 +1,145 @@
+"""What the config files and the command line give: values for keys of base.yml."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from maxramp.errors import ConfigError
+from maxramp.keys import base as defaults
+from maxramp.keys import peers
+from maxramp.keys.yamlfile import parse, read_yaml
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What one config file or the command line gives.
+
+    Attributes:
+      where: the beginning of an error about it: "FILE: ", "" for the command line.
+      values: by key of base.yml, each of the type of its default.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+
+def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
+    """Reads a config file, the files that it is based on, and key=value arguments.
+
+    Keys of other trainers (`peers`) become ours, are left out or are refused.
+
+    Args:
+      path: the config file.
+      arguments: key=value; of a key that is given twice the last one counts.
+      note: takes a line about keys of other trainers.
+
+    Returns:
+      The files, the base first, and the command line last.
+
+    Raises:
+      ConfigError: a file cannot be read, or holds a value of another type; or all keys that do not
+        exist or that other trainers alone can use, in one line.
+    """
+    unknown: list[tuple[str, str]] = []  # as given, name
+    refused: dict[str, list[str]] = {}  # why -> as given
+    notes: list[str] = []
+    ignored: list[str] = []
+    places: list[tuple[str, dict[str, tuple[str, Any]]]] = []  # where, key -> as given, value
+    for where, pairs in [
+        *((f"{file}: ", _flat(values.items())) for file, values in _chain(path)),
+        ("", _flat(map(_split, arguments))),
+    ]:
+        taken: dict[str, tuple[str, Any]] = {}
+        for name, value in pairs:
+            given = f"{where}{name}={_short(value)}"
+            peer = peers.look_up(name, value)
+            if peer and peer.refusal:
+                refused.setdefault(f"({peer.owner}'s): {peer.refusal}", []).append(given)
+            elif peer and not peer.key:
+                ignored.append(name)
+            elif not peer and not defaults.is_key(name):
+                unknown.append((given, name))
+            else:
+                key, value = (peer.key, peer.value) if peer else (name, value)
+                if peer:
+                    notes.append(f"{given}: taken as {key}={value}")
+                if where and key in taken and taken[key][1] != value:
+                    raise ConfigError(
+                        f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
+                    )
+                taken[key] = given, value
+        places.append((where, taken))
+    if unknown or refused:
+        raise ConfigError(
+            ". ".join(
+                [f"{', '.join(defaults.limited(given))} {why}" for why, given in refused.items()]
+                + ([defaults.unknown_keys(unknown)] if unknown else [])
+            )
+        )
+    found = [
+        Given(where, {key: defaults.typed(*given, key) for key, given in taken.items()})
+        for where, taken in places
+    ]
+    if ignored:
+        notes.append(
+            f"ignored, as nothing here depends on them: {', '.join(defaults.limited(ignored))}"
+        )
+    for line in notes:
+        note(line)
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flat(pairs: Any) -> Iterator[tuple[str, Any]]:
+    """NeMo nests its keys: trainer: {max_steps: 100} is trainer.max_steps=100."""
+    for name, value in pairs:
+        if isinstance(value, dict) and value and not defaults.is_key(name):
+            yield from _flat((f"{name}.{inner}", part) for inner, part in value.items())
+        else:
+            yield name, value
+
+
+def _split(argument: str) -> tuple[str, Any]:
+    name, equals, text = argument.partition("=")
+    if not equals or name.startswith("-"):
+        raise ConfigError(f'"{argument}" is not of the form key=value (--help lists every key)')
+    name = name.lstrip("+")  # as Hydra's users write a key that a file does not have
+    if defaults.is_text(peers.RENAMED.get(name, name)):
+        return name, text  # as written: run_name=007 or 1e5 is a name
+    try:
+        return name, parse(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
+
+
+def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+    """The files of a base_config chain, the base first. Paths are relative to the naming file."""
+    files: list[tuple[pathlib.Path, dict[str, Any]]] = []
+    seen = []
+    while True:
+        if path.resolve() in seen:
+            raise ConfigError(
+                f"{files[-1][0]}: base_config={path} closes a circle; name another file"
+            )
+        seen.append(path.resolve())
+        values = read_yaml(path)
+        base = values.pop("base_config", None)
+        files.append((path, values))
+        if base in (None, "", "none"):
+            return files[::-1]
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: base_config={base} must be the path of a config file")
+        beside = path.parent / os.path.expanduser(base)
+        named_by = path
+        shipped = defaults.CONFIGS / base
+        path = beside if beside.exists() or not shipped.exists() else shipped
+        if not path.exists():
+            raise ConfigError(f"{named_by}: base_config={base}: no such config file as {path}")

@@ -1,0 +1,103 @@
+"""ArrayRecord: records that are text, token ids or a tf.train.Example of either."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from maxramp.data.files import storage
+from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.files.storage import optional
+from maxramp.errors import ConfigError
+
+
+class ArrayRecordFile(RecordFile):
+    """Records that are UTF-8 text or little-endian int32 ids, or a tf.train.Example of either."""
+
+    def __len__(self) -> int:
+        return self._reader.num_records()
+
+    def __getitem__(self, index: int) -> Record:
+        try:
+            (data,) = self._reader.read([index])
+        except (RuntimeError, IndexError) as error:
+            what = str(error).partition(";")[0][:150]
+            raise ConfigError(f"{self.where(index)}: cannot be read ({what}); torn?") from None
+        return self._value(data, index)
+
+    def _value(self, data: bytes, index: int) -> Record:
+        try:
+            value = self._feature(data)
+            if value is None and self.tokens:
+                if len(data) % 4:
+                    raise BadRecord(
+                        f"its {len(data)} bytes are no int32 token ids (4 bytes each); "
+                        "tokenize_train_data=True reads text"
+                    )
+                value = np.frombuffer(data, "<i4")
+            return self._checked(data if value is None else value)
+        except BadRecord as bad:
+            raise ConfigError(f"{self.where(index)}: {bad}") from None
+
+    def _feature(self, data: bytes) -> Any:
+        """The column of a tf.train.Example; None if the record is none."""
+        if not data.startswith(b"\n"):
+            return None
+        example = _example_message()()
+        try:
+            example.ParseFromString(data)
+        except Exception:  # DecodeError: not a message
+            return None
+        features = {entry.key: entry.value for entry in example.features.feature}
+        if not any(features):
+            return None
+        if self.column not in features:
+            raise self._missing(features)
+        feature = features[self.column]
+        if feature.HasField("int64_list"):
+            return list(feature.int64_list.value)
+        texts = feature.bytes_list.value
+        return texts[0] if len(texts) == 1 else list(texts)
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        module = optional("array_record.python.array_record_module", "array_record", self.path)
+        if storage.is_remote(self.path):
+            path = optional("fsspec", "fsspec", self.path).open_local(f"simplecache::{self.path}")
+        else:
+            storage.open_binary(self.path).close()
+            path = self.path
+        reader = module.ArrayRecordReader(path, "readahead_buffer_size:0")
+        if not reader.ok():
+            raise ConfigError(f"{self.path}: is torn or no ArrayRecord file; make it again")
+        return reader
+
+
+@functools.cache
+def _example_message() -> type:
+    """tf.train.Example, of which only texts and integers are wanted, without TensorFlow."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="maxramp/example.proto", package="maxramp")
+    one, many = 1, 3  # LABEL_OPTIONAL, LABEL_REPEATED
+    int64, text, message, binary = 3, 9, 11, 12  # TYPE_...
+    for name, fields in {
+        "BytesList": [("value", 1, many, binary, "")],
+        "Int64List": [("value", 1, many, int64, "")],
+        "Feature": [
+            ("bytes_list", 1, one, message, "BytesList"),
+            ("int64_list", 3, one, message, "Int64List"),
+        ],
+        "Entry": [("key", 1, one, text, ""), ("value", 2, one, message, "Feature")],
+        "Features": [("feature", 1, many, message, "Entry")],
+        "Example": [("features", 1, one, message, "Features")],
+    }.items():
+        described = file.message_type.add(name=name)
+        for field, number, label, kind, of in fields:
+            type_name = f".maxramp.{of}" if of else None
+            described.field.add(
+                name=field, number=number, label=label, type=kind, type_name=type_name
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxramp.Example"))

@@ -1,0 +1,255 @@
+"""Megatron's token files: `NAME.bin` holds the tokens, `NAME.idx` says where documents lie in it.
+
+An index is little-endian: 9 bytes of magic, version (uint64), code of the dtype (uint8), number of
+sequences n (uint64), number of document borders d (uint64); then the length of each sequence in
+tokens (int32 [n]), its first byte in the .bin (int64 [n]) and the borders, from 0 to n: document i
+is sequences [borders[i], borders[i + 1]) (int64 [d]). A mode per sequence (int8 [n]) may follow.
+"""
+
+import array
+import functools
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.data.files import storage
+from maxramp.data.files.records import RecordFile
+from maxramp.errors import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_BLOCK = 1 << 20  # sequences looked at together
+
+
+class MegatronFile(RecordFile):
+    """A pair of files; a record is a document, and all of them are one stream of tokens."""
+
+    def __init__(self, path: str, column: str = "", tokens: bool = True):
+        """
+        Args:
+          path: of both files, without .bin or .idx (or with one of them).
+          column, tokens: not used: such files hold nothing but tokens.
+        """
+        super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
+
+    @property
+    def data_path(self) -> str:
+        """The .bin."""
+        return f"{self.path}.bin"
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return storage.size_of(self.data_path) // self.dtype.itemsize
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the tokens."""
+        return self._header[0]
+
+    def tokens_between(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream, int32."""
+        size = self.dtype.itemsize
+        tokens = self._data[start * size : stop * size].view(self.dtype)
+        if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
+            position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
+            raise ConfigError(
+                f"{self.where_token(start + position)}: {tokens[position]} is no token id (0 to "
+                "2^31 - 1)"
+            )
+        return tokens.astype(np.int32)
+
+    def where_token(self, position: int) -> str:
+        """The file and the document of a token of the stream, for a person."""
+        sequence = int(np.searchsorted(self._starts, position, "right")) - 1
+        document = int(np.searchsorted(self._borders, sequence, "right")) - 1
+        return f"{self.path}.bin: document {document}, token {position}"
+
+    def __len__(self) -> int:
+        return len(self._borders) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first, last = (int(x) for x in self._borders[index : index + 2])
+        return self.tokens_between(int(self._starts[first]), int(self._starts[last]))
+
+    def where(self, index: int) -> str:
+        """The file and the document."""
+        return f"{self.path}.bin: document {index}"
+
+    def check(self) -> None:
+        """Looks through the whole index: sequences fill the .bin in order, documents take them all.
+
+        Raises:
+          ConfigError: the files are torn, do not belong together or hold no tokens.
+        """
+        _, n, _ = self._header
+        end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)
+        for first in range(0, n, _BLOCK):
+            sizes = self._sizes[first : first + _BLOCK].astype(np.int64)
+            pointers = self._pointers[first : first + _BLOCK]
+            ends = end + np.cumsum(sizes * itemsize)
+            wrong = (sizes < 0) | (pointers != ends - sizes * itemsize) | (ends > total)
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                raise ConfigError(
+                    f"{self.path}.idx: sequence {first + i} has {sizes[i]} tokens from byte "
+                    f"{pointers[i]} on, but the one before ends at {ends[i] - sizes[i] * itemsize} "
+                    f"and {self.data_path} at {total}; one of them is torn: make them again"
+                )
+            end = int(ends[-1])
+        if end != total:
+            raise ConfigError(
+                f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
+                f"tokens of {itemsize}; one of them is torn: make them again"
+            )
+        borders = self._borders
+        if not len(borders) or borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any():
+            raise ConfigError(
+                f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
+                "make it again"
+            )
+        if not total:
+            raise ConfigError(f"{self.data_path}: holds no tokens; leave it out")
+
+    @functools.cached_property
+    def _data(self) -> Any:
+        return storage.map_bytes(self.data_path)
+
+    @functools.cached_property
+    def _header(self) -> tuple[np.dtype, int, int]:
+        """dtype, number of sequences, number of borders."""
+        path = f"{self.path}.idx"
+        with storage.open_binary(path) as file:
+            header = file.read(_HEADER.size)
+        if not header.startswith(_MAGIC):
+            raise ConfigError(
+                f"{path}: is no Megatron index (it begins with {header[:9]!r}, not {_MAGIC!r})"
+            )
+        size = storage.size_of(path)
+        if len(header) < _HEADER.size:
+            raise ConfigError(f"{path}: is torn: {size} bytes; make it again")
+        _, version, code, n, d = _HEADER.unpack(header)
+        if version != 1:
+            raise ConfigError(f"{path}: version {version} is not known, only 1")
+        if _DTYPES.get(code, "<f0")[1] == "f":
+            raise ConfigError(
+                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
+            )
+        wanted = _HEADER.size + 12 * n + 8 * d
+        if size not in (wanted, wanted + n):
+            raise ConfigError(
+                f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
+                f"{wanted}; make it again"
+            )
+        return np.dtype(_DTYPES[code]), n, d
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return self._field(0, self._header[1], "<i4")
+
+    @property
+    def _pointers(self) -> np.ndarray:
+        return self._field(4 * self._header[1], self._header[1], "<i8")
+
+    @property
+    def _borders(self) -> np.ndarray:
+        return self._field(12 * self._header[1], self._header[2], "<i8")
+
+    def _field(self, offset: int, count: int, dtype: str) -> np.ndarray:
+        start = _HEADER.size + offset
+        return self._index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+    @functools.cached_property
+    def _index(self) -> np.ndarray:
+        return np.asarray(storage.map_bytes(f"{self.path}.idx")[:])
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """First token of each sequence in the stream, and the stream's end."""
+        return np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
+
+
+class TokenStream:
+    """The tokens of several files as one array that is read on access."""
+
+    def __init__(self, files: Sequence[MegatronFile]):
+        self._files = files
+        self._starts = np.concatenate([[0], np.cumsum([file.num_tokens for file in files])])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        index = int(np.searchsorted(self._starts, start, "right")) - 1
+        parts = []
+        while start < stop:
+            first = int(self._starts[index])
+            last = min(stop, int(self._starts[index + 1]))
+            if last > start:
+                parts.append(self._files[index].tokens_between(start - first, last - first))
+            start, index = last, index + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def where(self, position: int) -> str:
+        """The file and the document of a token, for a person."""
+        index = int(np.searchsorted(self._starts, position, "right")) - 1
+        return self._files[index].where_token(position - int(self._starts[index]))
+
+
+class MegatronWriter:
+    """Writes a pair of files, a document a sequence; they get their names when all is written."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        """
+        Args:
+          path: of both files, without .bin or .idx.
+          dtype: of the tokens.
+        """
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
+        self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._sizes = array.array("i")
+        self.num_tokens, self.max_token = 0, -1
+
+    def __enter__(self) -> "MegatronWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._data.close()
+
+    def add(self, documents: Sequence[np.ndarray]) -> None:
+        """Appends the tokens of documents."""
+        tokens = np.concatenate(documents)
+        if len(tokens):
+            self.max_token = max(self.max_token, int(tokens.max()))
+        self._data.write(tokens.astype(self._dtype).data)
+        self._sizes.extend(map(len, documents))
+        self.num_tokens += len(tokens)
+
+    def finish(self) -> dict[str, Any]:
+        """Gives both files their names; returns their counts."""
+        sizes = np.asarray(self._sizes, "<i4")
+        ends = np.cumsum(sizes, dtype=np.int64)
+        pointers = ((ends - sizes) * self._dtype.itemsize).astype("<i8")
+        borders = np.arange(len(sizes) + 1, dtype="<i8")
+        code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
+        with open(self._unfinished("idx"), "wb") as index:
+            index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(borders)))
+            for field in (sizes, pointers, borders):
+                index.write(field.data)
+            for file, suffix in ((self._data, "bin"), (index, "idx")):
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(self._unfinished(suffix), f"{self._path}.{suffix}")
+        return {
+            "documents": len(sizes),
+            "tokens": self.num_tokens,
+            "max_token": self.max_token,
+        }
+
+    def _unfinished(self, suffix: str) -> str:
+        return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it

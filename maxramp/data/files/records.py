@@ -1,0 +1,144 @@
+"""What every file of records can do: be read in order by pieces, or one record by its number.
+
+Record: text (str), or with `tokens` the ids of an already tokenized document (int32).
+Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records), for reading
+in order without an index; the pieces of a file cover it once.
+"""
+
+import abc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from maxramp.data.files import storage
+from maxramp.errors import ConfigError
+
+Record = str | np.ndarray
+Piece = tuple[int, int, int]
+
+
+class RecordFile(abc.ABC):
+    """The records of one file. Handles are opened when first needed and stay in their process."""
+
+    def __init__(self, path: str, column: str, tokens: bool):
+        """
+        Args:
+          path: a local path or one of fsspec's.
+          column: the field or column that holds the document, where records have such.
+          tokens: whether it holds token ids, else text.
+        """
+        self.path, self.column, self.tokens = path, column, tokens
+
+    @property
+    def data_path(self) -> str:
+        """The file that holds the records themselves."""
+        return self.path
+
+    def check(self) -> None:
+        """Refuses a file that cannot be trained on.
+
+        Raises:
+          ConfigError: it is torn or empty.
+        """
+        if not len(self):
+            raise ConfigError(f"{self.path}: holds no records; leave it out")
+
+    def split(self, size: int) -> list[Piece]:
+        """Pieces of about `size` bytes."""
+        count, total = len(self), storage.size_of(self.data_path)
+        step = max(1, count * size // max(1, total))
+        ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
+        return [(first, last, total * (last - first) // count) for first, last in ranges]
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        """The records of a piece, in order."""
+        return (self[index] for index in range(start, stop))
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Record: ...
+
+    def where(self, index: int) -> str:
+        """The file and a record of it, for a person."""
+        return f"{self.path}: record {index}"
+
+    def __reduce__(self):
+        return type(self), (self.path, self.column, self.tokens)
+
+    def _checked(self, value: Any) -> Record:
+        """What a record holds, as text or ids.
+
+        Raises:
+          BadRecord: it is neither.
+        """
+        if self.tokens:
+            try:
+                ids = np.asarray(value if value is not None else "nothing")
+            except ValueError:  # lists of several lengths
+                ids = np.asarray("lists")
+            if ids.size == 0:
+                return np.empty(0, np.int32)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise BadRecord(
+                    f"{self.column} holds no list of token ids but {shown(value)}; "
+                    "tokenize_train_data=True reads text"
+                )
+            if ids.min() < 0 or ids.max() >= 2**31:
+                wrong = ids[(ids < 0) | (ids >= 2**31)][0]
+                raise BadRecord(f"{self.column} holds {wrong}, no token id (0 to 2^31 - 1)")
+            return ids.astype(np.int32)
+        if isinstance(value, bytes):
+            return decode_text(value)
+        if not isinstance(value, str):
+            raise BadRecord(
+                f"{self.column} holds no text but {shown(value)}; name another column in "
+                "train_data_columns, or use tokenize_train_data=False for token ids"
+            )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON may hold half of a pair, "\ud83d"
+            raise BadRecord(
+                f"{self.column} holds half of a surrogate pair, {value[error.start]!a}, at "
+                f"character {error.start}, which no encoding has; mend it, or leave it out"
+            ) from None
+        return value
+
+    def _missing(self, there: Iterable[str]) -> "BadRecord":
+        names = list(there)
+        listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+        return BadRecord(
+            f"has no {self.column}, but {listed or 'nothing'}; name another column in "
+            "train_data_columns"
+        )
+
+
+class BadRecord(Exception):
+    """What is wrong with a record; who knows the file and the record's number adds them."""
+
+
+def shown(value: Any) -> str:
+    """A value that is not what it should be, short."""
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def not_utf8(error: UnicodeDecodeError) -> BadRecord:
+    """What is wrong with a record of bytes that are not UTF-8."""
+    return BadRecord(f"is not UTF-8 text (byte {error.start}); convert it, or leave it out")
+
+
+def decode_text(data: bytes) -> str:
+    """UTF-8 bytes as text.
+
+    Raises:
+      BadRecord: they are not.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from None
+    if "\0" in text:
+        raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
+    return text

@@ -1,0 +1,138 @@
+"""The expansion factor: few processes read for all, the rows travel inside the compiled step.
+
+Glossary
+  factor f  processes p with p % f == 0 read, each for itself and the f - 1 processes after it
+  place     of a device in the mesh, counted over all its axes in order
+  slot j    of a reading process's device: the rows of the device at the same position in
+            process p + j
+
+A step that was given f slots moves slot j by one permutation to its process, so that exactly the
+rows go over the interconnect that a device without a reader needs. With factor 1 nothing is added.
+
+Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows of all devices
+(those that several devices hold are counted for each), S tokens of a row and the next one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.data.order import Share
+from maxramp.errors import ConfigError
+from maxramp.parallel.mesh import BATCH_AXES
+from maxramp.training.step import BATCH_ABS
+
+
+class Expansion:
+    """Which processes read which rows, and how rows get to the others.
+
+    Attributes:
+      mesh: over the devices of all processes.
+      reads: whether this process opens the data.
+      share: the rows that it reads.
+    """
+
+    def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
+        """
+        Args:
+          mesh: over the devices of all processes.
+          expansion_factor_real_data: a whole number, or below 1 (a run that goes on from that of
+            1/f times as many devices: rows are found by their number, so there is nothing to do).
+
+        Raises:
+          ConfigError: the processes cannot be put into groups of that size.
+        """
+        self.mesh = mesh
+        places: dict[int, list[int]] = {}
+        for place, device in enumerate(mesh.devices.flat):
+            places.setdefault(device.process_index, []).append(place)
+        factor = max(1, int(expansion_factor_real_data))
+        processes = len(places)
+        if processes % factor:
+            possible = [n for n in range(1, processes + 1) if processes % n == 0]
+            raise ConfigError(
+                f"expansion_factor_real_data={factor}: of so many processes one reads for the "
+                f"others, but this job has {processes}; use {' or '.join(map(str, possible))}"
+            )
+        if factor > 1 and len({len(own) for own in places.values()}) > 1:
+            raise ConfigError(
+                f"expansion_factor_real_data={factor}: the processes of this job have "
+                f"{sorted({len(own) for own in places.values()})} devices, and rows go from device "
+                "to device; use 1, or processes of equal size"
+            )
+        self.factor = factor
+        self._num_groups = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+        self._devices_per_group = mesh.size // self._num_groups
+        readers = [p for p in sorted(places) if p % factor == 0]
+        self._moves = [
+            [(a, b) for p in readers for a, b in zip(places[p], places[p + j], strict=True)]
+            for j in range(1, factor)
+        ]
+        process = jax.process_index()
+        self.reads = process in readers
+        served = range(process, process + factor) if self.reads else ()
+        wanted = np.array([places[p] for p in served], int) // self._devices_per_group
+        groups, slots = np.unique(wanted, return_inverse=True)
+        self.share = Share(
+            self._num_groups,
+            tuple(groups.tolist()),
+            slots.reshape(wanted.shape) if factor > 1 else None,
+        )
+        self._nothing = functools.cache(self._make_nothing)
+
+    def abstract_batch(self, accumulation: int, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """Shape and sharding of the array that `gather` takes.
+
+        Args:
+          accumulation: A.
+          rows: B.
+          length: S.
+        """
+        shape, spec = (accumulation, rows, length), BATCH_ABS
+        if self.factor > 1:
+            shape = (self.factor, accumulation, rows * self._devices_per_group, length)
+            spec = P(None, None, self.mesh.axis_names, None)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
+
+    def place(self, local: np.ndarray | None, batch: jax.ShapeDtypeStruct) -> jax.Array:
+        """The array of all processes, from what this one read (None where it does not read)."""
+        if local is None:
+            return self._nothing(batch)
+        return jax.make_array_from_process_local_data(batch.sharding, local, batch.shape)
+
+    def _make_nothing(self, batch: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = batch.sharding.shard_shape(batch.shape)
+        return jax.make_array_from_callback(
+            batch.shape, batch.sharding, lambda index: np.zeros(shape, np.int32)
+        )
+
+    def gather(self, batch: jax.Array) -> jax.Array:
+        """Brings every row to its devices, inside a compiled step.
+
+        Args:
+          batch: from `place`.
+
+        Returns:
+          int32 [A, B, S] sharded as BATCH_ABS.
+        """
+        if self.factor == 1:
+            return batch
+
+        def move(slots_fANS: jax.Array) -> jax.Array:
+            rows_ANS = slots_fANS[0]  # zero where nothing was read, as is what no pair brings
+            for j, pairs in enumerate(self._moves, 1):
+                rows_ANS += jax.lax.ppermute(slots_fANS[j], self.mesh.axis_names, pairs)
+            return rows_ANS
+
+        # The devices of a group get equal rows, which the compiler cannot know.
+        spread = jax.shard_map(
+            move,
+            in_specs=P(None, None, self.mesh.axis_names, None),
+            out_specs=BATCH_ABS,
+            check_vma=False,
+        )
+        return spread(batch)

@@ -1,0 +1,1 @@
+"""The keys of configs/base.yml, and those of other trainers."""

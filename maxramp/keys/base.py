@@ -1,0 +1,129 @@
+"""The keys of configs/base.yml: defaults, types of the values, and names that come close."""
+
+import copy
+import difflib
+import functools
+import math
+import pathlib
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.keys.yamlfile import read_yaml
+
+_PACKAGE = pathlib.Path(__file__).resolve().parent.parent
+# In a checkout the files stand beside the package, in an installed wheel inside it.
+CONFIGS = next(
+    (d for d in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if d.is_dir()), _PACKAGE
+)
+
+# Keys that may be unset, and their type where they are set.
+_OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+
+_MOST_NAMED = 12  # in one line
+
+
+@functools.cache
+def _base() -> dict[str, Any]:
+    return read_yaml(CONFIGS / "base.yml")
+
+
+def base() -> dict[str, Any]:
+    """Every key with its default; a copy."""
+    return copy.deepcopy(_base())
+
+
+def is_key(name: str) -> bool:
+    """Whether base.yml has the key."""
+    return name in _base()
+
+
+def is_text(name: str) -> bool:
+    """Whether the values of a key are text, and so are taken as they are written."""
+    return isinstance(_base().get(name), str)
+
+
+def typed(shown: str, value: Any, name: str) -> Any:
+    """`value` as the type of the default of the key `name`; only lossless changes.
+
+    Args:
+      shown: what was given, for the error.
+      value: as YAML reads it.
+      name: a key of base.yml.
+
+    Raises:
+      ConfigError: the value is of another type.
+    """
+    default = _base()[name]
+    if name in _OPTIONAL:
+        if value in (None, "none", "None"):
+            return None
+        default = _OPTIONAL[name]()
+    elif (default == "" or name in _OPTIONAL_TEXT) and value in (None, "none", "None"):
+        return ""
+    kind = type(default)
+    if kind is float and type(value) is int and abs(value) < 10**300:
+        return float(value)
+    if type(value) is kind:
+        if kind is float and not math.isfinite(value):
+            raise ConfigError(f"{shown} must be a finite number")
+        if kind is int and abs(value) >= 2**63:
+            raise ConfigError(f"{shown} must be below 2^63")
+        return value
+    wanted = {
+        bool: "True or False",
+        int: "an integer",
+        float: "a number",
+        str: "text (in a file, quote it)",
+        list: "a list such as [a, b]",
+    }[kind]
+    raise ConfigError(f"{shown} must be {wanted}, not {_kind_of(value)}")
+
+
+def _kind_of(value: Any) -> str:
+    kinds = {bool: "a bool", int: "an integer", float: "a fraction", str: "text"}
+    kinds |= {list: "a list", dict: "a mapping"}
+    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help") -> str:
+    """What is wrong with keys that do not exist, in one line.
+
+    Args:
+      found: (as given, name) of each, at least one.
+      list_of_keys: where a person finds those that do.
+    """
+    meant = [near(name) for _, name in found]
+    if len(found) == 1:
+        hint = f"did you mean {meant[0]}? " if meant[0] else ""
+        return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
+    shown = [
+        given + (f" (did you mean {key}?)" if key else "")
+        for (given, _), key in zip(found, meant, strict=True)
+    ]
+    return f"{', '.join(limited(shown))} are not known keys; {list_of_keys} lists every key"
+
+
+def limited(parts: list[str]) -> list[str]:
+    """As many parts as one line takes, and how many are left."""
+    left = len(parts) - _MOST_NAMED
+    return parts if left <= 0 else [*parts[:_MOST_NAMED], f"and {left} more"]
+
+
+def near(name: str) -> str | None:
+    """The key that somebody who wrote `name` meant; None where none is close enough to say so.
+
+    Most names of the keys share words, so a few equal letters prove nothing: word by word the name
+    has to be the key's, but for a slip in each, and only words at the end may be missing.
+    """
+    for key in difflib.get_close_matches(name, _base(), 5, 0.8):
+        words, of_key = name.split("_"), key.split("_")
+        if name.replace("_", "") == key.replace("_", ""):
+            return key
+        if len(words) <= len(of_key) and all(map(_slip, words, of_key)):
+            return key
+    return None
+
+
+def _slip(word: str, meant: str) -> bool:
+    return difflib.SequenceMatcher(None, word, meant).ratio() >= 0.6

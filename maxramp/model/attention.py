@@ -1,0 +1,183 @@
+"""Causal grouped-query attention with rotary positions, by whatever the hardware does best.
+
+Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G query
+heads per key/value head (H = K * G), h head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from maxramp.config.load import Config
+from maxramp.errors import ConfigError
+from maxramp.parallel.mesh import BATCH_AXES
+
+Q_BTHh = P(BATCH_AXES, None, "tensor", None)  # sharding of queries, keys, values and the result
+_LANES = 128  # what a splash block is a multiple of
+_LARGEST_BLOCK = 512
+RESIDUALS = "attention_residuals"  # what remat_policy=minimal keeps of a kernel
+
+
+def select(config: Config, platform: str | None) -> str:
+    """What computes the attention: `attention`, or under autoselected the best that can.
+
+    Args:
+      config: a resolved config.
+      platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
+
+    Raises:
+      ConfigError: the implementation that was asked for cannot work here.
+    """
+    obstacles = {
+        "dot_product": None,
+        "cudnn_flash": _cudnn_obstacle(config, platform),
+        "splash": _splash_obstacle(config, platform),
+    }
+    if config.attention == "autoselected":
+        return next(
+            name for name in ("cudnn_flash", "splash", "dot_product") if not obstacles[name]
+        )
+    if obstacle := obstacles[config.attention]:
+        raise ConfigError(
+            f"attention={config.attention} {obstacle}; use attention=autoselected or dot_product"
+        )
+    return config.attention
+
+
+def _cudnn_obstacle(config: Config, platform: str | None) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
+    if config.dtype not in ("bfloat16", "float16"):
+        return f"needs dtype=bfloat16 or float16, not {config.dtype}"
+    if config.head_dim % 8 or config.head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {config.head_dim}"
+    return None
+
+
+def _splash_obstacle(config: Config, platform: str | None) -> str | None:
+    if platform != "tpu":
+        return f"needs TPUs, not {platform or 'unknown'} devices"
+    if config.max_target_length % _LANES:
+        return f"needs a max_target_length that is a multiple of {_LANES}, not " + str(
+            config.max_target_length
+        )
+    return None
+
+
+def rotary_angles(length: int, head_dim: int, max_timescale: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angle of every position and pair: two arrays [T, h/2] in float32.
+
+    Pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864).
+    """
+    fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] / max_timescale**fraction
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTHh: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pairs (x_i, x_{i + h/2}) of every head by the angles of their position.
+
+    Args:
+      x_BTHh: queries or keys.
+      angles: cosine and sine, [T, h/2], or [B, T, h/2] where rows have positions of their own.
+    """
+    cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
+    first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
+    return jnp.concatenate(turned, axis=-1).astype(x_BTHh.dtype)
+
+
+def causal_attention(
+    q_BTHh: jax.Array,
+    k_BSKh: jax.Array,
+    v_BSKh: jax.Array,
+    implementation: str = "dot_product",
+    segments_BT: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q k / sqrt(h)) v over the tokens up to each token's own, of its own segment.
+
+    Scores and softmax are float32 whatever the inputs are.
+
+    Args:
+      q_BTHh: queries, sharded as Q_BTHh like keys and values.
+      k_BSKh: keys.
+      v_BSKh: values.
+      implementation: from `select`; "splash_interpreted" runs splash where there is no TPU.
+      segments_BT: integers; tokens of different segments do not see each other.
+
+    Returns:
+      [B, T, H, h], of the dtype of the inputs.
+    """
+    arrays, specs = (q_BTHh, k_BSKh, v_BSKh), (Q_BTHh,) * 3
+    if segments_BT is not None:
+        arrays, specs = (*arrays, segments_BT), (*specs, P(BATCH_AXES, None))
+    if implementation == "dot_product":
+        return _dot_product(*arrays)
+    # A kernel sees the rows and heads of one device; attention needs no others.
+    return jax.shard_map(
+        _KERNELS[implementation], in_specs=specs, out_specs=Q_BTHh, check_vma=False
+    )(*map(jax.reshard, arrays, specs))
+
+
+def _dot_product(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
+    """Plain products and a softmax: what the others are compared with."""
+    B, T, H, h = q_BTHh.shape
+    K = k_BSKh.shape[2]
+    spec = P(BATCH_AXES, None, "tensor", None, None)
+    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=spec)
+    scores_BKGTS = jnp.einsum(
+        "BTKGh,BSKh->BKGTS", q_BTKGh * h**-0.5, k_BSKh, preferred_element_type=jnp.float32
+    )
+    mask_TS = jnp.tril(jnp.ones((T, T), bool))
+    if segments_BT is not None:
+        mask_TS = mask_TS & _same_segment(segments_BT)[:, None, None]
+    scores_BKGTS = jnp.where(mask_TS, scores_BKGTS, jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKh.dtype)
+    out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
+    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=Q_BTHh)
+
+
+def _cudnn_flash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
+    """cuDNN's flash attention; segments cost it a dense mask."""
+    mask = None if segments_BT is None else _same_segment(segments_BT)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHh, k_BSKh, v_BSKh, mask=mask, is_causal=True, implementation="cudnn"
+    )
+
+
+def _splash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None, interpret=False):
+    """The splash attention kernel of TPUs, which skips the blocks above the diagonal."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
+
+    _, T, H, h = q_BTHh.shape
+    block = next(n for n in range(_LARGEST_BLOCK, 0, -_LANES) if T % n == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([splash.CausalMask((T, T))] * H),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        residual_checkpoint_name=RESIDUALS,
+        interpret=interpret,
+    )
+
+    def row(q_THh, k_SKh, v_SKh, segments_T=None):
+        segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
+        q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh * h**-0.5, k_SKh, v_SKh))
+        return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
+
+    rows = (q_BTHh, k_BSKh, v_BSKh) + (() if segments_BT is None else (segments_BT,))
+    return jax.vmap(row)(*rows)
+
+
+def _same_segment(segments_BT: jax.Array) -> jax.Array:
+    return segments_BT[:, :, None] == segments_BT[:, None, :]  # [B, T, S]
+
+
+_KERNELS = {
+    "cudnn_flash": _cudnn_flash,
+    "splash": _splash,
+    "splash_interpreted": functools.partial(_splash, interpret=True),
+}

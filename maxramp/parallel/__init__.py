@@ -1,0 +1,1 @@
+"""What devices and processes share: the mesh, and how processes meet, agree and end."""

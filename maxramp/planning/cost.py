@@ -1,0 +1,66 @@
+"""What a step and a restart cost, as a plan counts it.
+
+This module imports no jax.
+"""
+
+import math
+from fractions import Fraction
+
+from maxramp.config.load import Config
+from maxramp.rampup.layout import pass_price, rows_per_device_limit
+from maxramp.rampup.notations import BatchKeys
+
+# The speed of steps beside a restart where planned_tflops_per_device is not given: 40% of an H100's
+# peak in bfloat16 (989, NVIDIA's data sheet). On slower devices stages last longer than that, so a
+# plan has too few changes of nodes rather than too many.
+_ASSUMED_TFLOPS = 400.0
+
+
+def training_flops_per_token(config: Config) -> float:
+    """Floating-point operations of a training step per token: the model's, without remat.
+
+    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
+    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
+    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
+    """
+    D, h, H, K = (
+        config.base_emb_dim,
+        config.head_dim,
+        config.base_num_query_heads,
+        config.base_num_kv_heads,
+    )
+    layer = D * h * (2 * H + 2 * K) + 3 * D * config.base_mlp_dim
+    products = config.base_num_decoder_layers * layer + D * config.vocab_size
+    attention = config.base_num_decoder_layers * H * h * config.max_target_length
+    return 6.0 * products + 6.0 * attention
+
+
+class PassCost:
+    """What a forward and backward pass takes, in passes of the largest micro batch.
+
+    Attributes:
+      restart: how long a change of nodes takes (restart_minutes), in such passes.
+    """
+
+    def __init__(self, config: Config):
+        self._keys = BatchKeys.of(config)
+        self._limit = rows_per_device_limit(self._keys)
+        flops = float(self._limit) * config.max_target_length * training_flops_per_token(config)
+        known = config.planned_tflops_per_device != -1
+        tflops = config.planned_tflops_per_device if known else _ASSUMED_TFLOPS
+        hours = flops / (tflops * 1e12) / 3600
+        self._full_hours = hours if known else None
+        self.restart = config.restart_minutes / 60 / hours
+
+    def of(self, rows_per_device: float | Fraction) -> float:
+        """A pass with so many rows per device."""
+        return float(pass_price(self._keys, Fraction(rows_per_device)))
+
+    def hours(self, passes: float) -> float | None:
+        """Hours of so many passes; None where planned_tflops_per_device is not given."""
+        return None if self._full_hours is None else passes * self._full_hours
+
+    def of_step(self, rows_per_device: float) -> float:
+        """A step of so many rows per device, in as few equal passes as the largest allows."""
+        count = math.ceil(rows_per_device / self._limit)
+        return count * self.of(rows_per_device / count)

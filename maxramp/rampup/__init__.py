@@ -1,0 +1,5 @@
+"""The batch-size schedule as data. Imports no JAX."""
+
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+
+__all__ = ["RampupBatchManager", "Stage"]

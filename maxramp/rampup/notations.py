@@ -1,0 +1,440 @@
+"""Three notations for one ramp, and a constant batch: batch keys -> thresholds.
+
+A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
+the notation also says how that batch is split over devices, the threshold carries it.
+
+This module imports no jax.
+"""
+
+import contextlib
+import dataclasses
+import decimal
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.keys import base as defaults
+from maxramp.keys import peers
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchKeys:
+    """The keys that describe the batch.
+
+    What an object leaves out has base.yml's default, but for the keys that shape the batch and the
+    length of the run: there the default means "not given", for the default job's ramp is not one
+    that a program asks for by leaving it out.
+    """
+
+    per_device_batch_size: float = 1
+    gradient_accumulation_steps: int = 1
+    # MaxText
+    enable_rampup_batch_size: bool = False
+    per_device_batch_size_start: float = 0
+    per_device_batch_size_increment: float = 0
+    global_rampup_samples: int = 0
+    # NeMo / Megatron
+    global_batch_size: int = -1
+    micro_batch_size: int = -1
+    rampup_batch_size: Sequence[int] | None = None
+    # Megatron since 2026
+    step_batch_size_schedule: str = ""
+    step_batch_size_unit: str = "tokens"
+    max_target_length: int = 1
+    # what it runs on
+    num_nodes: int = 1
+    devices_per_node: int = -1
+    min_nodes: int = 1
+    node_schedule: str = "best"
+    node_time_tolerance: float = 0.05
+    planned_pass_overhead: float = 0.25
+    ici_tensor_parallelism: int = 1
+    dcn_tensor_parallelism: int = 1
+    # how long
+    steps: int = -1
+    total_samples: int = -1
+    total_tokens: int = -1
+
+    @classmethod
+    def of(cls, config: Any) -> "BatchKeys":
+        """The batch keys of a mapping, or of any object that has some of them as attributes.
+
+        Raises:
+          ConfigError: no key gives a batch size; or a mapping has a key that does not exist, or a
+            value of another type. What else an object has as attributes is its own affair.
+        """
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, Mapping):
+            given = _from_mapping(config)
+        else:
+            given = {}
+            for field in dataclasses.fields(cls):
+                # MaxText's own configuration raises a ValueError for what it does not have.
+                with contextlib.suppress(AttributeError, KeyError, ValueError):
+                    given[field.name] = getattr(config, field.name)
+        if all(given.get(name) in (None, "", -1) for name in _SIZES):
+            raise ConfigError(
+                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
+                "describes them)"
+            )
+        return cls(**given | {"num_nodes": max(1, given.get("num_nodes", 1))})
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that together hold one row."""
+        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the keys describe."""
+        if self.devices_per_node < 1:
+            raise ConfigError(
+                f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
+                "devices_per_node, or num_devices to RampupBatchManager"
+            )
+        return self.num_nodes * self.devices_per_node
+
+
+# Each of them makes a batch.
+_SIZES = (
+    *("per_device_batch_size", "global_batch_size", "rampup_batch_size"),
+    "step_batch_size_schedule",
+)
+
+
+def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch keys of a mapping, checked as those of a config file are."""
+    names = {field.name for field in dataclasses.fields(BatchKeys)}
+    found, unknown = {}, []
+    for name, value in config.items():
+        peer = peers.look_up(name, value)
+        key, value = (peer.key, peer.value) if peer else (name, value)
+        given = f"{name}={value}"
+        if not peer and not defaults.is_key(name):
+            unknown.append((given, name))
+        elif key in names:
+            value = list(value) if isinstance(value, tuple) else value
+            found[key] = defaults.typed(given, value, key)
+    if unknown:
+        raise ConfigError(defaults.unknown_keys(unknown, "configs/base.yml"))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """From `first_sample` on, steps train on `global_batch_size` rows.
+
+    `rows_per_device` is the most that a device may hold in one pass (None: the configured most),
+    `accumulation` the passes that the notation asks for (None: what the split needs).
+    """
+
+    first_sample: int
+    global_batch_size: int
+    rows_per_device: Fraction | None = None
+    accumulation: int | None = None
+
+
+def exact(value: float | int | Fraction) -> Fraction:
+    """The number that was written: 0.1 is 1/10, not the nearest binary fraction."""
+    return value if isinstance(value, Fraction) else Fraction(str(value))
+
+
+def plain_number(value: Fraction) -> int | float:
+    """A Fraction as JSON and a person see it: an integer where it is one."""
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+def thresholds(keys: BatchKeys) -> list[Threshold]:
+    """The thresholds of the notation that is used, the first at sample 0.
+
+    Raises:
+      ConfigError: keys of two notations, or one that is out of range.
+    """
+    check(keys)
+    if keys.rampup_batch_size is not None:
+        return _nemo(keys)
+    if keys.step_batch_size_schedule:
+        return _megatron(keys)
+    if keys.global_batch_size != -1:
+        return [Threshold(0, keys.global_batch_size)]
+    return _maxtext(keys)
+
+
+def check(keys: BatchKeys) -> None:
+    """Checks the batch keys, as far as they can be checked without knowing the devices.
+
+    Raises:
+      ConfigError: names the key, its value, the relation it breaks and a remedy.
+    """
+    used = [
+        shown
+        for is_used, shown in (
+            (keys.enable_rampup_batch_size, "enable_rampup_batch_size=True"),
+            (keys.rampup_batch_size is not None, f"rampup_batch_size={keys.rampup_batch_size}"),
+            (
+                bool(keys.step_batch_size_schedule),
+                f'step_batch_size_schedule="{keys.step_batch_size_schedule}"',
+            ),
+        )
+        if is_used
+    ]
+    if len(used) > 1:
+        raise ConfigError(
+            f"{' and '.join(used)} describe the ramp in two notations; keep one of them"
+        )
+    if keys.per_device_batch_size <= 0 and keys.micro_batch_size == -1:
+        raise ConfigError(
+            f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 "
+            "(rows per device in one forward and backward pass)"
+        )
+    if keys.gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={keys.gradient_accumulation_steps} must be 1 or more"
+        )
+    for name in ("global_batch_size", "micro_batch_size"):
+        if getattr(keys, name) < 1 and getattr(keys, name) != -1:
+            raise ConfigError(f"{name}={getattr(keys, name)} must be 1 or more, or -1 (not given)")
+    if keys.global_batch_size != -1:
+        if keys.enable_rampup_batch_size:
+            raise ConfigError(
+                f"global_batch_size={keys.global_batch_size} and enable_rampup_batch_size=True: "
+                "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, "
+                "increment, samples] with global_batch_size, or leave global_batch_size out"
+            )
+        if keys.step_batch_size_schedule:
+            raise ConfigError(
+                f"global_batch_size={keys.global_batch_size} and step_batch_size_schedule="
+                f'"{keys.step_batch_size_schedule}": the schedule ends at its last batch size; '
+                "leave global_batch_size out"
+            )
+    uses_global_sizes = (
+        keys.rampup_batch_size is not None
+        or keys.step_batch_size_schedule
+        or keys.global_batch_size != -1
+    )
+    if keys.micro_batch_size != -1 and not uses_global_sizes:
+        raise ConfigError(
+            f"micro_batch_size={keys.micro_batch_size} goes with global_batch_size, "
+            "rampup_batch_size or step_batch_size_schedule, none of which is given; use "
+            "per_device_batch_size, or give global_batch_size"
+        )
+    if uses_global_sizes and keys.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={keys.gradient_accumulation_steps} follows from the "
+            "global batch size, the micro batch and the devices; leave it out"
+        )
+    if keys.enable_rampup_batch_size:
+        _check_maxtext(keys)
+    elif keys.rampup_batch_size is not None:
+        _check_nemo(keys)
+    elif keys.step_batch_size_schedule:
+        _parse_schedule(keys)
+
+
+# --- MaxText -------------------------------------------------------------------------------------
+
+
+def _check_maxtext(keys: BatchKeys) -> None:
+    start = exact(keys.per_device_batch_size_start)
+    increment = exact(keys.per_device_batch_size_increment)
+    rise = exact(keys.per_device_batch_size) - start
+    if start <= 0:
+        raise ConfigError(f"per_device_batch_size_start={show(start)} must be above 0")
+    if rise < 0:
+        raise ConfigError(
+            f"per_device_batch_size={show(keys.per_device_batch_size)} is below "
+            f"per_device_batch_size_start={show(start)}; a ramp grows: lower the start, or set "
+            "enable_rampup_batch_size=False"
+        )
+    if rise == 0:
+        raise ConfigError(
+            f"per_device_batch_size_start={show(start)} equals per_device_batch_size, which "
+            "leaves nothing to ramp; lower the start, or set enable_rampup_batch_size=False"
+        )
+    if increment <= 0:
+        raise ConfigError(
+            f"per_device_batch_size_increment={show(increment)} must be above 0; the ramp "
+            f"rises by {show(rise)} in all: use {_divisors(rise)}"
+        )
+    if rise % increment:
+        raise ConfigError(
+            f"per_device_batch_size_increment={show(increment)} does not divide "
+            f"per_device_batch_size - per_device_batch_size_start = {show(rise)}; "
+            f"use {_divisors(rise)}"
+        )
+    if keys.global_rampup_samples <= 0:
+        raise ConfigError(
+            f"global_rampup_samples={keys.global_rampup_samples} must be above 0 (the "
+            "samples over which the batch grows); for a constant batch set "
+            "enable_rampup_batch_size=False"
+        )
+
+
+def _maxtext(keys: BatchKeys) -> list[Threshold]:
+    """MaxText's notation, and a constant batch, which is a ramp of no increments.
+
+    samples_per_increment = global_rampup_samples / increments; a stage lasts the smallest number of
+    steps whose samples reach samples_per_increment, and the next stage counts from zero.
+    """
+    final, devices = exact(keys.per_device_batch_size), keys.num_devices
+    sizes, share = [final], Fraction(0)
+    if keys.enable_rampup_batch_size:
+        start = exact(keys.per_device_batch_size_start)
+        increment = exact(keys.per_device_batch_size_increment)
+        increments = _limited(int((final - start) / increment), "per_device_batch_size_increment")
+        sizes = [start + i * increment for i in range(increments + 1)]
+        share = Fraction(keys.global_rampup_samples, increments)
+    found, first_sample = [], 0
+    for size in sizes:
+        if (size * devices).denominator != 1:
+            raise ConfigError(
+                f"per_device_batch_size {show(size)} on {devices} device{'s'[: devices > 1]} is "
+                f"{show(size * devices)} rows, not a whole number; per_device_batch_size, its "
+                f"start and its increment must be multiples of {show(Fraction(1, devices))}"
+            )
+        accumulation = keys.gradient_accumulation_steps
+        batch = int(size * devices) * accumulation
+        found.append(Threshold(first_sample, batch, size, accumulation))
+        first_sample += math.ceil(share / batch) * batch
+    return found
+
+
+# --- NeMo ----------------------------------------------------------------------------------------
+
+
+def _check_nemo(keys: BatchKeys) -> None:
+    ramp = list(keys.rampup_batch_size)
+    shown = f"rampup_batch_size={ramp}"
+    if len(ramp) != 3 or any(type(number) is not int for number in ramp):
+        raise ConfigError(f"{shown} must be three integers: [start, increment, samples]")
+    start, increment, samples = ramp
+    final = keys.global_batch_size
+    if final == -1:
+        raise ConfigError(f"{shown} needs global_batch_size, the size at which the ramp ends")
+    if start < 1:
+        raise ConfigError(f"{shown}: the start {start} must be 1 or more")
+    if start > final:
+        raise ConfigError(
+            f"{shown}: the start {start} is above global_batch_size={final}; a ramp grows: lower "
+            "the start"
+        )
+    if start == final:
+        raise ConfigError(
+            f"{shown}: the start equals global_batch_size={final}, which leaves nothing to ramp; "
+            "lower the start, or leave rampup_batch_size out"
+        )
+    if increment < 1:
+        raise ConfigError(
+            f"{shown}: the increment {increment} must be 1 or more; the ramp rises by "
+            f"{final - start} in all: use {_divisors(Fraction(final - start))}"
+        )
+    if (final - start) % increment:
+        raise ConfigError(
+            f"{shown}: the increment {increment} does not divide global_batch_size - start = "
+            f"{final - start}; use {_divisors(Fraction(final - start))}"
+        )
+    if samples < 1:
+        raise ConfigError(
+            f"{shown}: the samples {samples} must be 1 or more; for a constant batch leave "
+            "rampup_batch_size out"
+        )
+
+
+def _nemo(keys: BatchKeys) -> list[Threshold]:
+    """NeMo's notation: the size of a step is start + floor(consumed / share) * increment while
+    consumed < samples, with share = samples / increments, and the final size from then on."""
+    start, increment, samples = keys.rampup_batch_size
+    increments = (keys.global_batch_size - start) // increment
+    _limited(increments, "rampup_batch_size")
+    # consumed is whole, so it reaches i * samples / increments when it reaches the next integer.
+    return [
+        Threshold(-(-i * samples // increments), start + i * increment)
+        for i in range(increments + 1)
+    ]
+
+
+# --- Megatron's list -----------------------------------------------------------------------------
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
+    """(samples, global batch) pairs of a step_batch_size_schedule, checked."""
+    key = "step_batch_size_schedule"
+    pairs: list[tuple[int, int]] = []
+    tokens = keys.step_batch_size_unit == "tokens"
+    entries = keys.step_batch_size_schedule.replace(",", " ").split()
+    if not entries:
+        raise ConfigError(f'{key}="{keys.step_batch_size_schedule}" holds no threshold:batch pair')
+    for entry in entries:
+        threshold_text, colon, batch_text = entry.partition(":")
+        threshold = _count(threshold_text) if colon else None
+        if threshold is None or not batch_text.isascii() or not batch_text.isdigit():
+            raise ConfigError(
+                f'{key}: "{entry}" is not threshold:batch, such as 250B:1536 (suffixes K, M, B, T)'
+            )
+        samples = threshold // keys.max_target_length if tokens else threshold
+        if int(batch_text) < 1:
+            raise ConfigError(f'{key}: "{entry}" has a batch of 0; it must be 1 or more')
+        if not pairs and samples != 0:
+            raise ConfigError(
+                f'{key}: the first threshold "{entry}" must be 0, where training starts'
+            )
+        if pairs and samples <= pairs[-1][0]:
+            unit = f" samples of {keys.max_target_length} tokens" if tokens else " samples"
+            raise ConfigError(
+                f'{key}: "{entry}" starts at {samples}{unit}, not after the pair before it at '
+                f"{pairs[-1][0]}; thresholds must increase"
+            )
+        pairs.append((samples, int(batch_text)))
+    return pairs
+
+
+def _count(text: str) -> int | None:
+    """8.2M -> 8200000, exactly; None where it is no whole number."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isascii() or not digits.replace(".", "", 1).isdigit():
+        return None
+    number = decimal.Context(prec=60).multiply(decimal.Decimal(digits), factor)
+    return int(number) if number == number.to_integral_value() else None
+
+
+def _megatron(keys: BatchKeys) -> list[Threshold]:
+    """Megatron's list: a step uses the last pair whose threshold is not above consumed samples."""
+    return [Threshold(samples, batch) for samples, batch in _parse_schedule(keys)]
+
+
+_MOST_STAGES = 100_000
+
+
+def _limited(increments: int, key: str) -> int:
+    if increments >= _MOST_STAGES:
+        raise ConfigError(
+            f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
+        )
+    return increments
+
+
+# --- Words for errors ----------------------------------------------------------------------------
+
+
+def show(value: float | Fraction) -> str:
+    """The number as it would be written in a config, or as a fraction where it has no end."""
+    number = plain_number(exact(value))
+    return str(number) if Fraction(str(number)) == exact(value) else str(value)
+
+
+def _divisors(rise: Fraction) -> str:
+    """A few increments that divide `rise`, small to large, for an error's remedy."""
+    if rise.denominator == 1:
+        whole = int(rise)
+        found = [d for d in range(1, min(whole, 10_000) + 1) if whole % d == 0]
+        found = found if len(found) <= 6 else [*found[:5], whole]
+        numbers = [str(d) for d in found]
+    else:
+        numbers = [show(rise / n) for n in (4, 2, 1)]
+    return ", ".join(numbers[:-1]) + " or " + numbers[-1] if len(numbers) > 1 else numbers[0]

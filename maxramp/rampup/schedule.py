@@ -1,0 +1,257 @@
+"""The batch-size schedule as data: a short list of stages.
+
+Glossary
+  sample      one row of `max_target_length` tokens
+  step        one optimizer update; step k is 0-based, "n steps done" means steps 0 .. n-1
+  micro batch the rows of one forward and backward pass over all devices:
+              per_device_batch_size * devices
+  global batch size
+              the rows of one step: micro batch * gradient_accumulation_steps
+  threshold   the number of samples from which on a global batch size holds
+  stage       a run of steps with one batch shape
+
+Every notation becomes a list of thresholds (`notations`), and one walk over the thresholds gives
+the stages: a step uses the batch size of the last threshold that is not above the samples consumed
+before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
+list in closed form, for any step, in any order.
+
+This module imports no jax.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.rampup import layout as layout_lib
+from maxramp.rampup import notations
+from maxramp.rampup.notations import BatchKeys, Threshold, plain_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A run of optimizer steps with one batch shape. The last stage has no end."""
+
+    index: int
+    first_step: int
+    steps: int | None
+    first_sample: int
+    samples: int | None
+    per_device_batch_size: Fraction
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    nodes: int
+    devices: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one forward and backward pass over all devices."""
+        return self.global_batch_size // self.gradient_accumulation_steps
+
+    def to_json(self) -> dict[str, Any]:
+        """The stage as it stands in plan.json."""
+        return dataclasses.asdict(self) | {
+            "per_device_batch_size": plain_number(self.per_device_batch_size)
+        }
+
+
+class RampupBatchManager:
+    """The stages of a run and its length.
+
+    The list may grow at its end, and only there; everything else is derived from it.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        num_devices: int | None = None,
+        *,
+        first_step: int = 0,
+        first_sample: int = 0,
+        first_index: int = 0,
+        usable: Callable[[int], bool] = lambda devices: True,
+        restart_passes: float = 0.0,
+    ):
+        """
+        Args:
+          config: a mapping of batch keys (`notations.BatchKeys`), or any object that has them as
+            attributes; a configuration of MaxText's is one.
+          num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
+            `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
+            not depend on it where `devices_per_node` is given.
+          first_step, first_sample, first_index: where the schedule is taken up, and the number of
+            the stage that it begins with. A run whose batch keys changed at a restart has steps and
+            stages behind it that the keys of today would have made otherwise.
+          usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
+          restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
+            for `node_schedule` (`cost.PassCost`).
+
+        Raises:
+          ConfigError: a key is out of range, or one of a mapping does not exist; or neither
+            `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
+            not divide over its devices is refused by `check`.
+        """
+        keys = BatchKeys.of(config)
+        if keys.devices_per_node < 1 and num_devices:
+            keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
+        thresholds = notations.thresholds(keys)
+        nodes = -(-num_devices // keys.devices_per_node) if num_devices else 0
+        walked = list(_walk(thresholds, first_step, first_sample))
+        if num_devices:
+            layouts = [layout_lib.spread(keys, t, nodes, num_devices) for t, *_ in walked]
+        else:
+            layouts = layout_lib.schedule_nodes(
+                keys,
+                [threshold for threshold, *_ in walked],
+                [_steps_of_run(keys, *stage) for stage in walked],
+                usable,
+                restart_passes,
+            )
+        self.keys, self.thresholds = keys, thresholds
+        self._refusals: dict[int, ConfigError] = {}
+        self.stages: list[Stage] = []
+        for index, ((threshold, step, sample, steps), layout) in enumerate(
+            zip(walked, layouts, strict=True), first_index
+        ):
+            if layout is None:
+                self._refusals[index] = layout_lib.refusal(keys, index, threshold, num_devices)
+                devices = num_devices or keys.num_devices
+                passes = threshold.accumulation or 1
+                size = Fraction(threshold.global_batch_size, devices * passes)
+                layout = layout_lib.Layout(nodes or keys.num_nodes, devices, size, passes)
+            self.stages.append(
+                Stage(
+                    index=index,
+                    first_step=step,
+                    steps=steps,
+                    first_sample=sample,
+                    samples=None if steps is None else steps * threshold.global_batch_size,
+                    per_device_batch_size=layout.per_device_batch_size,
+                    gradient_accumulation_steps=layout.gradient_accumulation_steps,
+                    global_batch_size=threshold.global_batch_size,
+                    nodes=layout.nodes,
+                    devices=layout.devices,
+                )
+            )
+        self._first_steps = [stage.first_step for stage in self.stages]
+        self._first_samples = [stage.first_sample for stage in self.stages]
+
+    def stage_at_step(self, step: int) -> Stage:
+        """The stage of 0-based optimizer step `step`."""
+        return self.stages[_last_not_above(self._first_steps, step, "step")]
+
+    def stage_at_sample(self, sample: int) -> Stage:
+        """The stage of the step that trains on row `sample` of the run (0-based)."""
+        return self.stages[_last_not_above(self._first_samples, sample, "sample")]
+
+    def samples_before(self, step: int) -> int:
+        """Samples consumed by steps 0 .. step-1: step k trains on rows
+        [samples_before(k), samples_before(k + 1))."""
+        stage = self.stage_at_step(step)
+        return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
+
+    def step_at_sample(self, sample: int) -> int:
+        """The step that trains on row `sample`: samples_before(step) <= sample."""
+        stage = self.stage_at_sample(sample)
+        return stage.first_step + (sample - stage.first_sample) // stage.global_batch_size
+
+    def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
+        """The stages of steps first_step .. last_step - 1."""
+        first = self.stage_at_step(first_step).index - self.stages[0].index
+        return [stage for stage in self.stages[first:] if stage.first_step < last_step]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: `steps`, or those that reach `total_samples` or
+        `total_tokens`."""
+        if self.keys.steps != -1:
+            return self.keys.steps
+        samples = _samples_of_run(self.keys)
+        if samples < 1:
+            raise ConfigError("none of steps, total_samples and total_tokens is given; give one")
+        if samples <= self.stages[0].first_sample:
+            return self.stages[0].first_step
+        return self.step_at_sample(samples - 1) + 1
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of the whole run: those of its steps, each whole."""
+        return self.samples_before(self.total_steps)
+
+    @property
+    def cut_short(self) -> str:
+        """That the run ends before its ramp does, in one line; "" where it does not."""
+        end, final = self.total_steps, self.stages[-1]
+        if end > final.first_step or end <= self.stages[0].first_step:
+            return ""
+        keys = self.keys
+        lengths = {"steps": keys.steps, "total_samples": keys.total_samples}
+        lengths["total_tokens"] = keys.total_tokens
+        given = next(f"{name}={value}" for name, value in lengths.items() if value != -1)
+        return (
+            f"{given} ends the run inside the ramp: after {end} steps the batch is "
+            f"{self.stage_at_step(end - 1).global_batch_size}, and the final batch of "
+            f"{final.global_batch_size} begins after {final.first_step}"
+        )
+
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Refuses stages that cannot be split over their devices.
+
+        Raises:
+          ConfigError: names the first such stage and the nearest sizes that can.
+        """
+        for stage in stages:
+            if stage.index in self._refusals:
+                raise self._refusals[stage.index]
+
+
+def _last_not_above(starts: list[int], value: int, name: str) -> int:
+    if value < starts[0]:
+        raise ValueError(
+            f"{name}={value} lies before {name} {starts[0]}, where the schedule starts"
+        )
+    return bisect.bisect_right(starts, value) - 1
+
+
+def _walk(
+    thresholds: Sequence[Threshold], step: int, sample: int
+) -> Iterator[tuple[Threshold, int, int, int | None]]:
+    """Thresholds -> (threshold, first step, first sample, steps) of every stage.
+
+    Each stage ends with the first step that reaches the next threshold. A threshold that is passed
+    within a step of the stage before gives no stage.
+    """
+    ends = [threshold.first_sample for threshold in thresholds[1:]]
+    for threshold, end in zip(thresholds, [*ends, None], strict=True):
+        steps = None
+        if end is not None:
+            steps = max(0, -(-(end - sample) // threshold.global_batch_size))
+            if steps == 0:
+                continue
+        yield threshold, step, sample, steps
+        if steps is not None:
+            step, sample = step + steps, sample + steps * threshold.global_batch_size
+
+
+_LONG = 10**6  # steps that the last stage of a run without a length is planned with
+
+
+def _samples_of_run(keys: BatchKeys) -> int:
+    """total_samples, or the samples of total_tokens; -1 where neither is given."""
+    if keys.total_tokens != -1:
+        return -(-keys.total_tokens // keys.max_target_length)
+    return keys.total_samples
+
+
+def _steps_of_run(
+    keys: BatchKeys, threshold: Threshold, step: int, sample: int, steps: int | None
+) -> int:
+    """Those of a stage's steps that come before the end of the run."""
+    left = _LONG if steps is None else steps
+    if keys.steps != -1:
+        left = keys.steps - step
+    elif (samples := _samples_of_run(keys)) != -1:
+        left = -(-(samples - sample) // threshold.global_batch_size)
+    return max(0, left if steps is None else min(left, steps))

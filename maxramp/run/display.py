@@ -1,0 +1,134 @@
+"""What a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from maxramp.rampup.notations import plain_number
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.run.metrics import Record
+
+
+def describe_stage(stage: Stage, last: int) -> str:
+    """A stage in one line; `last` is the number of the run's last."""
+    per_device = plain_number(stage.per_device_batch_size)
+    steps = "to the end" if stage.steps is None else f"for {stage.steps} steps"
+    return (
+        f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
+        f"{stage.global_batch_size} = "
+        f"{per_device} per device x {stage.devices} device{'s'[: stage.devices > 1]} x "
+        f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """45s, 3m20s, 2h05m, 3d04h."""
+    s = round(seconds)
+    for big, small, unit, part in (
+        (86400, 3600, "d", "h"),
+        (3600, 60, "h", "m"),
+        (60, 1, "m", "s"),
+    ):
+        if s >= big:
+            return f"{s // big}{unit}{s % big // small:02d}{part}"
+    return f"{s}s"
+
+
+class Display:
+    """The progress of a run; a writer of records.
+
+    The time left is what the rows still to come take at the pace of the last steps.
+    """
+
+    def __init__(self, log_period: int, quiet: bool):
+        self._log_period, self._quiet = log_period, quiet
+        self._stage_index: int | None = None
+        self._pace: float | None = None  # seconds per sample, averaged over the last steps
+        self._progress = None
+        self._started = time.perf_counter()
+        # Of this start: steps, tokens, the seconds they took, the first and the last loss.
+        self._steps_done, self._tokens, self._seconds = 0, 0, 0.0
+        self._first_loss = self._last_loss = 0.0
+        self._eval_loss: float | None = None
+
+    def start(self, ramp: RampupBatchManager) -> None:
+        """Shows the live line, on a terminal; records of steps of `ramp` follow."""
+        self._ramp, self._steps = ramp, ramp.total_steps
+        self._last_stage = ramp.stage_at_step(self._steps - 1).index
+        if sys.stdout.isatty() and not self._quiet:
+            from rich import progress
+
+            self._progress = progress.Progress(
+                progress.BarColumn(30),
+                progress.TextColumn("{task.description}"),
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._task = self._progress.add_task("compiling", total=ramp.total_samples)
+            self._progress.start()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress."""
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not self._quiet:
+            print(line, flush=True)
+
+    def __call__(self, record: Record) -> None:
+        """Shows a record."""
+        if "eval_loss" in record:
+            self._eval_loss = record["eval_loss"]
+            self.say(
+                f"step {record['step']:>6}  loss on held-out text {record['eval_loss']:.4f} "
+                f"({record['eval_tokens']} tokens in {duration(record['eval_seconds'])})"
+            )
+            return
+        if record.get("bad_steps"):
+            self.say(
+                f"step {record['step']:>6}  skipped: its gradient is not finite "
+                f"({record['bad_steps']} in a row)"
+            )
+        stage = self._ramp.stage_at_step(record["step"])
+        if stage.index != self._stage_index:
+            self._stage_index = stage.index
+            self.say(describe_stage(stage, self._last_stage))
+        tokens = (
+            record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
+        )
+        self._last_loss = record["loss"]
+        if not self._steps_done:
+            self._first_loss = record["loss"]
+        else:  # the first step of a start holds its compile: it says nothing about the pace
+            pace = record["step_seconds"] / record["global_batch_size"]
+            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+        self._steps_done += 1
+        self._tokens += tokens
+        self._seconds += record["step_seconds"]
+        left = self._ramp.total_samples - record["consumed_samples"]
+        eta = f"{duration(left * self._pace)} left" if self._pace else ""
+        line = (
+            f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
+            f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
+        )
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=record["consumed_samples"], description=line
+            )
+        elif record["step"] % self._log_period == 0 or record["step"] == self._steps - 1:
+            self.say(line.rstrip())
+
+    def close(self) -> None:
+        """Takes the live line away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def summary(self) -> str:
+        """The closing line: what this start of the run did."""
+        if not self._steps_done:
+            return "no step was left to do"
+        held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
+        return (
+            f"{self._steps_done} step{'s'[: self._steps_done > 1]}, {self._tokens:,} tokens in "
+            f"{duration(time.perf_counter() - self._started)}; loss {self._first_loss:.4f} -> "
+            f"{self._last_loss:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+        )

@@ -1,0 +1,254 @@
+"""What happened, step by step: measured one step late, so that the loop never waits for the device.
+
+A thread waits for the numbers of each step and writes them down. Handing over step k waits until
+it has done so for step k-1, which by then the device has or is about to have finished, while step k
+is already queued.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import math
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from maxramp.config.load import Config
+from maxramp.errors import TrainingError
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.rampup.notations import plain_number
+from maxramp.rampup.schedule import Stage
+
+Record = dict[str, Any]
+
+
+class MetricsLog:
+    """Turns what steps return into records and hands them to the writers, in order.
+
+    `step_seconds` is the time from the end of the step before (or of an evaluation, a save or the
+    start-up) to the end of this one, waiting for data and compiles included.
+    """
+
+    def __init__(self, config: Config, writers: list[Callable[[Record], None]]):
+        self._config, self._writers = config, writers
+        self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._flops_per_token = training_flops_per_token(config)
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
+        self._last_end = time.perf_counter()
+        self._ended = False  # closed, or by a record that ends the run: none is written after it
+        self._writing = threading.Lock()
+
+    def restart_clock(self) -> None:
+        """What was done since the last record (a save, say) does not count as part of a step."""
+        self._last_end = time.perf_counter()
+
+    def log_step(
+        self,
+        step: int,
+        stage: Stage,
+        consumed_samples: int,
+        metrics: dict[str, jax.Array],
+        data_seconds: float,
+        compile_seconds: float,
+    ) -> None:
+        """Takes over the metrics of a step just dispatched, and waits for those of the one before.
+
+        Args:
+          step: 0-based.
+          stage: the step's.
+          consumed_samples: after the step.
+          metrics: from `train_step`.
+          data_seconds: what the loop waited for this step's rows.
+          compile_seconds: what the loop waited for this step's program.
+
+        Raises:
+          TrainingError: the step before had a loss that ends the run.
+        """
+
+        def finish(read: dict[str, Any], seconds: float) -> Record:
+            skipped = {"bad_steps": int(read["bad_steps"])} if "bad_steps" in read else {}
+            if skipped.get("bad_steps"):
+                self._check_bad_steps(step, **skipped)
+            else:
+                self._check_finite(step, read)
+            high, low = (int(word) for word in read["batch_fingerprint"])
+            tokens = stage.global_batch_size * self._config.max_target_length
+            flops = tokens * self._flops_per_token / stage.devices
+            return {
+                "step": step,
+                "stage": stage.index,
+                "per_device_batch_size": plain_number(stage.per_device_batch_size),
+                "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+                "global_batch_size": stage.global_batch_size,
+                "consumed_samples": consumed_samples,
+                "consumed_tokens": consumed_samples * self._config.max_target_length,
+                "loss": float(read["loss"]),
+                "grad_norm": float(read["grad_norm"]),
+                "learning_rate": float(read["learning_rate"]),
+                "step_seconds": seconds,
+                "data_seconds": data_seconds,
+                "compile_seconds": compile_seconds,
+                "tokens_per_second": tokens / seconds,
+                "tflops_per_device": flops / seconds / 1e12,
+                "batch_fingerprint": f"{high:08x}{low:08x}",
+            } | skipped
+
+        self._push(metrics, finish)
+
+    def log_eval(self, step: int, consumed_samples: int, sums: tuple[jax.Array, jax.Array]) -> None:
+        """Takes over the sums of an evaluation just dispatched, after step `step`."""
+
+        def finish(read: dict[str, Any], seconds: float) -> Record:
+            return {
+                "step": step,
+                "consumed_samples": consumed_samples,
+                "eval_loss": float(read["cross_entropy"] / read["tokens"]),
+                "eval_tokens": int(read["tokens"]),
+                "eval_seconds": seconds,
+            }
+
+        self._push({"cross_entropy": sums[0], "tokens": sums[1]}, finish)
+
+    def flush(self) -> None:
+        """Waits for everything that is pending: the device has then done all that was asked."""
+        self._wait(keep=0)
+
+    def close(self) -> None:
+        """Waits for nothing more, and writes nothing more."""
+        with self._writing:
+            self._ended = True
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _push(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+        self._pending.append(self._reader.submit(self._record, arrays, finish))
+        self._wait(keep=1)
+
+    def _wait(self, keep: int) -> None:
+        while len(self._pending) > keep:
+            self._pending.popleft().result()
+
+    def _record(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+        read = jax.device_get(arrays)
+        now = time.perf_counter()  # the step's end, whatever the loop waits for meanwhile
+        with self._writing:
+            if self._ended:
+                return
+            try:
+                record = finish(read, now - self._last_end)
+            except TrainingError:
+                self._ended = True
+                raise
+            self._last_end = now
+            for write in self._writers:
+                write(record)
+
+    def _check_bad_steps(self, step: int, bad_steps: int) -> None:
+        if bad_steps >= self._config.skip_bad_steps:
+            raise TrainingError(
+                f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
+                f"skip_bad_steps={bad_steps} in a row end the run{self._what_stands()}; lower "
+                "learning_rate, or look at the data of these steps"
+            )
+
+    def _check_finite(self, step: int, read: dict[str, Any]) -> None:
+        for name in ("loss", "grad_norm"):
+            value = float(read[name])
+            for key, bad in (
+                ("abort_on_nan_loss", math.isnan(value)),
+                ("abort_on_inf_loss", math.isinf(value)),
+            ):
+                if bad and self._config[key]:
+                    raise TrainingError(
+                        f"{name}={value} at step {step}; {key}=True ends the "
+                        f"run{self._what_stands()}; lower learning_rate, or look at the data of "
+                        "this step"
+                    )
+
+    def _what_stands(self) -> str:
+        return ", the last checkpoint is from before" if self._config.enable_checkpointing else ""
+
+
+class JsonlWriter:
+    """metrics.jsonl: one object per optimizer step, and one per evaluation.
+
+    A disk that is full for a while loses nothing: what could not be written waits in memory.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+
+    def __call__(self, record: Record) -> None:
+        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._unwritten += (json.dumps(finite) + "\n").encode()
+        with contextlib.suppress(OSError):  # `flush` says so
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands everything to the file system.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+def cut_records(path: pathlib.Path, first_step: int) -> int:
+    """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
+
+    What a kill tore, and every line after it, goes there too.
+
+    Returns:
+      The steps that were moved.
+    """
+    if not path.exists():
+        return 0
+    end, dropped = 0, 0
+    with path.open("r+b") as file:
+        for line in file:
+            record = _parse(line)
+            if not dropped and record and record["step"] < first_step and line.endswith(b"\n"):
+                end += len(line)
+            else:
+                dropped += record is None or "loss" in record
+        file.seek(end)
+        if rest := file.read():
+            with path.with_name("metrics.dropped.jsonl").open("ab") as kept:
+                kept.write(rest if rest.endswith(b"\n") else rest + b"\n")
+        file.truncate(end)
+    return dropped
+
+
+def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
+    """The records of metrics.jsonl, of the first `steps` steps if given.
+
+    A last line that was torn by a kill is left out.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for record in map(_parse, lines) if record is not None]
+    return [r for r in records if steps is None or r["step"] < steps]
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -1,0 +1,318 @@
+"""The output folder of a run and what is said about it."""
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from jax.experimental import multihost_utils
+
+from maxramp.checkpoints.resume import Schedule
+from maxramp.config.load import Config, mesh_sizes, to_yaml
+from maxramp.data.corpus import Corpus
+from maxramp.errors import ConfigError
+from maxramp.keys.yamlfile import dump, parse
+from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.locking import lock
+from maxramp.rampup.notations import plain_number
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.display import Display
+from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
+from maxramp.run.picture import draw_run
+from maxramp.run.tensorboard import TensorBoardWriter
+
+_SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
+_OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png")  # or cut at a start
+_CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
+_HEADER = "# Written by maxramp; the next start replaces this file unless you edit it ({:08x}).\n"
+
+
+def plan_json(ramp: RampupBatchManager) -> dict[str, Any]:
+    """plan.json: the stages and the length of a run."""
+    return {
+        "stages": [stage.to_json() for stage in ramp.stages],
+        "total_steps": ramp.total_steps,
+        "total_samples": ramp.total_samples,
+        "total_tokens": ramp.total_samples * ramp.keys.max_target_length,
+    }
+
+
+class Output:
+    """`{base_output_directory}/{run_name}/` and the display, written by the first process alone.
+
+    Use it as a context: on the way out, however the run ended, it closes the files, draws ramp.png
+    and prints the closing line.
+    """
+
+    def __init__(self, config: Config):
+        """
+        Raises:
+          ConfigError: the folder cannot be written, is not the same on every host, holds files
+            that are not a run's, or another run writes it.
+        """
+        self._config = config
+        self._is_first = jax.process_index() == 0
+        self.folder = pathlib.Path(config.base_output_directory) / config.run_name
+        mesh_lib.together(self._take_folder)
+        if jax.process_count() > 1:
+            self._check_shared()
+        self._display = Display(config.log_period, quiet=not self._is_first)
+        self._files: list[JsonlWriter | TensorBoardWriter] = []
+
+    def _take_folder(self) -> None:
+        """Makes the folder and locks it for this run; the system takes the lock off at its end."""
+        try:
+            self.folder = self.folder.expanduser()
+            if not self._is_first:
+                return
+            self._refuse_strange_files()
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "plan.json"):
+                if (self.folder / name).exists():
+                    (self.folder / name).open("a").close()
+            self._config_file = self._place_for_config()
+            self._lock = (self.folder / ".lock").open("a+")
+            if warning := lock(self._lock):
+                self.warn(warning)
+            self._lock.truncate(0)
+            now = datetime.datetime.now().isoformat(" ", "seconds")
+            self._lock.write(f"process {os.getpid()} on {platform.node()} since {now}")
+            self._lock.flush()
+        except BlockingIOError:
+            self._lock.seek(0)
+            raise ConfigError(
+                f"run_name={self._config.run_name}: {self.folder} is in use by "
+                f"{self._lock.read()}; wait until it ends, or take another run_name"
+            ) from None
+        except (OSError, RuntimeError) as error:
+            raise self._refusal(error) from None
+
+    def _refuse_strange_files(self) -> None:
+        """A folder that was no run's so far may hold a config.yml, and files that no run writes."""
+        if (self.folder / "checkpoints").exists():
+            return
+        strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
+        if strange:
+            raise ConfigError(
+                f"run_name={self._config.run_name}: {self.folder} is not the folder of a run but "
+                f"holds {', '.join(strange)}, which a run would overwrite; move them away, or take "
+                "another run_name"
+            )
+
+    def _place_for_config(self) -> pathlib.Path:
+        """Where the resolved configuration goes: never over what a person wrote or edited."""
+        paths = [self.folder / name for name in _CONFIGS]
+        for path in paths:
+            if not path.exists() or _is_our_config(path):
+                return path
+        raise ConfigError(
+            f"{paths[0]} and {paths[1].name} are not as maxramp wrote them, so the resolved "
+            f"configuration has no place; move {paths[1].name} away"
+        )
+
+    def _refusal(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"base_output_directory={self._config.base_output_directory}: cannot write to "
+            f"{getattr(error, 'filename', None) or self.folder}: "
+            f"{getattr(error, 'strerror', None) or error}"
+        )
+
+    def _check_shared(self) -> None:
+        """Looks on every process for what the first one wrote; the same answer on all of them."""
+        mark = self.folder / ".shared"
+        number = mesh_lib.exchange(int.from_bytes(os.urandom(3)))[0]
+        if self._is_first:
+            mark.write_text(str(number))
+        deadline, seen = time.monotonic() + _SHARED_SECONDS, False
+        while not seen and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                seen = mark.read_text() == str(number)
+            if not seen:
+                time.sleep(0.2)
+        blind = np.flatnonzero(~multihost_utils.process_allgather(np.bool_(seen)))
+        if self._is_first:
+            mark.unlink(missing_ok=True)
+        if len(blind):
+            raise ConfigError(
+                f"base_output_directory={self._config.base_output_directory}: not the same folder "
+                f"on every host: process {', '.join(map(str, blind[:8]))} of {jax.process_count()} "
+                f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
+            )
+
+    def open_files(
+        self, ramp: RampupBatchManager, first_step: int
+    ) -> list[Callable[[Record], None]]:
+        """Writes config.yml and plan.json; returns what a record goes to.
+
+        Called when nothing can be refused any more: metrics of an earlier start are cut back to the
+        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl.
+
+        Raises:
+          ConfigError: the folder takes no more files.
+        """
+        mesh_lib.together(lambda: self._open_files(ramp, first_step))
+        if not self._is_first:
+            return []
+        self._display.start(ramp)
+        return [*self._files, self._display]
+
+    def _open_files(self, ramp: RampupBatchManager, first_step: int) -> None:
+        if not self._is_first:
+            return
+        try:
+            text = to_yaml(self._config)
+            _replace(self._config_file, _HEADER.format(zlib.crc32(text.encode())) + text)
+            _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
+            (self.folder / "next_stage.json").unlink(missing_ok=True)
+            if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
+                self.say(
+                    f"again    {dropped} step{'s'[: dropped > 1]} that no checkpoint holds (now in "
+                    "metrics.dropped.jsonl)"
+                )
+            self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
+        except OSError as error:
+            raise self._refusal(error) from None
+        if self._config.enable_tensorboard:
+            consumed = ramp.samples_before(first_step)
+            folder = self.folder / "tensorboard"
+            self._files.append(TensorBoardWriter(folder, first_step, consumed))
+
+    def flush(self) -> None:
+        """Hands all records to the file system: a checkpoint stands for steps that are recorded.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        for file in self._files:
+            file.flush()
+
+    def write_next_stage(self, planned: RampupBatchManager, step: int) -> None:
+        """Leaves next_stage.json for whoever starts the next job, at `step`, and says so."""
+        if not self._is_first:
+            return
+        stage = planned.stage_at_step(step)
+        following = {
+            "stage": stage.index,
+            "global_batch_size": stage.global_batch_size,
+            "per_device_batch_size": plain_number(stage.per_device_batch_size),
+            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+            "nodes": stage.nodes,
+            "devices": stage.devices,
+            "consumed_samples": planned.samples_before(step),
+        }
+        _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
+        self.say(
+            f"the next stage has a global batch of {stage.global_batch_size}, planned for "
+            f"{stage.nodes} node{'s'[: stage.nodes > 1]} of {stage.devices // stage.nodes}: "
+            "start again (next_stage.json)"
+        )
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the progress where there is one."""
+        self._display.say(line)
+
+    def warn(self, line: str) -> None:
+        """Says on stderr what went wrong and is no reason to stop."""
+        print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
+
+    def say_start(
+        self,
+        corpus: Corpus,
+        model: Decoder,
+        mesh: jax.sharding.Mesh,
+        schedule: Schedule,
+        first_step: int,
+        changes: str,
+    ) -> None:
+        """What is about to run, and what changed since the checkpoint that it goes on from."""
+        config, ramp = self._config, schedule.ramp
+        count = len(ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps))
+        device = mesh.devices.flat[0]
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(config).items() if size > 1)
+        self.say(f"data     {corpus.description} (hash {corpus.hash})")
+        self.say(
+            f"model    {config.model_name}: {num_parameters(model):,} weights, {config.dtype}, on "
+            f"{mesh.size} {device.device_kind} device{'s'[: mesh.size > 1]}"
+            + (f" (mesh {axes})" if axes else "")
+        )
+        self.say(
+            f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
+            f"samples of {config.max_target_length} tokens in {count} stage{'s'[: count > 1]}"
+        )
+        if ramp.cut_short:
+            self.say(f"ramp     {ramp.cut_short}")
+        if first_step:
+            self.say(
+                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "
+                "consumed"
+            )
+        if changes:
+            self.say(f"keys     {changes}")
+        if schedule.change:
+            self.say(f"change   {schedule.change}")
+
+    def say_stopped(self, step: int) -> None:
+        """Says that a signal ended the run after step `step`, and what is left of it."""
+        left = (
+            "saved; start again to go on"
+            if self._config.enable_checkpointing
+            else "not saved (enable_checkpointing=False); the next start begins at step 0"
+        )
+        self.say(f"stopped by a signal after step {step}, {left}")
+
+    def say_finished(self, first_step: int, ramp: RampupBatchManager) -> None:
+        """Says that there is nothing to do."""
+        self.say(
+            f"{self.folder}: finished, {first_step} steps are done of {ramp.total_steps}; for "
+            "a new run give another run_name, to go on more steps"
+        )
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._display.close()
+        if self._files:
+            for end in (*(file.close for file in self._files), self._draw):
+                try:
+                    end()
+                except OSError as problem:
+                    self.warn(str(self._refusal(problem)))
+            self.say(f"done     {self._display.summary()}")
+            config = self._config_file.name
+            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {config}, plan.json")
+
+    def _draw(self) -> None:
+        records = read_records(self.folder / "metrics.jsonl")
+        title = f"{self._config.run_name}: batch size and loss"
+        draw_run(records, self.folder / "ramp.png", title)
+
+
+def _is_our_config(path: pathlib.Path) -> bool:
+    """Whether a config.yml is as a run wrote it, down to the last byte."""
+    try:
+        header, _, text = path.read_text(encoding="utf-8").partition("\n")
+        if f"{header}\n" == _HEADER.format(zlib.crc32(text.encode())):
+            return True
+        # Earlier versions wrote this line instead; below it, a person's comments and spelling show.
+        return header.startswith("# model_name: ") and text == dump(parse(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file at once: whoever looks, or a kill, finds the old one or the new one."""
+    writing = path.with_name(f"{path.name}.tmp")
+    writing.write_text(text)
+    writing.replace(path)

@@ -1,0 +1,101 @@
+"""The pictures: a run's batch size and loss, a plan's batch size, nodes and learning rate."""
+
+import pathlib
+from typing import Any
+
+from maxramp.run.metrics import Record
+
+
+def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
+    """Draws the records of metrics.jsonl; does nothing without a step."""
+    steps = [record for record in records if "loss" in record and record["loss"] is not None]
+    if not steps:
+        return
+    # The object interface and its file backend: no window system, no global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    batch_axes = figure.add_subplot()
+    loss_axes = batch_axes.twinx()
+    loss_axes.patch.set_visible(False)
+
+    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
+    sizes = [r["global_batch_size"] for r in steps]
+    x = [*starts, steps[-1]["consumed_samples"]]
+    y = [*sizes, sizes[-1]]
+    batch_axes.fill_between(x, y, step="post", color="tab:blue", alpha=0.15, linewidth=0)
+    batch_axes.step(x, y, where="post", color="tab:blue", linewidth=1.8)
+    batch_axes.set_ylim(0, max(y) * 1.15)
+    batch_axes.set_xlim(0, x[-1])
+    batch_axes.set_xlabel("consumed samples")
+    batch_axes.set_ylabel("global batch size (samples)", color="tab:blue")
+    batch_axes.tick_params(axis="y", colors="tab:blue")
+
+    ends = [r["consumed_samples"] for r in steps]
+    loss_axes.plot(ends, [r["loss"] for r in steps], color="tab:orange", linewidth=1, label="loss")
+    evals = [r for r in records if "eval_loss" in r]
+    if evals:
+        loss_axes.plot(
+            [r["consumed_samples"] for r in evals],
+            [r["eval_loss"] for r in evals],
+            *("o",),
+            color="tab:red",
+            markersize=5,
+            clip_on=False,
+            label="loss on held-out text",
+        )
+    loss_axes.set_ylabel("loss (nats per token)", color="tab:orange")
+    loss_axes.tick_params(axis="y", colors="tab:orange")
+    figure.legend(handles=loss_axes.lines, loc="outside upper right", ncols=2, frameon=False)
+    for axes in (batch_axes, loss_axes):
+        axes.spines["top"].set_visible(False)
+    batch_axes.set_title(title, loc="left", parse_math=False)  # a run may be named $x$
+    figure.savefig(path, dpi=130)
+
+
+def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws `maxramp.plan`'s plan: global batch size, nodes and learning rate over samples."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    stages, rate = plan["stages"], plan["learning_rate"]
+    x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
+    figure = Figure(figsize=(7, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    batch, nodes, learning_rate = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
+    for axes, key, color, label in (
+        (batch, "global_batch_size", "tab:blue", "global batch size\n(samples)"),
+        (nodes, "nodes", "tab:green", "nodes"),
+    ):
+        y = [*(s[key] for s in stages), stages[-1][key]]
+        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
+        axes.step(x, y, where="post", color=color, linewidth=1.8)
+        axes.set_ylim(0, max(y) * 1.15)
+        axes.set_ylabel(label)
+    learning_rate.plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
+    learning_rate.set_ylim(0, None)
+    learning_rate.set_ylabel("learning rate")
+    learning_rate.set_xlabel("consumed samples")
+    learning_rate.set_xlim(0, plan["total_samples"])
+    learning_rate.xaxis.set_major_formatter(FuncFormatter(_short))
+    learning_rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    length = plan["max_target_length"]
+    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
+    tokens.set_xlabel("consumed tokens")
+    tokens.xaxis.set_major_formatter(FuncFormatter(_short))
+    for axes in (batch, nodes, learning_rate):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.align_ylabels()
+    figure.savefig(path, dpi=150)
+
+
+def _short(count: float, position: int) -> str:
+    """250000000000 -> 250B, as the field writes it."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"

@@ -1,0 +1,53 @@
+"""A profile of some steps, for TensorBoard's profile plugin, XProf or Perfetto."""
+
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from maxramp.config.load import Config
+
+
+class Profiler:
+    """With `profiler=xplane`, traces `profiler_steps` steps into the run's TensorBoard folder.
+
+    Each process writes its own trace. Keys and defaults are MaxText's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: pathlib.Path,
+        first_step: int,
+        settle: Callable[[], None],
+    ):
+        """
+        Args:
+          config: a resolved config.
+          folder: where the trace goes.
+          first_step: of this start of the run; `skip_first_n_steps_for_profiler` counts from it.
+          settle: waits for the devices, so that a trace holds whole steps and those alone.
+        """
+        self._folder, self._settle = folder, settle
+        self._first = self._last = -1
+        if config.profiler:
+            self._first = first_step + config.skip_first_n_steps_for_profiler
+            self._last = self._first + config.profiler_steps
+        self._running = False
+
+    def before(self, step: int) -> jax.profiler.StepTraceAnnotation:
+        """Starts or ends the trace where its time has come; the context to run the step in."""
+        if step == self._first:
+            self._settle()
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+        if step == self._last:
+            self._settle()
+            self.close()
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def close(self) -> None:
+        """Ends and writes the trace, if one is running."""
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False

@@ -1,0 +1,175 @@
+"""tensorboard/: the numbers of metrics.jsonl over steps, and the losses over consumed samples.
+
+Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
+They are written here and now, and not in tensorboardX's thread: what is flushed is in the file.
+While a disk is full, what could not be written waits in memory, as that of metrics.jsonl does.
+"""
+
+import contextlib
+import pathlib
+import platform
+import struct
+import time
+from typing import Any, BinaryIO
+
+from maxramp.run.metrics import Record
+
+_OURS = ".maxramp."  # in the names of event files: other programs may write beside them
+_BY_SAMPLE = "over_samples"
+_GROUPS = {
+    "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
+    "batch": (
+        *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+        *("consumed_samples", "consumed_tokens", "eval_tokens"),
+    ),
+    "speed": (
+        *("tokens_per_second", "tflops_per_device", "step_seconds", "data_seconds"),
+        *("compile_seconds", "eval_seconds"),
+    ),
+}
+_TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
+_BUFFER_BYTES = 8192  # of events that are written together
+
+
+class TensorBoardWriter:
+    """A writer of records. What earlier starts wrote past the first step is cut off.
+
+    TensorBoard shows the tags in groups: learning/loss, batch/stage, speed/tokens_per_second.
+    """
+
+    def __init__(self, folder: pathlib.Path, first_step: int, first_sample: int):
+        """
+        Args:
+          folder: of the event files.
+          first_step: of this start.
+          first_sample: samples consumed before it.
+        """
+        self._by_step = _Events(folder, first_step)
+        self._by_sample = _Events(folder / _BY_SAMPLE, first_sample + 1)
+
+    def __call__(self, record: Record) -> None:
+        """Writes the numbers of a record."""
+        numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        self._by_step.write(record["step"], numbers)
+        losses = {k: v for k, v in numbers.items() if k in ("loss", "eval_loss")}
+        self._by_sample.write(record["consumed_samples"], losses)
+
+    def flush(self) -> None:
+        """Hands everything to the file system.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        self._by_step.flush()
+        self._by_sample.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        try:
+            self._by_step.close()
+        finally:
+            self._by_sample.close()
+
+
+class _Events:
+    """The event files of one folder."""
+
+    def __init__(self, folder: pathlib.Path, first: int):
+        self._folder, self._first = folder, first
+        self._file: BinaryIO | None = None
+        self._unwritten = b""
+
+    def write(self, place: int, numbers: dict[str, Any]) -> None:
+        from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
+
+        values = [
+            summary_pb2.Summary.Value(tag=_TAGS.get(name, name), simple_value=number)
+            for name, number in numbers.items()
+        ]
+        summary = summary_pb2.Summary(value=values)
+        event = event_pb2.Event(wall_time=time.time(), step=place, summary=summary)
+        self._unwritten += _framed(event)
+        if len(self._unwritten) > _BUFFER_BYTES:
+            with contextlib.suppress(OSError):  # `flush` says so
+                self.flush()
+
+    def flush(self) -> None:
+        if self._unwritten and self._file is None:
+            self._file = self._open()
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _open(self) -> BinaryIO:
+        from tensorboardX.proto import event_pb2
+
+        _cut(self._folder, self._first)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now)}.{platform.node()}{_OURS}{self._first}"
+        file = (self._folder / name).open("ab", buffering=0)
+        version = event_pb2.Event(wall_time=now, file_version="brain.Event:2")
+        self._unwritten = _framed(version) + self._unwritten
+        return file
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+
+def _framed(event: Any) -> bytes:
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
+    return length + next(checksums) + data + next(checksums)
+
+
+def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
+    """Every whole event of an event file and where it ends in the file, in order."""
+    from tensorboardX.proto import event_pb2
+
+    data, start, found = path.read_bytes(), 0, []
+    while start + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        end = start + 12 + length + 4
+        if end > len(data):
+            break
+        found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]), end))
+        start = end
+    return found
+
+
+def _cut(folder: pathlib.Path, first: int) -> None:
+    """Cuts the events from `first` on off the files of earlier starts, and groups their tags.
+
+    Files from before tags had groups are written anew, so that a run has one curve for a number.
+    """
+    for path in folder.glob("events.out.tfevents.*"):
+        events = read_events(path)
+        if not (_OURS in path.name or folder.name == _BY_SAMPLE or _is_ours(events)):
+            continue
+        kept = [(event, end) for event, end in events if event.step < first]
+        values = [value for event, _ in kept for value in event.summary.value]
+        if any(value.tag in _TAGS for value in values):
+            for value in values:
+                value.tag = _TAGS.get(value.tag, value.tag)
+            _write_events(path, [event for event, _ in kept])
+            continue
+        with path.open("r+b") as file:
+            file.truncate(max((end for _, end in kept), default=0))
+
+
+def _is_ours(events: list[tuple[Any, int]]) -> bool:
+    """Whether a run wrote these events; earlier versions did not mark the file's name."""
+    return any(v.tag == "consumed_samples" for event, _ in events for v in event.summary.value)
+
+
+def _write_events(path: pathlib.Path, events: list[Any]) -> None:
+    """Writes an event file at once: a kill leaves the old one or the new one."""
+    writing = path.with_name(f".{path.name}.tmp")  # a name that TensorBoard does not read
+    writing.write_bytes(b"".join(map(_framed, events)))
+    writing.replace(path)

@@ -1,0 +1,56 @@
+"""Ending a process that hangs."""
+
+import faulthandler
+import sys
+import threading
+
+from maxramp.errors import EXIT_LOST
+from maxramp.parallel import lifeline
+
+
+class Watchdog:
+    """Ends the process when nothing gets done for `timeout_seconds`.
+
+    A device, a peer or a file system that hangs raises nothing: the loop waits in it for ever, and
+    with it every other process of the job. Each of them has its own watchdog. What counts is the
+    time that this process itself was running, so one that was stopped and continued is not ended.
+
+    Use it as a context around everything that can hang.
+    """
+
+    def __init__(self, timeout_seconds: float):
+        """
+        Args:
+          timeout_seconds: -1 = wait for ever.
+        """
+        self._timeout = timeout_seconds
+        self._tick = min(1.0, timeout_seconds / 10)
+        self._waited = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """A step is done, or before the first a part of the data is opened."""
+        self._waited = 0.0
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._tick):
+            self._waited += self._tick
+            if self._waited >= self._timeout:
+                faulthandler.dump_traceback(all_threads=True)
+                print(
+                    f"error: no progress for hang_timeout_seconds={self._timeout:g}: this process, "
+                    "its storage or a peer hangs (above, where its threads stand); start again to "
+                    "go on from the last checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                lifeline.end_now(EXIT_LOST)
+
+    def __enter__(self) -> "Watchdog":
+        if self._timeout > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._closed.set()

@@ -1,0 +1,1 @@
+"""The train state, the step, and every stage's program."""

@@ -1,0 +1,130 @@
+"""Cross-entropy as a sum over tokens, so that any split of the rows adds up to the same.
+
+The vocabulary's logits are the largest array of a step: tokens x vocabulary in float32. Here they
+exist for one block of tokens at a time, and the gradient is taken where they are, in the forward
+pass, so that no block is computed twice.
+
+Shapes: B rows, T tokens of a row, N tokens of a block, D model width, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from maxramp.data.marks import PADDING
+from maxramp.parallel.mesh import BATCH_AXES, after
+
+_X_BTD = P(BATCH_AXES, None, None)
+_HEAD_DV = P("fsdp", "tensor")
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy_sums(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    z_loss_multiplier: float,
+    block_tokens: int,
+) -> _Sums:
+    """Sums over the tokens that are targets, of logits = x @ head in float32.
+
+    Args:
+      x_BTD: the last layer's output, rows sharded.
+      head_DV: output weights of x's dtype, sharded as P("fsdp", "tensor").
+      targets_BT: token ids, PADDING where there is no target.
+      z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
+      block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
+
+    Returns:
+      (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy
+      plus the z-loss) and the cross-entropy alone, both in nats, and the number of targets. Only
+      the objective has a gradient.
+    """
+    sums, _ = _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, False)
+    return sums
+
+
+def _forward(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens):
+    return _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, True)
+
+
+def _backward(z_loss_multiplier, block_tokens, gradients, cotangents):
+    scaled = (g * cotangents[0].astype(g.dtype) for g in gradients)
+    return (*scaled, None)
+
+
+cross_entropy_sums.defvjp(_forward, _backward)
+
+
+def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):
+    """Every device takes its own tokens; only sums and the gradients' sums travel."""
+
+    def local(x_BTD, head_DV, targets_BT):
+        head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
+        head_DV = jax.lax.all_gather(head_DV, "fsdp", tiled=True)
+        sums, gradients = _blocks(
+            x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
+        )
+        # Added in one order, as the norm of the gradients (`step._norm`).
+        sums = jax.lax.all_gather(jnp.stack(sums), BATCH_AXES).sum(0)
+        if with_gradients:
+            dx_BTD, dhead_DV = gradients
+            dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
+            dhead_DV = jax.lax.psum(dhead_DV, "data")
+            dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
+            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
+        return tuple(sums), gradients
+
+    specs = (_X_BTD, _HEAD_DV, P(BATCH_AXES, None))
+    arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
+    return jax.shard_map(
+        local,
+        in_specs=specs,
+        out_specs=((P(),) * 3, (_X_BTD, _HEAD_DV) if with_gradients else ()),
+        check_vma=False,
+    )(*arrays)
+
+
+def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):
+    """One device's sums, and the gradients of its objective to x and head; () without."""
+    D, V = head_DV.shape
+    tokens = targets_BT.size
+    count = -(-tokens // (block_tokens or tokens))
+    size = -(-tokens // count)
+    padding = count * size - tokens
+    x = jnp.pad(x_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(count, size, D)
+    targets = jnp.pad(targets_BT.reshape(tokens), (0, padding), constant_values=PADDING)
+    first = jax.lax.axis_index("tensor") * V  # the device's part of the vocabulary
+
+    def block(carry, arrays):
+        sums, dhead_DV = carry
+        x_ND, targets_N = arrays
+        counts_N = targets_N >= 0
+        logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=jnp.float32)
+        top_N = jax.lax.pmax(logits_NV.max(-1), "tensor")
+        exp_NV = jnp.exp(logits_NV - top_N[:, None])
+        z_N = jax.lax.psum(exp_NV.sum(-1), "tensor")
+        log_z_N = top_N + jnp.log(z_N)
+        is_target_NV = jnp.arange(V) == (targets_N - first)[:, None]
+        target_logit_N = jax.lax.psum(jnp.where(is_target_NV, logits_NV, 0).sum(-1), "tensor")
+        cross_entropy = jnp.where(counts_N, log_z_N - target_logit_N, 0).sum()
+        z_loss = z_loss_multiplier * jnp.where(counts_N, log_z_N**2, 0).sum()
+        new = (cross_entropy + z_loss, cross_entropy, counts_N.sum(dtype=jnp.float32))
+        sums = jax.tree.map(jnp.add, sums, new)
+        if not with_gradients:
+            return (sums, dhead_DV), ()
+        scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
+        dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
+        dlogits_NV = dlogits_NV.astype(x_ND.dtype)
+        dhead_DV += jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=jnp.float32)
+        return (sums, dhead_DV), jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
+
+    sums = (jnp.float32(0),) * 3
+    dhead_DV = jnp.zeros((D, V), jnp.float32) if with_gradients else ()
+    (sums, dhead_DV), dx = jax.lax.scan(block, (sums, dhead_DV), (x, targets.reshape(count, size)))
+    if not with_gradients:
+        return sums, ()
+    return sums, (dx.reshape(-1, D)[:tokens].reshape(x_BTD.shape), dhead_DV)

@@ -1,0 +1,277 @@
+"""Every stage's program, compiled before it is needed.
+
+A new batch shape is a new program. Lowering needs the mesh of the main thread and takes tenths of a
+second: one program after each step, while the devices are busy with it. Compiling takes seconds to
+minutes and needs no mesh: one background thread does it, in the order of use, which is the same on
+every host, while earlier stages train.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.config.load import Config
+from maxramp.data.relay import Expansion
+from maxramp.errors import TrainingError, reason_of
+from maxramp.model.decoder import Decoder
+from maxramp.parallel import cpu as heap
+from maxramp.parallel import processes
+from maxramp.parallel.mesh import platform
+from maxramp.planning.memory import GIB, compiled_bytes, device_memory
+from maxramp.rampup.schedule import Stage
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.step import BATCH_ABS, Metrics, TrainState, eval_step, init_state, train_step
+
+# What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
+# arithmetic. A flag that the user sets in XLA_FLAGS stays as it is.
+_GPU_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+}
+
+
+@dataclasses.dataclass
+class _Program:
+    """A program on its way: lowered, then compiled."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    compiled: concurrent.futures.Future
+
+
+def compiler_options(on: str | None) -> dict[str, bool]:
+    """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...)."""
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    ours = _GPU_OPTIONS if on in ("gpu", "cuda") else {}
+    return {name: value for name, value in ours.items() if name not in set_by_user}
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the train state on a mesh."""
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding else P()  # what is not sharded is on every device
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
+
+
+def lower_step(
+    config: Config, mesh: Mesh, learning_rate: LearningRate
+) -> Callable[[int, int], jax.stages.Lowered]:
+    """Lowers the train step alone, for who asks what a batch would take: call it on a set mesh.
+
+    Returns:
+      A function of gradient accumulation steps and the rows of a micro batch over all devices.
+    """
+    state = abstract_state(config, mesh)
+    step = functools.partial(train_step, config=config, learning_rate=learning_rate)
+    jitted = jax.jit(step, donate_argnums=0)
+    sharding = NamedSharding(mesh, BATCH_ABS)
+
+    def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
+        shape = (accumulation, rows, config.max_target_length + 1)
+        return jitted.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+
+    return lower
+
+
+class HeldState:
+    """A train state between steps: the flat list of arrays that a train step takes and gives.
+
+    To take the modules apart and put them together at every step would cost the loop a millisecond.
+    """
+
+    def __init__(self, state: TrainState):
+        self.arrays, self._structure = jax.tree.flatten(state)
+
+    @property
+    def tree(self) -> TrainState:
+        """The state as modules."""
+        return self._structure.unflatten(self.arrays)
+
+
+def initial_state(config: Config) -> TrainState:
+    """The state before the first step, on the mesh that is set."""
+    # On CPUs the random numbers take longer to optimize than the whole step, and run once.
+    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
+    return jax.jit(functools.partial(init_state, config), compiler_options=options)()
+
+
+class Programs:
+    """The compiled train step of every stage, and the evaluation step."""
+
+    def __init__(
+        self,
+        config: Config,
+        expansion: Expansion,
+        learning_rate: LearningRate,
+        state: TrainState,
+        stages: list[Stage],
+        eval_rows: int,
+        packed: bool,
+        say: Callable[[str], None],
+        on_failure: Callable[[], None],
+    ):
+        """Lowers the first program, and hands it to the compiler.
+
+        Args:
+          config: a resolved config.
+          expansion: how rows get to their devices, on the mesh that is set.
+          learning_rate: of consumed samples.
+          state: abstract state.
+          stages: the stages that will run, in order.
+          eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
+          packed: whether rows hold several documents.
+          say: takes a line about each program when it is compiled, in the background thread.
+          on_failure: called in the background thread when a program does not compile.
+        """
+        self._expansion = expansion
+        self._row_length = config.max_target_length + 1
+        self._memory_limit = device_memory(config)
+        self._options = compiler_options(expansion.mesh.devices.flat[0].platform)
+        self._say, self._on_failure = say, on_failure
+        self._failure: TrainingError | None = None
+        self._programs: dict[Any, _Program] = {}
+        self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
+        self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
+        self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
+
+        arrays, structure = jax.tree.flatten(state)
+
+        def step(arrays: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], Metrics]:
+            state, rows = structure.unflatten(arrays), expansion.gather(batch)
+            state, metrics = train_step(
+                state, rows, config=config, learning_rate=learning_rate, packed=packed
+            )
+            return jax.tree.leaves(state), metrics
+
+        def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
+            return eval_step(model, sums, expansion.gather(batch), config=config, packed=packed)
+
+        for i, stage in enumerate(stages):
+            batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+            name = f"stage {stage.index} (batch {stage.global_batch_size})"
+            self._plan(batch.shape, name, step, arrays, batch, donate=(0,))
+            if i == 0 and eval_rows:  # an evaluation may come before the second stage
+                sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+                batch = self._batch(1, eval_rows)
+                self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
+
+        self._thread = threading.Thread(
+            target=self._compile_all, name=processes.COMPILING, daemon=True
+        )
+        self._thread.start()
+        self._lower_next()
+
+    def train_step(self, stage: Stage) -> tuple[Callable, float]:
+        """The compiled step of a stage, and the seconds spent waiting for it.
+
+        It takes the arrays of a HeldState and a batch, and returns the next arrays and metrics.
+
+        Raises:
+          TrainingError: it does not compile.
+        """
+        batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        return self._get(batch.shape)
+
+    def eval_step(self) -> tuple[Callable, float]:
+        """The compiled evaluation step, and the seconds spent waiting for it."""
+        return self._get("eval")
+
+    def lower_ahead(self) -> None:
+        """Lowers one program more, or prepares the memory of one: what to do between two steps."""
+        if self._ahead:
+            self._lower_next()
+        elif self._sizes:
+            heap.prepare(self._sizes.popleft())
+
+    def raise_failure(self) -> None:
+        """Says why a program that was compiled ahead did not compile, if there is one.
+
+        Raises:
+          TrainingError: there is one.
+        """
+        if self._failure:
+            raise self._failure
+
+    def close(self) -> None:
+        """Compiles nothing more, and gives the program in work a second to be done."""
+        self._ahead.clear()
+        self._work.put(None)
+        for program in self._programs.values():
+            program.compiled.cancel()
+        self._thread.join(1.0)
+
+    def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
+        return self._expansion.abstract_batch(accumulation, rows, self._row_length)
+
+    def _plan(
+        self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
+    ) -> None:
+        if key not in self._programs:  # stages of one shape share a program
+            lower = functools.partial(jax.jit(function, donate_argnums=donate).lower, *arguments)
+            self._programs[key] = _Program(name, lower, concurrent.futures.Future())
+            self._ahead.append(self._programs[key])
+
+    def _get(self, key: Any) -> tuple[Callable, float]:
+        program = self._programs[key]
+        if program.compiled.done():
+            return program.compiled.result(), 0.0
+        start = time.perf_counter()
+        while program in self._ahead:
+            self._lower_next()
+        return program.compiled.result(), time.perf_counter() - start
+
+    def _lower_next(self) -> None:
+        program = self._ahead.popleft()
+        self._work.put((program, program.lower()))
+        if not self._ahead:
+            self._work.put(None)
+
+    def _compile_all(self) -> None:
+        while item := self._work.get():
+            program, lowered = item
+            if not program.compiled.set_running_or_notify_cancel():
+                continue
+            start = time.perf_counter()
+            try:
+                compiled = lowered.compile(self._options or None)
+            except Exception as error:  # whatever the compiler raises is the answer to who asks
+                failure = TrainingError(
+                    f"the program of {program.name} did not compile: {reason_of(error)}"
+                )
+                self._failure = self._failure or failure
+                self._on_failure()
+                program.compiled.set_exception(failure)
+            else:
+                self._report(program.name, compiled, time.perf_counter() - start)
+                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+                program.compiled.set_result(compiled)
+
+    def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:
+        needed, limit = compiled_bytes(compiled), self._memory_limit
+        self._say(
+            f"ready    {name}: compiled in {seconds:.1f} s, needs {needed / GIB:.3g} GiB a device"
+        )
+        if limit and needed > limit:
+            self._say(
+                f"warning  {name} needs {needed / GIB:.3g} GiB a device, which has "
+                f"{limit / GIB:.3g}: it will not run; start again with a smaller "
+                "per_device_batch_size and more gradient_accumulation_steps, or remat_policy=full"
+            )

@@ -1,0 +1,556 @@
+"""Checkpoints: what is in them, on which mesh they can be read, which are kept and refused."""
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import threading
+
+import jax
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, make_mesh, run
+from orbax.checkpoint import v1 as ocp
+
+from maxramp import checkpoint as command
+from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.store import Checkpoints, stored_arrays, versions
+from maxramp.config import load as config_lib
+from maxramp.errors import ConfigError
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.training.programs import abstract_state
+from maxramp.training.step import init_state
+
+# 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
+RAMP = ("step_batch_size_schedule=0:8 80:16 160:24", "step_batch_size_unit=samples", "steps=40")
+
+
+def config_of(*arguments, devices=8):
+    return make_config(*RAMP, *arguments, devices=devices)
+
+
+@functools.cache
+def state_of(config):
+    """A first state, with a clock that stands where checkpoint 12 of the ramp does."""
+    with jax.set_mesh(make_mesh(config)):
+        state = jax.jit(functools.partial(init_state, config))()
+        clock = np.array([RampupBatchManager(config).samples_before(12), 0], np.uint32)
+        return jax.tree.unflatten(
+            jax.tree.structure(state), [jax.numpy.asarray(clock), *jax.tree.leaves(state)[1:]]
+        )
+
+
+class Folder:
+    """A folder of checkpoints, and what was said about it."""
+
+    def __init__(self, path: pathlib.Path, config, corpus_hash="data"):
+        self.path, self.config, self.said = path, config, []
+        path.mkdir(exist_ok=True)
+        self.checkpoints = Checkpoints(config, path, corpus_hash, self.said.append)
+        self.ramp = RampupBatchManager(config, 8)
+
+    def save(self, *steps: int, state=None):
+        with jax.set_mesh(make_mesh(self.config)), self.checkpoints:
+            self.checkpoints.start_saving()
+            for step in steps:
+                state = state or state_of(self.config)
+                self.checkpoints.save(step, state, self.ramp, lambda: None, last=False)
+        return self
+
+    def restore(self):
+        mesh = make_mesh(self.config)
+        with jax.set_mesh(mesh):
+            saved = self.checkpoints.latest()
+            abstract = abstract_state(self.config, mesh)
+            self.checkpoints.compare(saved, abstract)
+            return saved, self.checkpoints.restore(saved, abstract), abstract
+
+    @property
+    def steps(self):
+        return saved_lib.steps_in(self.path)
+
+
+@pytest.fixture(scope="module")
+def saved_folder(tmp_path_factory):
+    """Checkpoints 8 and 12."""
+    return Folder(tmp_path_factory.mktemp("runs") / "checkpoints", config_of()).save(8, 12)
+
+
+@pytest.fixture
+def copied(saved_folder, tmp_path):
+    """A copy of them, to be damaged."""
+    shutil.copytree(saved_folder.path, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def equal(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+# --- What is in one, and on which mesh it can be read --------------------------------------------
+
+MESHES = {
+    "one device": (1, []),
+    "fsdp": (8, []),
+    "tensor": (8, ["ici_tensor_parallelism=8"]),
+    "all axes": (8, ["ici_tensor_parallelism=2", "ici_data_parallelism=2"]),
+    "four devices": (4, ["ici_tensor_parallelism=2"]),
+}
+
+
+@pytest.mark.parametrize("there", MESHES)
+def test_read_on_another_mesh_it_is_the_same_bits(saved_folder, there):
+    devices, keys = MESHES[there]
+    folder = Folder(saved_folder.path, config_of(*keys, "micro_batch_size=1", devices=devices))
+    saved, state, abstract = folder.restore()
+    assert (saved.step, saved.consumed_samples) == (12, 80 + 2 * 16)
+    assert equal(state, state_of(saved_folder.config))
+    wanted = [x.sharding for x in jax.tree.leaves(abstract)]
+    assert [x.sharding for x in jax.tree.leaves(state)] == wanted
+    assert not folder.said
+
+
+def test_what_stands_beside_the_arrays(saved_folder):
+    saved = saved_lib.read(saved_folder.path / "12")
+    assert saved.config == json.loads(json.dumps(saved_folder.config.to_dict()))
+    assert saved.stages == [stage.to_json() for stage in saved_folder.ramp.stages]
+    assert saved.stage()["global_batch_size"] == 16 and saved.corpus_hash == "data"
+    assert saved.versions["jax"] == jax.__version__
+    # Read without Orbax, it is what Orbax keeps.
+    kept = ocp.checkpointables_metadata(saved.path).custom_metadata
+    assert json.loads(kept["config"]) == saved.config
+    assert {k: kept[k] for k in ("step", "consumed_samples")} == {
+        "step": 12,
+        "consumed_samples": saved.consumed_samples,
+    }
+
+
+def test_the_weights_alone(saved_folder, tmp_path):
+    """For a run with another optimizer; a run's folder or a checkpoint says where."""
+    config = config_of("opt_type=sgd", f"load_parameters_path={saved_folder.path}")
+    folder = Folder(tmp_path / "new", config)
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        assert folder.checkpoints.latest() is None
+        model = folder.checkpoints.load_parameters(abstract_state(config, mesh).model)
+    assert equal(model, state_of(saved_folder.config).model)
+
+
+# --- When one is written and how long it stays ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        (["checkpoint_period=7"], [7, 10, 14, 15, 21, 28, 35]),
+        (["checkpoint_period=7", "checkpoint_stage_ends=False"], [7, 14, 21, 28, 35]),
+        # Samples 100, 200, ... are passed by the steps that reach 112, 208, 304, 400, 520, 616, 712
+        (
+            [
+                "checkpoint_period=-1",
+                "checkpoint_period_samples=100",
+                "checkpoint_stage_ends=False",
+            ],
+            [12, 17, 21, 25, 30, 34, 38],
+        ),
+        (["checkpoint_period=-1"], [10, 15]),
+        (["checkpoint_period=-1", "checkpoint_period_minutes=1e-9"], list(range(1, 40))),
+        (["enable_checkpointing=False", "checkpoint_period=7"], []),
+    ],
+)
+def test_when_it_is_due(tmp_path, keys, expected):
+    folder = Folder(tmp_path / "c", config_of(*keys))
+    folder.checkpoints.start_saving()
+    assert [s for s in range(1, 40) if folder.checkpoints.is_due(s, folder.ramp)] == expected
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ([], [2, 4, 6, 8, 10, 12]),
+        (["max_num_checkpoints_to_keep=2"], [10, 12]),
+        (["max_num_checkpoints_to_keep=1", "checkpoint_keep_period=5"], [6, 10, 12]),
+        (["max_num_checkpoints_to_keep=2", "checkpoint_keep_period=4"], [4, 8, 10, 12]),
+    ],
+)
+def test_how_long_it_stays(tmp_path, keys, expected):
+    folder = Folder(tmp_path / "c", config_of(*keys)).save(2, 4, 6, 8, 10, 12)
+    assert folder.steps == expected and not folder.said
+    assert sorted(int(p.name) for p in folder.path.iterdir()) == expected, "nothing else is left"
+
+
+def test_only_its_own_are_removed(copied):
+    """Whatever else has a number for a name is somebody's."""
+    (copied / "1").mkdir()
+    (copied / "1" / "notes.txt").write_text("notes")
+    ocp.save_checkpointables(copied / "2", {"state": {"w": np.zeros(3)}})
+    shutil.copytree(copied / "12", copied / "5")
+    Folder(copied, config_of("max_num_checkpoints_to_keep=1")).save(14)
+    assert sorted(p.name for p in copied.iterdir()) == ["1", "14", "2", "5"]
+
+
+def test_what_a_kill_left_is_removed(copied):
+    (copied / f"14{saved_lib.UNFINISHED}" / "model").mkdir(parents=True)
+    (copied / "8").rename(copied / f"8{saved_lib.DELETING}")
+    mine = [f"notes{saved_lib.DELETING}", "012", "\N{SUPERSCRIPT TWO}", "13"]
+    for name in mine[:-1]:
+        (copied / name).mkdir()
+    (copied / mine[-1]).write_text("a file")
+    folder = Folder(copied, config_of())
+    assert folder.restore()[0].step == 12
+    assert len(list(copied.iterdir())) == 7, "not before a start is certain"
+    folder.checkpoints.start_saving()
+    assert {p.name for p in copied.iterdir()} == {"12", *mine}
+
+
+def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
+    """However long the files take: no save is due while one is written."""
+    config = config_of("checkpoint_period=-1", "checkpoint_period_minutes=1e-9")
+    folder = Folder(tmp_path / "c", config)
+    go_on, write_sizes = threading.Event(), saved_lib.write_sizes
+
+    def slow(path):
+        go_on.wait(60)
+        write_sizes(path)
+
+    monkeypatch.setattr(saved_lib, "write_sizes", slow)
+    with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
+        checkpoints.start_saving()
+        assert checkpoints.is_due(4, folder.ramp)
+        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=False)
+        assert not checkpoints.is_due(5, folder.ramp)
+        go_on.set()
+        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=True)  # waits
+        assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
+
+
+# --- Torn ----------------------------------------------------------------------------------------
+
+
+def largest(path: pathlib.Path) -> pathlib.Path:
+    return max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = {
+    "arrays truncated": lambda path: truncate(largest(path / "model")),
+    "arrays emptied": lambda path: largest(path / "optimizer").write_bytes(b""),
+    "arrays deleted": lambda path: largest(path / "model").unlink(),
+    "index deleted": lambda path: (path / "model" / "manifest.ocdbt").unlink(),
+    "a part deleted": lambda path: shutil.rmtree(path / "optimizer"),
+    "metadata truncated": lambda path: truncate(path / "_CHECKPOINT_METADATA"),
+    "metadata emptied": lambda path: (path / "_CHECKPOINT_METADATA").write_text(""),
+    "metadata deleted": lambda path: (path / "_CHECKPOINT_METADATA").unlink(),
+    "list of files truncated": lambda path: truncate(path / "files.json"),
+    "everything in it deleted": lambda path: [shutil.rmtree(path), path.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_checkpoint_is_passed_over(copied, damage, capsys):
+    """The one before takes its place, one line says so, and nothing is thrown away."""
+    DAMAGE[damage](copied / "12")
+    folder = Folder(copied, config_of())
+    # The clock of both states stands at 12's samples: only where to go on from is asked.
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+    assert len(folder.said) == 1 and len(folder.said[0].splitlines()) == 1
+    assert str(copied / "12") in folder.said[0] and folder.said[0].endswith("before it, 8")
+    assert command.main(["ls", str(copied)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed if "torn" in line] == ["12"]
+    assert [line.split()[0] for line in listed if "complete" in line] == ["8"]
+    assert command.main(["verify", str(copied)]) == 1
+    folder.checkpoints.start_saving()
+    assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
+
+
+def test_what_was_moved_aside_stays(copied):
+    """Also when the same checkpoint is torn again."""
+    (copied / f"12{saved_lib.TORN}").mkdir()
+    truncate(largest(copied / "12"))
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+    folder.checkpoints.start_saving()
+    assert sorted(p.name for p in copied.iterdir()) == ["12-2.torn", "12.torn", "8"]
+
+
+def test_a_checkpoint_renamed_file_by_file(copied):
+    """As on object storage mounted as a file system: killed on the way, it was never saved."""
+    shutil.rmtree(copied / "8")
+    whole, partly = copied / "12", copied / f"12{saved_lib.UNFINISHED}"
+    names = sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
+    whole.rename(partly)
+    config = config_of()
+
+    def found():
+        with jax.set_mesh(make_mesh(config)):
+            return Folder(copied, config).checkpoints.latest()
+
+    assert found() is None
+    for name in names[:-1]:
+        (whole / name).parent.mkdir(parents=True, exist_ok=True)
+        (partly / name).rename(whole / name)
+        assert found() is None, name
+        aside = (whole / "files.json").with_name("aside")  # as earlier versions wrote it: last
+        if (whole / "files.json").exists():
+            (whole / "files.json").rename(aside)
+            assert found() is None, name
+            aside.rename(whole / "files.json")
+    (partly / names[-1]).rename(whole / names[-1])
+    assert found().step == 12
+    shutil.rmtree(partly)
+    (whole / "files.json").unlink()
+    assert found().step == 12, "whole, of an earlier version that was killed before it wrote this"
+
+
+def test_a_half_renamed_checkpoint_is_put_aside(copied):
+    partly = copied / f"12{saved_lib.UNFINISHED}"
+    partly.mkdir()
+    (copied / "12" / "model").rename(partly / "model")
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+    folder.checkpoints.start_saving()
+    assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
+    assert not folder.said, "as of any save that was killed"
+
+
+def test_a_checkpoint_under_another_number(copied, capsys):
+    """It would stand before those that are saved next, and they would be removed as older."""
+    shutil.copytree(copied / "12", copied / "20")
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().path.name == "12"
+    assert len(folder.said) == 1 and "it is checkpoint 12, under another number" in folder.said[0]
+    assert command.main(["verify", str(copied / "20")]) == 1
+
+
+@pytest.mark.parametrize("name, content", [("files.json", "[]"), ("_CHECKPOINT_METADATA", "[1]")])
+def test_json_that_is_no_object(copied, name, content):
+    (copied / "12" / name).write_text(content)
+    with pytest.raises(saved_lib.TornError, match=f"{name}: not an object"):
+        saved_lib.read(copied / "12")
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
+    """It is refused, not put aside."""
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    monkeypatch.chdir(copied)  # for another user, the folders above are closed
+    pathlib.Path("12/_CHECKPOINT_METADATA").chmod(0o600)
+    copied.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match="12/_CHECKPOINT_METADATA: Permission denied; give"):
+            saved_lib.read(pathlib.Path("12"))
+    finally:
+        os.seteuid(0)
+
+
+def test_a_deleted_checkpoint_is_passed_over(copied):
+    shutil.rmtree(copied / "12")
+    folder = Folder(copied, config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest().step == 8
+
+
+def test_with_no_whole_checkpoint_nothing_starts_anew(copied):
+    for step in ("8", "12"):
+        truncate(largest(copied / step))
+    before = sorted(copied.rglob("*"))
+    folder = Folder(copied, config_of())
+    with pytest.raises(ConfigError, match="12 is torn .* no checkpoint before it is whole"):
+        folder.checkpoints.latest()
+    assert sorted(copied.rglob("*")) == before
+
+
+def test_damage_that_keeps_the_sizes(copied, capsys):
+    """Only reading the values finds it: a restore and `verify` do, in one line each."""
+    path = largest(copied / "12" / "model")
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ConfigError, match="^.*12: cannot be read: .*; move it away"):
+        Folder(copied, config_of()).restore()
+    assert command.main(["verify", str(copied / "12")]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_clock_that_does_not_fit(copied):
+    shutil.rmtree(copied / "12")  # in 8, the state's clock stands at another sample
+    with pytest.raises(ConfigError, match="its clock stands at 112 samples and its metadata at 64"):
+        Folder(copied, config_of()).restore()
+
+
+def test_another_programs_checkpoint(tmp_path):
+    ocp.save_checkpointables(tmp_path / "c" / "5", {"state": {"w": np.zeros(3)}})
+    with pytest.raises(ConfigError, match="not a checkpoint of maxramp"):
+        Folder(tmp_path / "c", config_of()).checkpoints.latest()
+
+
+# --- What may change -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [
+        (["base_mlp_dim=128"], ["mlp", "[2, 32, 64]", "base_mlp_dim=128 (there 64)"]),
+        (["base_num_decoder_layers=4"], ["[2, ", "[4, ", "base_num_decoder_layers=4 (there 2)"]),
+        (["vocab_size=272"], ["264", "vocab_size=272"]),
+        (["mu_dtype=bfloat16"], ["mu", "float32", "mu_dtype=bfloat16"]),
+        (["opt_type=sgd"], ["opt_state", "missing", "opt_type=sgd"]),
+        (["logits_via_embedding=True"], ["missing", "logits_via_embedding=True"]),
+    ],
+)
+def test_other_arrays_are_refused(saved_folder, keys, names):
+    folder = Folder(saved_folder.path, config_of(*keys))
+    with pytest.raises(ConfigError) as refused:
+        folder.restore()
+    line = str(refused.value)
+    assert len(line.splitlines()) == 1 and all(name in line for name in names), line
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    {
+        "data_shuffle_seed": 1,
+        "init_weights_seed": 1,
+        "max_target_length": 8,
+        "enable_data_shuffling": False,
+        "eval_fraction": 0.1,
+        "dataset_type": "synthetic",
+    }.items(),
+)
+def test_changes_of_history_are_refused(saved_folder, key, value):
+    saved = saved_lib.read(saved_folder.path / "12")
+    before = saved_folder.config[key]
+    with pytest.raises(ConfigError, match=rf"{key}={before} \(now {value}\).*allow_changed="):
+        changes_since(saved, config_of(f"{key}={value}"), "data", versions())
+    allowed = config_of(f"{key}={value}", f"allow_changed=[{key}]")
+    assert changes_since(saved, allowed, "data", versions()) == f"{key}={before} (now {value})"
+
+
+def test_another_corpus_is_refused(saved_folder):
+    saved = saved_lib.read(saved_folder.path / "12")
+    with pytest.raises(ConfigError, match=r"corpus=data \(now other\).*allow_changed=\[corpus\]"):
+        changes_since(saved, saved_folder.config, "other", versions())
+    assert not changes_since(saved, config_of("allow_changed=[corpus]"), "other", versions())
+
+
+def test_other_changes_are_listed(saved_folder):
+    saved = saved_lib.read(saved_folder.path / "12")
+    assert not changes_since(saved, saved_folder.config, "data", versions())
+    config = config_of("learning_rate=2e-2", "eval_interval=7")
+    today = versions() | {"jax": "99.0"}
+    assert changes_since(saved, config, "data", today) == (
+        f"eval_interval=80 (now 7), learning_rate=0.01 (now 0.02), jax={jax.__version__} (now 99.0)"
+    )
+
+
+# --- The command ---------------------------------------------------------------------------------
+
+
+def test_show_and_verify(saved_folder, capsys):
+    assert command.main(["show", str(saved_folder.path)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "12 steps, 112 samples, 1,792 tokens",
+        "stage     1 (of 0 to 2)",
+        "base_emb_dim=32",
+    ):
+        assert part in shown
+    assert command.main(["verify", str(saved_folder.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    size = sum(x.size for x in jax.tree.leaves(state_of(saved_folder.config)))
+    assert [f"complete, {size:,} values" in line for line in lines] == [True, True]
+    arrays = list(stored_arrays(saved_folder.path / "12"))
+    assert sorted(a.nbytes for a in arrays) == sorted(
+        x.nbytes for x in jax.tree.leaves(state_of(saved_folder.config))
+    )
+
+
+def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
+    run_folder = tmp_path / "2024"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    assert command.main(["ls", str(run_folder)]) == 2
+    assert "2024: no checkpoint there" in capsys.readouterr().err
+    (run_folder / "checkpoints").rmdir()
+    (run_folder / "checkpoints").symlink_to(saved_folder.path)
+    for path in (run_folder, run_folder / "checkpoints", run_folder / "checkpoints" / "12"):
+        assert saved_lib.find(path).name == "12"
+        assert command.main(["ls", str(path)]) == command.main(["verify", str(path)]) == 0
+    assert "torn" not in capsys.readouterr().out
+    (tmp_path / "100").symlink_to(saved_folder.path)  # a folder of checkpoints, too
+    assert saved_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
+
+
+def test_another_programs_checkpoint_does_not_hide_the_others(copied, capsys):
+    ocp.save_checkpointables(copied / "10", {"state": {"w": np.zeros(3)}})
+    assert command.main(["ls", str(copied)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    states = ["complete", "not a checkpoint of maxramp", "complete"]
+    assert all(state in line for state, line in zip(states, lines, strict=True)), lines
+
+
+def test_no_checkpoint_there(tmp_path, capsys):
+    assert command.main(["ls", str(tmp_path / "nowhere")]) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+
+
+# --- A new run from another's checkpoint ---------------------------------------------------------
+
+
+def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
+    """load_full_state_path: the rows and losses of the run that was never cut in two."""
+    keys = [*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "eval_interval=-1"]
+    keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
+    keys += ["learning_rate_schedule_steps=30", "checkpoint_period=20"]
+
+    def start(name, *more):
+        done = run(BASE, *keys, f"run_name={name}", *more)
+        assert done.returncode == 0, done.stderr
+        return read_records(tmp_path / name / "metrics.jsonl")
+
+    whole = start("whole", "steps=30")
+    path = tmp_path / "whole" / "checkpoints" / "20"
+    rest = start("rest", "steps=30", f"load_full_state_path={path}")
+    for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
+        assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
+    assert saved_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [
+        (["allow_changed=[lerning_rate]"], ["allow_changed", "lerning_rate", "corpus"]),
+        (["allow_changed=corpus"], ["allow_changed=corpus", "a list"]),
+        (["load_parameters_path=a", "load_full_state_path=b"], ["load_parameters_path=a", "=b"]),
+        (["checkpoint_keep_period=100"], ["checkpoint_keep_period=100", "max_num_checkpoints"]),
+        (["checkpoint_period=0"], ["checkpoint_period=0"]),
+        (["checkpoint_period_samples=-2"], ["checkpoint_period_samples=-2"]),
+        (["checkpoint_period_minutes=0"], ["checkpoint_period_minutes=0"]),
+        (["hang_timeout_seconds=0"], ["hang_timeout_seconds=0"]),
+        (["max_failed_saves=0"], ["max_failed_saves=0"]),
+        (["skip_bad_steps=-1"], ["skip_bad_steps=-1"]),
+    ],
+)
+def test_keys_that_make_no_sense(keys, names):
+    with pytest.raises(ConfigError) as refused:
+        config_lib.load([BASE, *keys])
+    line = str(refused.value)
+    assert len(line.splitlines()) == 1 and all(name in line for name in names), line
+
+
+def test_nowhere_to_go_on_from(tmp_path, cache_dir):
+    for key in ("load_full_state_path", "load_parameters_path"):
+        more = (f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}")
+        done = run(BASE, *TINY, *more, "dataset_type=synthetic", f"{key}={tmp_path / 'gone'}")
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"{tmp_path / 'gone'}: no checkpoint there" in done.stderr

@@ -1,0 +1,443 @@
+"""Reading, checking, resolving and writing back the configuration."""
+
+import ast
+import pathlib
+import re
+
+import ml_collections
+import pytest
+import yaml
+from conftest import BASE, ROOT, run
+
+from maxramp.config import load as config_lib
+from maxramp.config.load import AXES, load, resolve, to_yaml
+from maxramp.errors import ConfigError
+
+# Read by PyYAML itself: an answer that the loader under test has no part in.
+BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
+KEYS = set(BASE_VALUES)
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+
+
+def write(path: pathlib.Path, **values) -> str:
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def resolved(*arguments: str, devices: int = 8, slices: int = 1, processes: int = 1):
+    return resolve(load([BASE, *arguments]), devices, slices, processes)
+
+
+def test_defaults_are_base_yml():
+    assert load([BASE]).to_dict() == BASE_VALUES
+
+
+# --- Precedence ----------------------------------------------------------------------------------
+
+
+def test_precedence(tmp_path):
+    """base.yml < base_config chain < model file < command line, key by key."""
+    write(tmp_path / "far.yml", steps=1, log_period=1, base_emb_dim=16, head_dim=16)
+    mine = write(
+        *(tmp_path / "mine.yml",),
+        **{"base_config": "far.yml", "log_period": 2, "model_name": "llama2-7b"},
+        **{"base_mlp_dim": 16, "learning_rate": 0.5},
+    )
+    config = load([mine, "head_dim=32", "learning_rate=0.25"])
+    assert config.eval_steps == BASE_VALUES["eval_steps"]  # named nowhere
+    assert config.steps == 1  # only in the far file
+    assert config.log_period == 2  # in both files
+    assert (config.base_emb_dim, config.base_mlp_dim) == (
+        4096,
+        11008,
+    )  # the model file is above both
+    assert config.head_dim == 32  # everywhere
+    assert config.learning_rate == 0.25
+
+
+def test_model_name_on_the_command_line_wins(tmp_path):
+    mine = write(tmp_path / "mine.yml", model_name="llama2-7b")
+    assert load([mine, "model_name=llama3-8b"]).vocab_size == 128256
+    assert load([mine, "model_name=default"]).vocab_size == BASE_VALUES["vocab_size"]
+
+
+def test_base_config_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch):
+    for folder in ("a/b", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    write(tmp_path / "a" / "base.yml", steps=7)
+    write(tmp_path / "a" / "b" / "middle.yml", base_config="../base.yml", log_period=7)
+    write(tmp_path / "top.yml", base_config="a/b/middle.yml")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load(["../top.yml"])
+    assert (config.steps, config.log_period) == (7, 7)
+
+
+def test_base_config_finds_the_shipped_files(tmp_path):
+    """A file beside the naming one comes first, and configs/ after it."""
+    mine = write(tmp_path / "mine.yml", base_config="base.yml", steps=7)
+    assert load([mine]).to_dict() == BASE_VALUES | {"steps": 7}
+    write(tmp_path / "base.yml", log_period=7)
+    assert load([mine]).log_period == 7
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_circle_of_base_configs(tmp_path, length):
+    for i in range(length):
+        write(tmp_path / f"{i}.yml", base_config=f"{(i + 1) % length}.yml")
+    with pytest.raises(ConfigError, match="circle"):
+        load([str(tmp_path / "0.yml")])
+
+
+def test_empty_file_is_all_defaults(tmp_path):
+    (tmp_path / "empty.yml").write_text("# nothing\n")
+    assert load([str(tmp_path / "empty.yml")]).to_dict() == BASE_VALUES
+
+
+# --- Values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        ("learning_rate=3e-4", 0.0003),
+        ("learning_rate=3.E-4", 0.0003),
+        ("learning_rate=.5", 0.5),
+        ("learning_rate=1", 1.0),
+        ("per_device_batch_size=1e3", 1000.0),
+        ("global_rampup_samples=1e6", 1_000_000),
+        ("global_rampup_samples=1E+6", 1_000_000),
+        ("steps=010", 10),
+        ("steps=+10", 10),
+        ("eval_interval=-1", -1),
+        ("max_num_checkpoints_to_keep=3", 3),
+        ("max_num_checkpoints_to_keep=none", None),
+        ("max_num_checkpoints_to_keep=None", None),
+        ("max_num_checkpoints_to_keep=null", None),
+        ("max_num_checkpoints_to_keep=~", None),
+        ("mu_dtype=none", ""),
+        ("run_name=007", "007"),
+        ("run_name=1e5", "1e5"),
+        ("run_name=true", "true"),
+        ("run_name=2024-01-01", "2024-01-01"),
+        ("run_name=a=b", "a=b"),
+        ("run_name=a: b # c", "a: b # c"),
+        ("remat_policy=none", "none"),
+        ("enable_tensorboard=False", False),
+        ("enable_tensorboard=true", True),
+        ("mlp_activations=[gelu,linear]", ["gelu", "linear"]),
+        ("mlp_activations=[gelu, linear]", ["gelu", "linear"]),
+    ],
+)
+def test_value_on_the_command_line(argument, expected):
+    value = load([BASE, argument])[argument.partition("=")[0]]
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize("key", ["jax_cache_dir", "mu_dtype", "text_files", "run_name"])
+def test_none_unsets_where_base_yml_says_that_empty_means_something(key):
+    assert load([BASE, f"{key}=none"])[key] == ""
+
+
+def test_values_in_a_file(tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text(
+        "learning_rate: 3e-4\nglobal_rampup_samples: 1e6\nsteps: 010\nrun_name: '007'\n"
+        "max_num_checkpoints_to_keep: none\nmlp_activations:\n  - gelu\n  - linear\n"
+    )
+    config = load([str(path)])
+    assert config.learning_rate == 0.0003
+    assert (config.global_rampup_samples, config.steps, config.run_name) == (10**6, 10, "007")
+    assert config.max_num_checkpoints_to_keep is None
+    assert list(config.mlp_activations) == ["gelu", "linear"]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(
+            "steps=true",
+            "steps=1.0",
+            "steps=ten",
+            "steps=0x10",
+            "steps=1_000",
+            "steps=[1]",
+            "steps=",
+        ),
+        *("learning_rate=true", "learning_rate=fast", "learning_rate=.nan", "learning_rate=-.inf"),
+        *("scan_layers=1", "scan_layers=0", "scan_layers=yes", "scan_layers=none"),
+        *("mlp_activations=gelu,linear", "mlp_activations={gelu: linear}", "steps=none"),
+    ],
+)
+def test_only_lossless_changes_of_type(argument):
+    name = argument.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{name}=.* must be "):
+        load([BASE, argument])
+
+
+OBJECTS = [
+    "!!python/object/apply:os.system ['touch {touched}']",
+    "!!python/object:builtins.dict {{}}",
+    "!!python/name:os.system",
+    "!!binary aGk=",
+    "!!timestamp 2001-01-01",
+    "!mine 3",
+    "!!int abc",
+    "!!float abc",
+    "!!bool abc",
+]
+
+
+@pytest.mark.parametrize("text", OBJECTS)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_no_objects_are_constructed(tmp_path, text, in_file):
+    text = text.format(touched=tmp_path / "touched")
+    (tmp_path / "mine.yml").write_text(f"steps: {text}\n")
+    arguments = [str(tmp_path / "mine.yml")] if in_file else [BASE, f"steps={text}"]
+    with pytest.raises(ConfigError, match="^.*$"):  # `.` is no newline: one line
+        load(arguments)
+    assert not (tmp_path / "touched").exists()
+
+
+# --- Resolving -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 12, 96])
+@pytest.mark.parametrize("axis", AXES)
+def test_open_axis_is_filled_in(devices, axis):
+    """Whichever axis is open takes all devices; sizes that every axis divides."""
+    sizes = [f"ici_{a}_parallelism={-1 if a == axis else 1}" for a in AXES]
+    model = ["base_emb_dim=96", "base_num_query_heads=96", "base_num_kv_heads=96"]
+    config = resolved(*sizes, *model, "base_mlp_dim=96", "vocab_size=288", devices=devices)
+    assert {a: config[f"ici_{a}_parallelism"] for a in AXES} == {
+        a: devices if a == axis else 1 for a in AXES
+    }
+    assert config_lib.mesh_sizes(config)[axis] == devices
+
+
+@pytest.mark.parametrize(
+    "devices, slices, arguments, expected",
+    [
+        (8, 1, ["ici_tensor_parallelism=2"], (1, 4, 2)),
+        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 2, 1)),
+        (8, 2, [], (2, 4, 1)),
+        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 8, 1)),
+        (16, 4, ["ici_tensor_parallelism=2"], (4, 2, 2)),
+    ],
+)
+def test_mesh_sizes(devices, slices, arguments, expected):
+    """Each group multiplies to its own number: dcn to the slices, ici to a slice's devices."""
+    config = resolved(*arguments, devices=devices, slices=slices)
+    assert tuple(config_lib.mesh_sizes(config)[axis] for axis in AXES) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, processes, expected",
+    [
+        ([], 1, (1, 8)),
+        ([], 4, (4, 2)),
+        (["num_nodes=2"], 1, (2, 4)),
+        (["devices_per_node=2"], 1, (4, 2)),
+    ],
+)
+def test_nodes(arguments, processes, expected):
+    config = resolved(*arguments, processes=processes)
+    assert (config.num_nodes, config.devices_per_node) == expected
+
+
+def test_nothing_is_left_open():
+    config = resolved("steps=123", "weight_dtype=bfloat16", "per_device_batch_size=16")
+    assert (config.run_name, config.num_nodes, config.devices_per_node) == ("default", 1, 8)
+    assert (config.mu_dtype, config.eval_per_device_batch_size) == ("bfloat16", 16.0)
+    left = {key for key in KEYS if config[key] == -1}
+    # Alternatives that were not taken, and what a plan does not know.
+    assert left == {
+        *("total_samples", "total_tokens", "global_batch_size", "micro_batch_size"),
+        *("learning_rate_schedule_steps", "planned_tflops_per_device", "device_memory_gib"),
+        *("checkpoint_period_samples", "checkpoint_period_minutes", "checkpoint_keep_period"),
+    }
+
+
+def test_resolving_leaves_its_input_alone():
+    config = load([BASE])
+    before = config.to_dict()
+    resolve(config, 8, 1, 1)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [
+            "learning_rate=1e-9",
+            "adam_eps=3e-20",
+            "init_weights_seed=1e9",
+            "rope_max_timescale=1e30",
+        ],
+        ["mlp_activations=[gelu,linear]", "max_num_checkpoints_to_keep=3", "eval_interval=-1"],
+        ["text_files=~/a: b # c", "base_output_directory=", "jax_cache_dir="],
+        ["model_name=llama3.2-1b", "dataset_type=synthetic"],
+        # What was given on the command line is above the model file, also when it is read back.
+        ["model_name=llama3.2-1b", "base_num_decoder_layers=2", "run_name=small"],
+        *(
+            [f"run_name={name}"]
+            for name in ("007", "089", "1e5", "3e-4", "true", "~", "2024-01-01")
+        ),
+        *([f"run_name={name}"] for name in ("1:30", "- a", "é", " a ", "'", "[")),
+    ],
+)
+def test_written_config_gives_itself_again(tmp_path, arguments):
+    config = resolved(*arguments)
+    path = tmp_path / "config.yml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert list(yaml.safe_load(to_yaml(config))) == list(BASE_VALUES)  # the order of base.yml
+    again = resolve(load([str(path)]), 8, 1, 1)
+    # The sizes are written out in place of the name of their file.
+    assert again.to_dict() == config.to_dict() | {"model_name": "default"}
+
+
+@pytest.mark.parametrize(
+    "name", ["base_output_directory", "load_parameters_path", "load_full_state_path"]
+)
+@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x", "file:///x"])
+def test_the_address_of_a_storage_is_no_path(name, address):
+    with pytest.raises(ConfigError, match=f"^{name}={address} .*mount the storage"):
+        load([BASE, f"{name}={address}"])
+
+
+def test_config_is_frozen():
+    config = resolved()
+    for change in (
+        lambda: setattr(config, "steps", 1),
+        lambda: setattr(config, "stepz", 1),
+        lambda: config.update({"steps": 1}),
+        lambda: config.mlp_activations.append("silu"),
+    ):
+        with pytest.raises((AttributeError, TypeError)):
+            change()
+    assert config == resolved() and hash(config) == hash(resolved())  # static under jit
+
+
+def test_unknown_key_cannot_be_read():
+    with pytest.raises(AttributeError):
+        _ = resolved().stepz
+
+
+# --- Model files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_file(name):
+    """It loads, and sets sizes alone."""
+    resolved(f"model_name={name}", "dataset_type=synthetic")
+    values = yaml.safe_load((ROOT / "configs" / "models" / f"{name}.yml").read_text())
+    allowed = {
+        *("head_dim", "vocab_size", "logits_via_embedding", "normalization_layer_epsilon"),
+        *("rope_max_timescale", "dtype"),
+    }
+    assert {key for key in values if not key.startswith("base_")} == allowed
+
+
+# --- Every key is documented and used ------------------------------------------------------------
+
+
+def test_help_lists_every_key():
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for key, value in BASE_VALUES.items():
+        assert re.search(rf"^{key}: ", done.stdout, re.M), (key, value)
+
+
+def test_every_key_has_a_comment():
+    """On its line or the next."""
+    lines = [*pathlib.Path(BASE).read_text().splitlines(), ""]
+    bare = {
+        line.partition(":")[0]
+        for line, after in zip(lines, lines[1:], strict=False)
+        if line[:1].isalpha() and "#" not in line and not after.lstrip().startswith("#")
+    }
+    assert not bare
+
+
+METHODS = set(dir(ml_collections.ConfigDict)) | {"model_parallel_size", "num_devices"}
+
+
+def is_config(node: ast.expr) -> bool:
+    """`config`, `keys` (its batch keys), or `self.` and one of them; not `jax.config`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "self" and node.attr in ("config", "_config", "keys")
+    return isinstance(node, ast.Name) and node.id in ("config", "keys")
+
+
+def attributes(source: str) -> set[str]:
+    """Attributes of a config that a source names and that are not those of any ConfigDict."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and is_config(node.value)
+    } - METHODS
+
+
+def subscripts(source: str) -> set[str]:
+    """Keys that a source reads as config[...].
+
+    By a constant; by an f-string, for every value of its holes; or by a loop's variable, for every
+    text that the loop goes over.
+    """
+    tree, found = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Subscript) and is_config(node.value)):
+            continue
+        if not isinstance(node.ctx, ast.Load):
+            continue
+        if isinstance(node.slice, ast.Constant):
+            found.add(node.slice.value)
+        elif isinstance(node.slice, ast.JoinedStr):
+            pattern = "".join(
+                re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+"
+                for part in node.slice.values
+            )
+            found |= {key for key in KEYS if re.fullmatch(pattern, key)}
+        elif isinstance(node.slice, ast.Name):
+            for loop in ast.walk(tree):
+                if isinstance(loop, ast.For | ast.comprehension):
+                    targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+                    if node.slice.id in targets:
+                        texts = [n for n in ast.walk(loop.iter) if isinstance(n, ast.Constant)]
+                        found |= {n.value for n in texts if isinstance(n.value, str)} & KEYS
+    return found
+
+
+FAKE = """
+TABLE = {1: ("vocab_size", "head_dim")}
+def f(self, config):
+    if config.steps > config.stepz: config.to_dict()
+    self._config.log_period, self.config["num_epoch"], config[f"dcn_{axis}_parallelism"]
+    for key, bad in (("abort_on_nan_loss", 1), ("stepz", 2)):
+        self._config[key]
+    for name in TABLE: pass
+    for other in ("dtype",): other
+    config["opt_type"] = jax.config.jax_cache_dir + other.config.scan_layers
+"""
+
+
+def test_the_reader_of_sources():
+    """It sees each way of reading, and neither tables nor writes nor other objects' attributes."""
+    assert attributes(FAKE) == {"steps", "stepz", "log_period"}
+    dcn = {f"dcn_{axis}_parallelism" for axis in AXES}
+    assert subscripts(FAKE) == {"num_epoch", "abort_on_nan_loss"} | dcn
+
+
+def sources() -> dict[str, str]:
+    return {path.name: path.read_text() for path in (ROOT / "maxramp").rglob("*.py")}
+
+
+def test_every_key_is_used():
+    """Read outside of config.py, for a key that is only checked does nothing."""
+    used = [attributes(s) | subscripts(s) for name, s in sources().items() if name != "config.py"]
+    assert KEYS - set().union(*used) == set()
+
+
+def test_only_keys_of_base_yml_are_read():
+    for name, source in sources().items():
+        assert (attributes(source) | subscripts(source)) - KEYS == set(), name

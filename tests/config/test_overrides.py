@@ -1,0 +1,212 @@
+"""What files and the command line give: keys twice, unknown keys, keys of MaxText and NeMo."""
+
+import pathlib
+
+import pytest
+import yaml
+from conftest import BASE, run
+
+from maxramp.commandline import take_flag, take_value
+from maxramp.config import load as config_lib
+from maxramp.config import overrides
+from maxramp.errors import ConfigError
+from maxramp.keys import peers
+
+BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
+
+
+def load(*arguments, config=BASE):
+    """The keys that differ from base.yml, and the notes."""
+    notes = []
+    values = config_lib.load([str(config), *arguments], note=notes.append).to_dict()
+    return {k: v for k, v in values.items() if v != BASE_VALUES[k]}, notes
+
+
+def refusal(*arguments, config=BASE):
+    notes = []
+    with pytest.raises(ConfigError, match="^.*$") as caught:  # `.` is no newline: one line
+        config_lib.load([str(config), *arguments], note=notes.append)
+    assert not notes  # the error alone
+    return str(caught.value)
+
+
+# --- A key twice ---------------------------------------------------------------------------------
+
+
+def test_the_last_of_a_key_counts():
+    assert load("log_period=3", "steps=5", "log_period=4", "log_period=7")[0] == {
+        "log_period": 7,
+        "steps": 5,
+    }
+    # What is overridden is not looked at: it may be what a wrapper script left empty.
+    assert load("log_period=", "log_period=4")[0] == {"log_period": 4}
+    assert load("model_name=nonesuch", "model_name=default")[0] == {}
+
+
+def test_the_last_counts_by_whatever_name():
+    for arguments, steps in (
+        (["steps=5", "trainer.max_steps=7"], 7),
+        (["trainer.max_steps=7", "steps=5"], 5),
+        (["steps=3", "trainer.max_steps=7", "steps=5"], 5),
+    ):
+        assert load(*arguments)[0] == {"steps": steps}
+
+
+def test_the_last_counts_among_alternatives():
+    """Each key has its last value; two alternatives that are left say the same thing twice."""
+    assert load("steps=5", "total_samples=99", "steps=-1")[0] == {"steps": -1, "total_samples": 99}
+    assert load("rampup_batch_size=[8,8,99]", "rampup_batch_size=none")[0] == {}
+    assert "steps=6 and total_samples=99" in refusal("steps=5", "total_samples=99", "steps=6")
+
+
+def test_the_last_of_an_option_counts():
+    arguments = ["a=1", "--plot", "x", "--json", "--plot=y", "b=2", "--json"]
+    assert take_value(arguments, "--plot") == "y"
+    assert take_flag(arguments, "--json")
+    assert arguments == ["a=1", "b=2"]
+    assert take_value(arguments, "--plot") is None and not take_flag(arguments, "--json")
+
+
+# --- Unknown keys --------------------------------------------------------------------------------
+
+
+def test_all_unknown_keys_in_one_line(tmp_path):
+    """Those of every file and of the command line."""
+    (tmp_path / "base.yml").write_text("stepz: 3\nlog_period: 3\n")
+    (tmp_path / "mine.yml").write_text("base_config: base.yml\nfoo: {bar: {baz: 1}, n: 2}\n")
+    line = refusal("qqq=x", config=tmp_path / "mine.yml")
+    assert line == (
+        f"{tmp_path}/base.yml: stepz=3 (did you mean steps?), {tmp_path}/mine.yml: foo.bar.baz=1, "
+        f"{tmp_path}/mine.yml: foo.n=2, qqq=x are not known keys; --help lists every key"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        *(("stpes", "steps"), ("learningrate", "learning_rate"), ("Steps", "steps")),
+        *(("per_device_batch", "per_device_batch_size"), ("add_boss", "add_bos")),
+        *(("grain_train_file", "grain_train_files"), ("tokenizer_typ", "tokenizer_type")),
+        # Names that share most of their letters with a key that means something else.
+        *(("checkpoint_period_hours", None), ("adam_b3", None), ("num_expert", None)),
+        *(("ici_sensor_fusion", None), ("eval_epochs", None), ("hf_data", None)),
+    ],
+)
+def test_a_suggestion_is_close(name, meant):
+    line = refusal(f"{name}=3")
+    assert line.startswith(f"{name}=3 is not a known key; ")
+    assert ("did you mean" in line) == (meant is not None)
+    assert meant is None or f"did you mean {meant}?" in line
+
+
+def test_long_lines_are_cut():
+    line = refusal(*(f"qqq{i}={'x' * 500}" for i in range(40)))
+    assert len(line) < 1500 and "and 28 more" in line
+
+
+# --- Keys of MaxText and NeMo --------------------------------------------------------------------
+
+
+def test_renamed_keys_are_taken_with_a_line():
+    values, notes = load(
+        *("cosine_learning_rate_final_fraction=0.25", "attention=flash", "trainer.max_steps=9"),
+        *("model.rampup_batch_size=[16,16,96]", "++model.global_batch_size=32", "dtype=bf16"),
+        *("model.micro_batch_size=2", "trainer.devices=8", "run.name=007"),
+    )
+    assert values == {
+        "learning_rate_final_fraction": 0.25,
+        "steps": 9,
+        "rampup_batch_size": [16, 16, 96],
+        "global_batch_size": 32,
+        "micro_batch_size": 2,
+        "devices_per_node": 8,
+        "dtype": "bfloat16",
+        "run_name": "007",  # text, as written
+        # What the notation that was chosen takes the place of.
+        **{"enable_rampup_batch_size": False, "per_device_batch_size": -1.0},
+    }
+    assert "attention=flash: taken as attention=autoselected" in notes
+    assert "trainer.max_steps=9: taken as steps=9" in notes
+    assert "++model" not in " ".join(notes) and len(notes) == 9
+
+
+def test_harmless_keys_are_ignored_with_a_line():
+    values, notes = load(
+        *("gcs_metrics=True", "logical_axis_rules=[['a', 'b']]", "hf_access_token=secret"),
+        *("num_experts=1", "ici_pipeline_parallelism=1", "quantization=", "exp_manager.x=1"),
+    )
+    assert values == {}
+    (line,) = notes
+    for name in ("gcs_metrics", "logical_axis_rules", "num_experts", "quantization", "x"):
+        assert name in line
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    "argument, says",
+    [
+        ("num_experts=8", "experts"),
+        ("quantization=int8", "dtype"),
+        ("ici_pipeline_parallelism=2", "data, fsdp and tensor"),
+        ("dcn_context_parallelism=-1", "data, fsdp and tensor"),
+        ("hf_data_dir=data", "maxramp.prepare"),
+        ("dropout_rate=0.1", "dropped"),
+        ("attention_type=local_sliding", "not built here"),
+        ("reuse_example_batch=1", "dataset_type=synthetic"),
+        ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
+        ("model.pipeline_model_parallel_size=4", "data, fsdp and tensor"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(argument, says):
+    owner = "NeMo's" if "." in argument.partition("=")[0] else "MaxText's"
+    line = refusal(argument, "steps=9")
+    assert line.startswith(f"{argument} ({owner}): ") and says in line
+    assert "did you mean" not in line
+
+
+def test_a_nested_file_of_nemo(tmp_path):
+    path = tmp_path / "nemo.yml"
+    path.write_text(
+        "trainer: {max_steps: 50, num_nodes: 2, devices: 8, max_epochs: null}\n"
+        "exp_manager: {exp_dir: null, checkpoint_callback_params: {monitor: loss}}\n"
+        "model:\n  global_batch_size: 64\n  micro_batch_size: 4\n  rampup_batch_size: null\n"
+        "  encoder_seq_length: 64\n  data: {seq_length: 64}\n  pipeline_model_parallel_size: 1\n"
+        "  optim: {name: fused_adam, lr: 1.6e-4}\n"
+    )
+    with pytest.raises(ConfigError, match=r"exp_manager.exp_dir=None must be text"):
+        load(config=path)
+    path.write_text(path.read_text().replace("exp_dir: null, ", ""))
+    values, notes = load(config=path)
+    assert (values["steps"], values["num_nodes"], values["devices_per_node"]) == (50, 2, 8)
+    assert (values["global_batch_size"], values["max_target_length"]) == (64, 64)
+    assert values["learning_rate"] == 1.6e-4
+    assert "trainer.max_epochs, exp_manager.checkpoint_callback_params.monitor" in notes[-1]
+    # In a file no key is the later one.
+    path.write_text(path.read_text().replace("seq_length: 64}", "seq_length: 32}"))
+    assert "both give max_target_length" in refusal(config=path)
+
+
+def test_the_table_fits_the_keys():
+    """A new key of base.yml must not be one that the table takes for another's."""
+    for name in BASE_VALUES:
+        assert peers.look_up(name, BASE_VALUES[name]) is None, name
+    for name, key in peers.RENAMED.items():
+        assert name not in BASE_VALUES and key in BASE_VALUES, name
+    for key, values in peers.VALUES.items():
+        for theirs, ours in values.items():
+            *_, given = overrides.read(pathlib.Path(BASE), [f"{key}={theirs}"], str)
+            assert given.values == {key: ours}
+
+
+def test_the_commands_print_the_lines():
+    """On stderr, and once: what a command prints for programs is on stdout."""
+    done = run(BASE, "trainer.max_steps=100", "gcs_metrics=True", "--json", module="plan")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "note: trainer.max_steps=100: taken as steps=100",
+        "note: ignored, as nothing here depends on them: gcs_metrics",
+    ]
+    plan = yaml.safe_load(done.stdout)
+    assert plan["total_steps"] == 100
+    (warning,) = plan["warnings"]  # of the default job's ramp, whose last batch begins after 275
+    assert warning.startswith("steps=100 ends the run inside the ramp: after 100 steps")

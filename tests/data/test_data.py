@@ -1,0 +1,236 @@
+"""Which rows there are, and which of them a step trains on."""
+
+import pathlib
+
+import grain
+import jax
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, make_mesh, run
+from test_step import numpy_fingerprint
+
+from maxramp.checkpoints import folder as saved
+from maxramp.data.loader import Loader
+from maxramp.data.relay import Expansion
+from maxramp.data.sources import BEGIN, END, StreamRows, open_corpus
+from maxramp.errors import ConfigError
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+
+
+@pytest.fixture
+def texts(tmp_path) -> pathlib.Path:
+    """Forty small files in two folders."""
+    for i in range(40):
+        path = tmp_path / "text" / ("even" if i % 2 == 0 else "odd") / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"file {i}: " + " ".join(str(i * j) for j in range(40)))
+    return tmp_path / "text"
+
+
+def small(texts, *arguments, devices=8):
+    return make_config(
+        f"text_files={texts}",
+        *("steps=6", "per_device_batch_size=2", "per_device_batch_size_start=1"),
+        *("per_device_batch_size_increment=1", "global_rampup_samples=24", "eval_interval=-1"),
+        *("eval_steps=-1", "eval_fraction=0.1"),
+        *arguments,
+        devices=devices,
+    )
+
+
+def read_run(config, first_step=0):
+    """The rows of every step from `first_step` on, in order, and the loader's mesh shape."""
+    ramp, mesh = RampupBatchManager(config), make_mesh(config)
+    eval_rows = int(config.eval_per_device_batch_size * mesh.size)
+    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), first_step, eval_rows)
+    rows = []
+    for step in range(first_step, config.steps):
+        batch, waited = loader.batch(step)
+        stage = ramp.stage_at_step(step)
+        assert batch.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
+        assert waited >= 0
+        rows.append(np.asarray(batch).reshape(-1, batch.shape[-1]))
+    held_out = [np.asarray(batch)[0] for batch in loader.eval_batches()]
+    loader.close()
+    return rows, held_out
+
+
+def test_rows_overlap_by_the_token_they_predict():
+    rows = StreamRows(np.arange(100, dtype=np.uint16), 9)
+    assert len(rows) == 11  # the 12th would lack the token after it
+    for i in range(len(rows)):
+        np.testing.assert_array_equal(rows[i], np.arange(9 * i, 9 * i + 10))
+    assert len(StreamRows(np.arange(9), 9)) == 0 and len(StreamRows(np.arange(10), 9)) == 1
+
+
+def test_documents_are_whole_and_marked(texts):
+    config = small(texts)
+    corpus = open_corpus(config)
+    tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out._tokens])
+    begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
+    assert len(begins) == len(ends) == 40
+    documents = {
+        bytes(tokens[b + 1 : e].astype(np.uint8)) for b, e in zip(begins, ends, strict=True)
+    }
+    assert documents == {path.read_bytes() for path in texts.rglob("*.txt")}
+    held_out_fraction = len(corpus.held_out._tokens) / len(tokens)
+    assert abs(held_out_fraction - config.eval_fraction) < 1e-3
+
+
+def test_corpus_depends_on_the_files_alone(texts, tmp_path):
+    """Another folder, another order of creation: the same rows; one changed byte: another hash."""
+    first = open_corpus(small(texts))
+    copy = tmp_path / "copy"
+    for path in sorted(texts.rglob("*.txt"), reverse=True):
+        target = copy / path.relative_to(texts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    (copy / ".hidden").write_text("not read")
+    assert open_corpus(small(copy)).hash == first.hash
+    assert open_corpus(small(f"{copy}/**/*.txt")).hash == first.hash
+    target.write_bytes(target.read_bytes()[:-1] + b"!")
+    assert open_corpus(small(copy)).hash != first.hash
+
+
+def test_standard_library_is_there():
+    corpus = open_corpus(make_config("max_target_length=128"))
+    assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out) > 100
+    assert open_corpus(make_config("max_target_length=128")).hash == corpus.hash
+
+
+SPLITS = {
+    "fsdp 8": (),
+    "data 8": ("ici_fsdp_parallelism=1", "ici_data_parallelism=8"),
+    "tensor 8": ("ici_fsdp_parallelism=1", "ici_tensor_parallelism=8"),
+    "2 x 2 x 2": ("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
+}
+
+
+def test_rows_depend_on_no_split(texts):
+    """Step k trains on the same rows whatever the mesh, the accumulation or the device count."""
+    expected, _ = read_run(small(texts))
+    assert [len(rows) for rows in expected] == [8, 8, 8, 16, 16, 16]
+    for arguments in SPLITS.values():
+        for got, rows in zip(read_run(small(texts, *arguments))[0], expected, strict=True):
+            np.testing.assert_array_equal(got, rows)
+    on_two = small(
+        texts,
+        *("per_device_batch_size=4", "per_device_batch_size_start=2"),
+        *("per_device_batch_size_increment=2", "gradient_accumulation_steps=2"),
+        devices=2,
+    )
+    for got, rows in zip(read_run(on_two)[0], expected, strict=True):
+        np.testing.assert_array_equal(got, rows)
+
+
+def test_any_first_step_goes_on_where_it_stood(texts):
+    expected, _ = read_run(small(texts))
+    for first in range(1, 6):
+        for got, rows in zip(read_run(small(texts), first)[0], expected[first:], strict=True):
+            np.testing.assert_array_equal(got, rows)
+
+
+def test_rows_do_not_depend_on_the_batch_sizes(texts):
+    """A constant batch reads the rows of the ramp in the same order."""
+    ramped = np.concatenate(read_run(small(texts))[0])
+    constant = small(texts, "enable_rampup_batch_size=False", "per_device_batch_size=1", "steps=9")
+    np.testing.assert_array_equal(np.concatenate(read_run(constant)[0]), ramped)
+
+
+def test_an_epoch_holds_every_row_once(texts):
+    count = len(open_corpus(small(texts)).train[0].items)
+    config = small(
+        texts,
+        *("enable_rampup_batch_size=False", "per_device_batch_size=1", "num_epoch=3"),
+        f"steps={3 * count // 8}",
+    )
+    rows = np.concatenate(read_run(config)[0])
+    epochs = [sorted(map(bytes, rows[e * count : (e + 1) * count])) for e in range(2)]
+    assert (
+        epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(open_corpus(config).train[0].items)))
+    )
+    assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
+    other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
+    assert not np.array_equal(other, rows[: len(other)])
+
+
+def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
+    """A checkpoint from before shuffles were named goes on with added seeds, and says so itself."""
+    keys = (f"text_files={texts}", "data_shuffle_seed=3", "per_device_batch_size=8")
+    keys += ("enable_rampup_batch_size=False", "eval_interval=-1", "learning_rate_schedule_steps=1")
+    folder = tmp_path / "run" / "checkpoints"
+
+    def train(steps):
+        where = (f"base_output_directory={tmp_path}", "run_name=run", f"jax_cache_dir={cache_dir}")
+        done = run(BASE, *TINY, *keys, *where, f"steps={steps}")
+        assert done.returncode == 0, done.stderr
+        records = read_records(tmp_path / "run" / "metrics.jsonl")
+        return [record["batch_fingerprint"] for record in records]
+
+    rows = open_corpus(make_config(*keys, "steps=4", devices=1)).train[0].items
+    added = grain.MapDataset.source(range(len(rows))).shuffle(seed=3)
+    expected = []
+    for first in range(0, 32, 8):
+        batch = np.array([rows[added[i]] for i in range(first, first + 8)])
+        expected.append("".join(f"{word:08x}" for word in numpy_fingerprint(batch)))
+    assert not set(train(2)) & set(expected)
+    assert saved.read(folder / "2").shuffle == "hashed"
+    metadata = folder / "2" / "_CHECKPOINT_METADATA"
+    metadata.write_text(metadata.read_text().replace('"shuffle"', '"nothing"'))
+    assert train(4)[2:] == expected[2:]
+    assert saved.read(folder / "4").shuffle == "added"
+
+
+def iter_rows(source):
+    return (source[i] for i in range(len(source)))
+
+
+def test_unshuffled_rows_follow_the_text(texts):
+    config = small(texts, "enable_data_shuffling=False")
+    rows = np.concatenate(read_run(config)[0])
+    np.testing.assert_array_equal(
+        rows, list(iter_rows(open_corpus(config).train[0].items))[: len(rows)]
+    )
+
+
+@pytest.mark.parametrize("arguments", SPLITS.values(), ids=SPLITS)
+def test_evaluation_drops_no_row(texts, arguments):
+    """Every held-out row once; what fills the last batch is padding and nothing else."""
+    config = small(texts, *arguments)
+    held_out = open_corpus(config).held_out
+    rows = np.concatenate(read_run(config)[1])
+    is_padding = (rows == -1).all(axis=1)
+    assert (rows[~is_padding] >= 0).all() and len(held_out) % 16  # the last batch is not full
+    assert sorted(map(bytes, rows[~is_padding])) == sorted(map(bytes, iter_rows(held_out)))
+
+
+def test_synthetic_rows_are_a_function_of_seed_and_row():
+    config = make_config("dataset_type=synthetic")
+    first, second = open_corpus(config).train[0].items, open_corpus(config).train[0].items
+    np.testing.assert_array_equal(first[10**9], second[10**9])
+    assert first[0].shape == (17,) and first[0].max() < config.vocab_size
+    assert not np.array_equal(first[0], first[1])
+    assert not np.array_equal(first[0], open_corpus(config).held_out[0])
+
+
+def test_too_few_rows_say_what_would_do(texts):
+    config = small(texts, "steps=100000")
+    with pytest.raises(ConfigError, match=r"use num_epoch=\d+, or at most steps=\d+") as caught:
+        read_run(config)
+    wanted = str(caught.value).split("num_epoch=")[2].split(",")[0]
+    steps = str(caught.value).rsplit("steps=", 1)[1]
+    read_first = small(texts, "steps=100000", f"num_epoch={wanted}")
+    mesh, ramp = make_mesh(read_first), RampupBatchManager(read_first)
+    Loader(read_first, open_corpus(read_first), ramp, Expansion(mesh, 1), 0, 16).close()
+    read_run(small(texts, f"steps={steps}"))
+
+
+def test_batches_are_sharded_over_rows(texts):
+    config = small(texts, "ici_tensor_parallelism=2")
+    mesh, ramp = make_mesh(config), RampupBatchManager(config)
+    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), 0, 16)
+    batch, _ = loader.batch(0)
+    loader.close()
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 2, 17)}
+    assert isinstance(batch.sharding, jax.sharding.NamedSharding)

@@ -1,0 +1,407 @@
+"""Files of documents and tokens, read as what independent writers put into them."""
+
+import base64
+import gzip
+import io
+import json
+import pathlib
+import pickle
+import struct
+
+import fsspec
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from conftest import make_config
+
+from maxramp.data import tokenizers
+from maxramp.data.corpus import Corpus
+from maxramp.data.files import formats
+from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
+from maxramp.data.mixture import parse
+from maxramp.data.rows import StreamRows
+from maxramp.data.sources import open_corpus
+from maxramp.errors import ConfigError
+
+pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]
+hf = pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+tiktoken = pytest.importorskip("tiktoken")
+
+TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", 'two\nlines\r\n and a \\ " quote', "x" * 5000]
+TEXTS += [f"document {i} " + "word " * (i % 17) for i in range(200)]
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number > 127:
+        number, out = number >> 7, out + bytes([number & 127 | 128])
+    return out + bytes([number])
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A protocol buffer's field of bytes."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def example(**features: bytes | list[int]) -> bytes:
+    """A tf.train.Example, written by hand after its .proto."""
+    entries = b""
+    for name, value in features.items():
+        if isinstance(value, bytes):
+            feature = field(1, field(1, value))
+        else:
+            feature = field(3, field(1, b"".join(map(varint, value))))
+        entries += field(1, field(1, name.encode()) + field(2, feature))
+    return field(1, entries)
+
+
+def write_jsonl(records: list[dict]) -> bytes:
+    """With blank lines and both kinds of line ends."""
+    lines = [
+        json.dumps(record, ensure_ascii=i % 2 == 0).encode() + (b"\n", b"\r\n", b"\n\n")[i % 3]
+        for i, record in enumerate(records)
+    ]
+    return b"".join(lines).rstrip()
+
+
+def write_zstd(data: bytes) -> bytes:
+    """Two frames, as parallel compressors write them."""
+    codec = pyarrow.Codec("zstd")
+    half = len(data) // 2
+    return b"".join(codec.compress(x, asbytes=True) for x in (data[:half], data[half:]))
+
+
+def write_parquet(records: list[dict]) -> bytes:
+    import pyarrow.parquet
+
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), out, row_group_size=30)
+    return out.getvalue()
+
+
+def write_array_record(path: pathlib.Path, records: list[bytes]) -> bytes:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path.read_bytes()
+
+
+def write_file(folder: pathlib.Path, kind: str, values: list) -> pathlib.Path:
+    """A file of one kind whose records hold `values`: texts or lists of ids."""
+    records = [{"id": str(i), "body": value} for i, value in enumerate(values)]
+    encoded = [v.encode() if isinstance(v, str) else np.asarray(v, "<i4").tobytes() for v in values]
+    examples = [example(id=b"7", body=v.encode() if isinstance(v, str) else v) for v in values]
+    made = {
+        "jsonl": ("jsonl", lambda: write_jsonl(records)),
+        "gzip": ("json.gz", lambda: gzip.compress(write_jsonl(records))),
+        "zstd": ("jsonl.zst", lambda: write_zstd(write_jsonl(records))),
+        "parquet": ("parquet", lambda: write_parquet(records)),
+        "arrayrecord": ("array_record", lambda: write_array_record(folder / "made", encoded)),
+        "example": ("array_record", lambda: write_array_record(folder / "made", examples)),
+    }
+    folder.mkdir(exist_ok=True)
+    suffix, make = made[kind]
+    path = folder / f"{kind}.{suffix}"
+    path.write_bytes(make())
+    (folder / "made").unlink(missing_ok=True)
+    return path
+
+
+def open_file(path, tokens: bool = False):
+    return formats.READERS[formats.detect(str(path))](str(path), "body", tokens)
+
+
+KINDS = ["jsonl", "gzip", "zstd", "parquet", "arrayrecord", "example"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_document_by_number_and_in_order(kind, tmp_path):
+    file = open_file(write_file(tmp_path, kind, TEXTS))
+    assert len(file) == len(TEXTS)
+    assert [file[i] for i in range(len(TEXTS))] == TEXTS
+    assert file[3] == TEXTS[3] and str(tmp_path) in file.where(3)
+    for size in (1, 100, 3000, 10**9):
+        pieces = file.split(size)
+        assert [text for start, stop, _ in pieces for text in file.read(start, stop)] == TEXTS
+        assert len(pieces) > 1 or size > 3000 or kind in ("gzip", "zstd")
+    copy = pickle.loads(pickle.dumps(file))
+    assert copy[4] == TEXTS[4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_far_away(kind, tmp_path):
+    """As through gs:// and its like."""
+    data = write_file(tmp_path, kind, TEXTS)
+    remote = f"memory://bucket/{data.name}"
+    with fsspec.open(remote, "wb") as copy:
+        copy.write(data.read_bytes())
+    file = open_file(remote)
+    assert [file[i] for i in range(len(file))] == TEXTS
+    assert [text for start, stop, _ in file.split(500) for text in file.read(start, stop)] == TEXTS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_tokens(kind, tmp_path):
+    documents = [[1, 2, 3], [70000], list(range(300)), [5] * 17]
+    file = open_file(write_file(tmp_path, kind, documents), tokens=True)
+    assert [file[i].tolist() for i in range(len(file))] == documents
+    assert file[0].dtype == np.int32
+
+
+def test_a_text_file_is_a_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXTS[2].encode())
+    file = open_file(tmp_path / "a.txt")
+    assert len(file) == 1 and file[0] == TEXTS[2] == next(file.read(*file.split(1)[0][:2]))
+
+
+def test_a_text_that_looks_like_a_message_is_text(tmp_path):
+    texts = ["\n", "\n\n", "\n\x03abc", "\nabc", "\n" * 50, "A12345678"]
+    file = open_file(write_file(tmp_path, "arrayrecord", texts))
+    assert [file[i] for i in range(len(texts))] == texts
+
+
+# --- Megatron ----------------------------------------------------------------------------------
+
+CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
+DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[7] * 9], [[], [8, 9, 10, 11]]]  # of sequences
+
+
+def write_megatron(path, documents, dtype="<i4", gap=0, modes=False) -> list[int]:
+    """A pair of files, written after the format's description; returns the stream.
+
+    `gap` bytes stand before each sequence, so that the .bin is more than the stream.
+    """
+    sequences = [sequence for document in documents for sequence in document]
+    data, pointers = b"", []
+    for sequence in sequences:
+        data += bytes(gap)
+        pointers.append(len(data))
+        data += np.asarray(sequence, dtype).tobytes()
+    borders = [0]
+    for document in documents:
+        borders.append(borders[-1] + len(document))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype])
+    index += struct.pack("<QQ", len(sequences), len(borders))
+    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    index += struct.pack(f"<{len(sequences)}q", *pointers)
+    index += struct.pack(f"<{len(borders)}q", *borders)
+    index += bytes(len(sequences)) if modes else b""
+    pathlib.Path(f"{path}.bin").write_bytes(data)
+    pathlib.Path(f"{path}.idx").write_bytes(index)
+    return [token for sequence in sequences for token in sequence]
+
+
+@pytest.mark.parametrize("modes", [False, True])
+@pytest.mark.parametrize("dtype", CODES)
+def test_megatron_files_are_honoured(dtype, modes, tmp_path):
+    stream = write_megatron(tmp_path / "a", DOCUMENTS, dtype, modes=modes)
+    for name in ("a", "a.bin", "a.idx"):
+        file = MegatronFile(str(tmp_path / name))
+        file.check()
+        assert file.num_tokens == len(stream) and len(file) == len(DOCUMENTS)
+        whole = [sum(document, []) for document in DOCUMENTS]
+        assert [file[i].tolist() for i in range(len(file))] == whole
+        for size in (1, 10, 10**6):
+            pieces = file.split(size)
+            assert [d.tolist() for a, b, _ in pieces for d in file.read(a, b)] == whole
+        copy = pickle.loads(pickle.dumps(file))
+        for a in range(len(stream)):
+            for b in range(a, len(stream) + 1):
+                assert copy.tokens_between(a, b).tolist() == stream[a:b]
+        assert file.where_token(5).startswith(f"{tmp_path}/a.bin: document 1")
+
+
+def test_what_is_written_is_megatrons(tmp_path):
+    """Byte for byte what the independent writer makes of one sequence a document."""
+    documents = [np.asarray(d, np.int32) for d in ([1, 2], [], [3], [4, 5, 60000])]
+    with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
+        writer.add(documents[:2])
+        writer.add(documents[2:])
+        assert not (tmp_path / "ours.bin").exists()
+        told = writer.finish()
+    write_megatron(tmp_path / "theirs", [[d.tolist()] for d in documents], "<u2")
+    for suffix in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert (told["documents"], told["tokens"], told["max_token"]) == (4, 6, 60000)
+
+
+def test_rows_span_files(tmp_path):
+    """As if all files were one array, whatever their dtypes and sizes; far away as well."""
+    random, whole, files = np.random.default_rng(0), [], []
+    for i, (size, dtype) in enumerate(
+        [(50, "<u2"), (1, "<i4"), (0, "<u2"), (7, "<i8"), (90, "u1")]
+    ):
+        tokens = random.integers(0, 200, size).tolist()
+        whole += write_megatron(tmp_path / str(i), [[tokens]], dtype)
+        files.append(MegatronFile(str(tmp_path / str(i))))
+    for suffix in ("bin", "idx"):
+        with fsspec.open(f"memory://far/4.{suffix}", "wb") as copy:
+            copy.write((tmp_path / f"4.{suffix}").read_bytes())
+    for last in (files[4], MegatronFile("memory://far/4")):
+        rows = StreamRows(TokenStream([*files[:4], last]), 8)
+        expected = StreamRows(np.asarray(whole), 8)
+        assert len(rows) == len(expected) == (len(whole) - 1) // 8
+        for i in range(len(rows)):
+            np.testing.assert_array_equal(rows[i], expected[i])
+            assert rows[i].dtype == np.int32
+
+
+# --- Tokenizers --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """A file of every type of tokenizer, made from TEXTS by its own library."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), 400))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS[5:]),
+        model_prefix=str(folder / "sp"),
+        vocab_size=60,
+        byte_fallback=False,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+    )
+    ranks = [bytes([i]) for i in range(256)] + [b"wo", b"rd", b"word", b" word"]
+    lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
+    (folder / "a.tiktoken").write_bytes(b"".join(lines))
+    return {
+        "bytes": pathlib.Path(""),
+        "huggingface": folder / "tokenizer.json",
+        "sentencepiece": folder / "sp.model",
+        "tiktoken": folder / "a.tiktoken",
+    }
+
+
+@pytest.mark.parametrize("kind", tokenizers.TYPES)
+def test_ids_decode_to_the_text(kind, models):
+    path = "" if kind == "bytes" else str(models[kind])
+    bare, marked = (tokenizers.load(kind, path, marks, marks) for marks in (False, True))
+    texts = [text.strip() for text in TEXTS[5:]] if kind == "sentencepiece" else TEXTS
+    plain = bare.encode(texts)
+    assert [bare.decode(ids) for ids in plain] == texts
+    assert max(map(max, filter(len, plain))) < bare.vocab_size
+    (begin,), (end,) = (
+        {ids[0] for ids in marked.encode(texts)},
+        {ids[-1] for ids in marked.encode(texts)},
+    )
+    for with_marks, ids in zip(marked.encode(texts), plain, strict=True):
+        np.testing.assert_array_equal(with_marks, [begin, *ids, end])
+    assert begin != end and max(begin, end) < marked.vocab_size
+    copy = pickle.loads(pickle.dumps(marked))
+    np.testing.assert_array_equal(copy.encode(texts)[5], marked.encode(texts)[5])
+    assert copy.hash == marked.hash != bare.hash
+
+
+def test_ids_are_the_librarys(models):
+    text = TEXTS[20]
+    expected = {
+        "huggingface": hf.Tokenizer.from_file(str(models["huggingface"])).encode(text).ids,
+        "sentencepiece": sentencepiece.SentencePieceProcessor(
+            model_file=str(models["sentencepiece"])
+        ).encode(text),
+        "bytes": list(text.encode()),
+    }
+    for kind, ids in expected.items():
+        path = "" if kind == "bytes" else str(models[kind])
+        assert tokenizers.load(kind, path, False, False).encode([text])[0].tolist() == ids
+    ids = tokenizers.load("tiktoken", str(models["tiktoken"]), True, True).encode(["word words"])
+    assert ids[0].tolist() == [260, 258, 259, ord("s"), 261]  # begin, "word", " word", "s", end
+
+
+def test_marks_named_beside_the_tokenizer(models, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(models["huggingface"].read_bytes())
+    named = {"bos_token": {"content": "</s>"}, "eos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (swapped,) = tokenizers.load("huggingface", str(tmp_path), True, True).encode([""])
+    (usual,) = tokenizers.load("huggingface", str(models["huggingface"]), True, True).encode([""])
+    assert swapped.tolist() == usual.tolist()[::-1]
+
+
+# --- The corpus --------------------------------------------------------------------------------
+
+
+def corpus(files, *arguments: str) -> Corpus:
+    given = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
+    return open_corpus(make_config("dataset_type=grain", *given, *arguments))
+
+
+def test_documents_of_a_corpus(tmp_path):
+    """Every document once, encoded, in the order of the files' names; the last ones held out."""
+    for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
+        write_file(tmp_path / name, "parquet", part)
+    opened = corpus(f"{tmp_path}/*/*.parquet", "eval_fraction=0.1")
+    (part,) = opened.train
+    assert opened.documents and len(part.items) + len(opened.held_out) == len(TEXTS) == 205
+    got = [part.items[i] for i in range(len(part.items))]
+    got += [opened.held_out[i] for i in range(len(opened.held_out))]
+    assert [bytes(ids[1:-1].astype(np.uint8)).decode() for ids in got] == TEXTS
+    assert {(ids[0], ids[-1]) for ids in got} == {(256, 257)} and len(opened.held_out) == 20
+    elsewhere = pickle.loads(pickle.dumps(part.items))  # in a process that reads ahead
+    np.testing.assert_array_equal(elsewhere[17], part.items[17])
+
+
+def test_evaluation_files_leave_the_training_files_whole(tmp_path):
+    write_file(tmp_path, "jsonl", TEXTS)
+    write_file(tmp_path, "parquet", TEXTS[:7])
+    opened = corpus(f"{tmp_path}/*.jsonl", f"grain_eval_files={tmp_path}/*.parquet")
+    assert (len(opened.train[0].items), len(opened.held_out)) == (len(TEXTS), 7)
+
+
+def test_a_mixture_keeps_its_weights(tmp_path):
+    for kind in ("jsonl", "gzip"):
+        write_file(tmp_path, kind, TEXTS)
+    opened = corpus(f"{tmp_path}/*.jsonl,0.75;{tmp_path}/*.gz,0.25")
+    assert [part.weight for part in opened.train] == [0.75, 0.25]
+    assert parse("k", "a,b*,2; c,1e-3") == [("a,b*", 2.0), ("c", 1e-3)]
+    assert parse("k", "a*") == [("a*", 1.0)]
+
+
+def test_rows_of_records_and_of_streams(tmp_path):
+    rows = [list(range(i, i + 17)) for i in range(50)]
+    path = write_file(tmp_path, "arrayrecord", rows)
+    opened = corpus(path, "tokenize_train_data=False", "eval_fraction=0", "eval_interval=-1")
+    assert not opened.documents
+    assert [opened.train[0].items[i].tolist() for i in range(50)] == rows
+    stream = write_megatron(tmp_path / "m", [[row] for row in rows])
+    opened = corpus(
+        tmp_path / "m", "eval_fraction=0", "eval_interval=-1"
+    )  # by the name that both files share
+    assert not opened.documents and len(opened.train[0].items) == (len(stream) - 1) // 16
+    assert opened.train[0].items[3].tolist() == stream[48:65]
+    elsewhere = pickle.dumps(opened.train[0].items)
+    assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tolist() == stream[48:65]
+
+
+def test_the_hash_is_of_the_tokens(tmp_path):
+    def hashed(folder, texts, kind="jsonl", *arguments):
+        return corpus(write_file(tmp_path / folder, kind, texts), *arguments).hash
+
+    first = hashed("a", TEXTS)
+    assert hashed("elsewhere", TEXTS) == first
+    others = [hashed("b", TEXTS[::-1]), hashed("c", TEXTS[1:]), hashed("d", [*TEXTS[:-1], "y"])]
+    others += [hashed("e", TEXTS, "jsonl", "add_eos=False")]
+    assert len({first, *others}) == 5
+
+
+def test_a_summary_stands_for_a_corpus(tmp_path):
+    """What a process that opens nothing is told: sizes and hash, as JSON."""
+    opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
+    told = Corpus.from_summary(json.loads(json.dumps(opened.summary())))
+    assert told.summary() == opened.summary()
+    assert len(told.train[0].items) == len(opened.train[0].items) and told.documents
+    with pytest.raises(RuntimeError, match="opened no data"):
+        told.train[0].items[0]
+
+
+@pytest.mark.parametrize(
+    "value", ["a,0;b,1", "a,-1;b,1", "a,x;b,1", "a;b,1", "a,1;", ",1", "a,nan"]
+)
+def test_no_mixture(value):
+    with pytest.raises(ConfigError) as caught:
+        parse("grain_train_files", value)
+    assert value in str(caught.value)

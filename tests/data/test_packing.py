@@ -1,0 +1,147 @@
+"""Documents in rows: every token of a document is predicted once, from its own document alone."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.data.marks import PADDING, START
+from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
+from maxramp.model.decoder import Decoder
+from maxramp.training.loss import cross_entropy_sums
+from maxramp.training.step import BATCH_ABS, eval_step, take_apart
+
+LENGTH = 16
+LAYOUTS = (concat_then_split, best_fit, one_per_row)
+
+
+def documents(count=200, longest=60, seed=0):
+    """Documents of any length, none and one token as well, whose tokens are all different."""
+    lengths = np.random.default_rng(seed).integers(0, longest, count)
+    ends = np.cumsum(lengths)
+    return [np.arange(e - n, e, dtype=np.int32) for e, n in zip(ends, lengths, strict=True)]
+
+
+def pieces_of(row):
+    """The pieces in a packed row, without marks and padding."""
+    filled = row[row != PADDING]
+    starts = np.flatnonzero(filled >= START)
+    assert not len(filled) or starts[0] == 0
+    assert (row[: len(filled)] == filled).all(), "padding stands at the end"
+    return np.split(np.where(filled >= START, filled - START, filled), starts[1:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_decode_to_the_documents(layout):
+    """Pieces put together again give every document; its tokens but the first are targets once."""
+    texts = documents()
+    lengths = np.array([len(text) for text in texts])
+    rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=True)
+    predicted, pieces = collections.Counter(), []
+    for i in range(len(rows)):
+        for piece in pieces_of(rows[i]):
+            predicted.update(piece[1:].tolist())
+            pieces.append(piece)
+    assert predicted == collections.Counter(t for text in texts for t in text[1:].tolist())
+    decoded = {}
+    for piece in sorted(pieces, key=lambda piece: piece[0]):
+        which = int(np.searchsorted(np.cumsum(lengths), piece[0], "right"))
+        decoded[which] = [*decoded.get(which, [])[:-1], *piece.tolist()]
+    whole = {i: text.tolist() for i, text in enumerate(texts) if len(text) > 1}
+    assert decoded == whole
+
+
+def test_what_each_layout_promises():
+    texts = documents()
+    lengths = np.array([len(text) for text in texts])
+    concat, fitted, alone = (layout(lengths, LENGTH) for layout in LAYOUTS)
+    # Cut and filled: every row but the last is full, but for a slot that would predict nothing.
+    used = np.add.reduceat(concat.size, concat.first[:-1])
+    assert (used[:-1] >= LENGTH - 1).all() and len(concat.first) < 1.1 * lengths.sum() / LENGTH
+    # Only documents longer than a row are cut, and hardly any room is left.
+    whole = np.flatnonzero((lengths >= 2) & (lengths <= LENGTH + 1))
+    assert (np.bincount(fitted.document, minlength=len(texts))[whole] == 1).all()
+    assert fitted.size.sum() / (len(fitted.first) - 1) > 0.97 * (LENGTH + 1)
+    assert (np.diff(fitted.document[fitted.first[:-1]]) >= 0).all()  # in the order of the text
+    assert (np.diff(alone.first) == 1).all()
+
+
+@pytest.mark.parametrize("lengths", ([], [0, 1], [2], [17], [18], [500]))
+def test_small_corners(lengths):
+    texts = [np.arange(n, dtype=np.int32) for n in lengths]
+    targets = sum(max(0, n - 1) for n in lengths)
+    for layout in LAYOUTS:
+        rows = PackedRows(texts, layout(np.array(lengths, int), LENGTH), LENGTH, mark=False)
+        assert len(rows) == -(-targets // LENGTH)
+
+
+def test_marks_give_segments_and_targets():
+    rows = jnp.array([[START + 5, 6, 7, START + 8, 9, START + 3, 4, PADDING, PADDING]])
+    tokens, targets, segments = take_apart(rows)
+    assert tokens.tolist() == [[5, 6, 7, 8, 9, 3, 4, PADDING]]
+    assert targets.tolist() == [[6, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]]
+    assert segments.tolist() == [[1, 1, 1, 2, 2, 3, 3, 3]]
+
+
+def test_documents_do_not_see_each_other():
+    """The loss of one document has no gradient to the embedding of another's tokens, and is what it
+    is in a row of its own; where documents are not told apart, the second sees the first."""
+    config = make_config(devices=1)
+    first, second = np.arange(10, 17, dtype=np.int32), np.arange(30, 39, dtype=np.int32)
+    row = np.concatenate([first, second, [PADDING]])
+    marked = row.copy()
+    marked[[0, 7]] += START
+
+    @functools.partial(jax.jit, static_argnums=2)
+    @jax.value_and_grad
+    def loss_of(decoder, row, packed, kept):
+        """The sum over the targets that `kept` holds."""
+        plain = row[None, :-1], row[None, 1:], None
+        tokens, targets, segments = take_apart(row[None]) if packed else plain
+        targets = jnp.where((targets[..., None] == kept).any(-1), targets, PADDING)
+        hidden = decoder.hidden(tokens, segments)
+        return cross_entropy_sums(hidden, decoder.head(), targets, 0.0, 0)[0]
+
+    with jax.set_mesh(make_mesh(config)):
+        decoder = jax.jit(lambda: Decoder(config, jax.random.key(0)))()
+        for text, other in ((first, second), (second, first)):
+            kept = np.pad(text[1:], (0, 9 - len(text)), "edge")
+            loss, gradient = loss_of(decoder, marked, True, kept)
+            embedding = np.asarray(gradient.embedding_VD[...])
+            assert np.abs(embedding[text[:-1]]).max() > 1e-4
+            assert np.abs(embedding[other]).max() == 0
+            alone = np.full(LENGTH + 1, PADDING, np.int32)
+            alone[: len(text)] = text
+            np.testing.assert_allclose(loss_of(decoder, alone, False, kept)[0], loss, rtol=1e-6)
+        _, gradient = loss_of(decoder, row, False, kept)
+        assert np.abs(np.asarray(gradient.embedding_VD[...])[first]).max() > 1e-4
+
+
+@pytest.mark.parametrize("arguments", ((), ("ici_tensor_parallelism=2",)))
+def test_a_packed_batch_is_its_documents(arguments):
+    """On a mesh: what packed rows sum up to is what one document a row does, padded."""
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 256, n).astype(np.int32) for n in rng.integers(0, 17, 60)]
+    lengths = np.array([len(text) for text in texts])
+    config = make_config(*arguments)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def total(decoder, batch, packed):
+        zeros = (jnp.float32(0), jnp.float32(0))
+        return eval_step(decoder, zeros, batch, config=config, packed=packed)
+
+    def sums_of(layout, packed):
+        rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=packed)
+        fill = np.full((-len(rows) % 8, LENGTH + 1), PADDING, np.int32)
+        batch = np.concatenate([[rows[i] for i in range(len(rows))], fill])[None]
+        return jax.device_get(total(decoder, jax.device_put(batch, BATCH_ABS), packed))
+
+    with jax.set_mesh(make_mesh(config)):
+        decoder = jax.jit(lambda: Decoder(config, jax.random.key(0)))()
+        alone, packed = sums_of(one_per_row, False), sums_of(best_fit, True)
+    assert alone[1] == packed[1] == np.maximum(0, lengths - 1).sum()
+    np.testing.assert_allclose(alone[0], packed[0], rtol=1e-6)

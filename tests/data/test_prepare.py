@@ -1,0 +1,480 @@
+"""maxramp.prepare as people run it: real processes, files and kills."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import BASE, TINY, command, environment, make_config, run
+from test_formats import KINDS, TEXTS, write_file, write_megatron
+
+from maxramp import prepare as prepare_lib
+from maxramp.data.files import prepared
+from maxramp.data.sources import open_corpus
+
+pytest.importorskip("tokenizers")
+
+COLUMN = "train_data_columns=[body]"
+
+
+def prepare(*arguments, status: int = 0) -> str:
+    """Runs the command; returns what it said."""
+    done = run(*map(str, arguments), module="prepare")
+    assert done.returncode == status, done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def documents(folder) -> list[list[int]]:
+    """Every document of a set, in order."""
+    manifest = prepared.read_manifest(str(folder))
+    files = prepared.open_shards(str(folder), manifest)
+    return [file[i].tolist() for file in files for i in range(len(file))]
+
+
+def content(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_every_format_holds_the_same_documents(tmp_path):
+    expected = [[256, *text.encode(), 257] for text in TEXTS]
+    files = [write_file(tmp_path / kind, kind, TEXTS) for kind in KINDS]
+    prepare(*files, "--output", tmp_path / "set", "--shard_megabytes", 0.004, COLUMN)
+    assert documents(tmp_path / "set") == expected * len(files)
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    assert manifest["documents"] == len(TEXTS) * len(files) and len(manifest["shards"]) > 10
+    assert manifest["tokens"] == sum(map(len, expected)) * len(files)
+    assert (manifest["dtype"], manifest["max_token"]) == ("uint16", 257)
+    names = {
+        "manifest.json",
+        *(f"{s['name']}.{x}" for s in manifest["shards"] for x in ("bin", "idx")),
+    }
+    assert content(tmp_path / "set").keys() == names  # and nothing half made
+
+
+def test_workers_do_not_change_the_set(tmp_path):
+    path = write_file(tmp_path, "jsonl", TEXTS)
+    for workers in (1, 3):
+        to = ("--output", tmp_path / f"{workers}", "--workers", workers, "--shard_megabytes", 0.005)
+        prepare(path, *to, COLUMN, "add_bos=False")
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+
+
+def test_tokens_are_prepared_as_they_are(tmp_path):
+    ids = [[1, 2, 3], [70000], [5] * 40]
+    prepare(
+        write_file(tmp_path, "parquet", ids),
+        *("--output", tmp_path / "a", COLUMN, "tokenize_train_data=False"),
+    )
+    write_megatron(tmp_path / "m", [[[1, 2], [3]], [[70000]], [[5] * 40]])
+    prepare(tmp_path / "m.bin", "--output", tmp_path / "b")
+    assert documents(tmp_path / "a") == documents(tmp_path / "b") == ids
+    assert "none: the inputs held tokens" in prepare("--inspect", tmp_path / "b")
+
+
+def test_rows_of_a_set_are_its_stream(tmp_path):
+    """Whatever its shards are; and training reads them."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    stream = [token for text in TEXTS for token in [256, *text.encode(), 257]]
+    hashes = set()
+    for megabytes in (1, 0.003):
+        folder = tmp_path / f"set{megabytes}"
+        prepare(source, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
+        keys = ("dataset_type=grain", f"grain_train_files={folder}", "vocab_size=264")
+        opened = open_corpus(make_config(*keys, "eval_fraction=0.1"))
+        rows = opened.train[0].items
+        assert not opened.documents and len(rows) + len(opened.held_out) == (len(stream) - 1) // 16
+        for i in (0, 1, len(rows) // 2, len(rows) - 1):
+            assert rows[i].tolist() == stream[i * 16 : i * 16 + 17]
+        last = len(opened.held_out) - 1
+        assert opened.held_out[last].tolist()[0] == stream[(len(rows) + last) * 16]
+        hashes.add(opened.hash)
+        for path in folder.iterdir():
+            with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
+                copy.write(path.read_bytes())
+        far = open_corpus(
+            make_config(keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
+        )
+        assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
+    assert len(hashes) == 1
+    output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
+    short = ("steps=4", "enable_rampup_batch_size=False", "per_device_batch_size=8")
+    kept = [key for key in TINY if not key.startswith("vocab_size")]
+    trained = run(BASE, *kept, *keys, *output, *short, "eval_interval=-1", "jax_cache_dir=")
+    assert trained.returncode == 0, trained.stderr
+    assert f"{folder}: " in trained.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum('"loss"' in line for line in lines) == 4
+
+
+def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
+    """By the sum in the docstring, term by term; where shards end does not matter."""
+
+    def hashed(documents, megabytes):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        source = write_file(tmp_path / f"{folder}.in", "jsonl", documents)
+        given = (COLUMN, "tokenize_train_data=False", "--workers", "1")
+        sizes = ("--output", str(folder), "--shard_megabytes", str(megabytes))
+        assert prepare_lib.main([str(source), *sizes, *given]) == 0
+        manifest = prepared.read_manifest(str(folder))
+        return manifest["hash"], len(manifest["shards"])
+
+    documents = [[i, 70000 + i, *range(i % 7)] for i in range(60)] + [[], [5], []]
+    prime, point, total = 2**127 - 1, 0x1E3779B97F4A7C15F39CC0605CEDC834, 0
+    for i, document in enumerate(documents):
+        digest = hashlib.blake2b(struct.pack(f"<{len(document)}i", *document), digest_size=16)
+        power = point ** (len(documents) - 1 - i)
+        total += int.from_bytes(digest.digest(), "big") * power
+    told = f"{total % prime:032x} {len(documents)}".encode()
+    expected = hashlib.blake2b(told, digest_size=8).hexdigest()
+    assert hashed(documents, 1) == (expected, 1)
+    finer, shards = hashed(documents, 0.0003)
+    assert finer == expected and shards > 5
+    moved = [documents[0] + documents[1][:1], documents[1][1:], *documents[2:]]
+    assert len({expected, hashed(moved, 1)[0], hashed(documents[:-1], 1)[0]}) == 3
+
+
+def test_a_set_of_version_1_keeps_its_hash(tmp_path):
+    """Runs that trained on it remember that hash; a start of its preparation finds it finished."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    given = [str(source), "--output", str(tmp_path / "set"), COLUMN]
+    assert prepare_lib.main(given) == 0
+    path = tmp_path / "set" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    shards = [bytes.fromhex(shard["hash"]) for shard in manifest["shards"]]
+    manifest["version"] = 1
+    manifest["hash"] = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest()
+    path.write_text(json.dumps(manifest))
+    assert prepared.read_manifest(str(tmp_path / "set"))["hash"] == manifest["hash"]
+    assert prepare_lib.main(given) == 0 and json.loads(path.read_text()) == manifest
+
+
+def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
+    """Inputs in the output folder and files of a set's names are refused; other files stay."""
+    crawl = tmp_path / "crawl"
+    (crawl / "more").mkdir(parents=True)
+    for name in ("shard-00000.jsonl", "shard-00001.jsonl", "more/shard-00000.json", "a.tmp"):
+        (crawl / name).write_text('{"text": "a document"}\n')
+    (tmp_path / "link").symlink_to(crawl)
+    (tmp_path / "elsewhere.jsonl").write_text('{"text": "another one"}\n')
+    (crawl / "link.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+
+    def refused(name, output):
+        there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert prepare_lib.main([str(tmp_path / name), "--output", str(output)]) == 2
+        assert {path: path.read_bytes() for path in there} == there
+        line = capfd.readouterr().err
+        assert line.startswith(f"error: --output {output} ") and line.count("\n") == 1, line
+        return line
+
+    for name in ("crawl/*.jsonl", "link/shard-*.jsonl", "crawl/more/*.json", "crawl/link.jsonl"):
+        assert "holds the input" in refused(name, crawl)
+        assert "holds the input" in refused(name, tmp_path / "link")
+    for name in ("shard-00000.json", "shard-00000.bin", "tokenizer.json"):
+        (tmp_path / name[-4:]).mkdir(exist_ok=True)
+        (tmp_path / name[-4:] / name).write_text("[1]")
+        assert name in refused("elsewhere.jsonl", tmp_path / name[-4:])
+        (tmp_path / name[-4:] / name).unlink()
+
+    assert prepare_lib.main([str(tmp_path / "elsewhere.jsonl"), "--output", str(crawl)]) == 0
+    names = {path.name for path in crawl.iterdir()}
+    ours = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    assert names == ours | {"shard-00000.jsonl", "shard-00001.jsonl", "more", "a.tmp", "link.jsonl"}
+
+
+def test_what_other_starts_left_is_removed(tmp_path):
+    """Shards of another size, half-written files, a tokenizer: when the set is finished."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3000)
+    whole = source.read_bytes()
+    given = [str(source), "--output", str(output), "--workers", "1"]
+    assert run_limited(*given, "--train_bpe", "300", kilobytes=30).returncode == 1
+    source.write_bytes(whole + b"\n[")
+    assert prepare_lib.main([*given, "--shard_megabytes", "0.02"]) == 2
+    left = {path.name for path in output.iterdir()}
+    assert len(left & {f"shard-{i:05d}.bin" for i in range(5)}) == 5 and ".preparing" in left
+    assert any(name.endswith(".tmp") for name in left) and any(n[:4] == "bpe-" for n in left)
+    (output / "mine.tmp").write_text("kept")
+    source.write_bytes(whole)
+    assert prepare_lib.main([*given, "--shard_megabytes", "1"]) == 0
+    shards = ("shard-00000.bin", "shard-00000.idx")
+    assert set(content(output)) == {"manifest.json", *shards, "mine.tmp"}
+
+
+def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
+    """Whatever an earlier start trained, also where the text gives fewer ids than asked for."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    files = [str(source), "--output", str(tmp_path / "set"), COLUMN]
+
+    def sized(size):
+        status = prepare_lib.main([*files, "--train_bpe", str(size)])
+        return status, capfd.readouterr()
+
+    status, said = sized(300)
+    assert status == 0 and "trained in" in said.out
+    status, said = sized(300)
+    assert status == 0 and "prepared already" in said.out and "300 ids" in said.out
+    before = content(tmp_path / "set")
+    status, said = sized(400)
+    assert status == 2 and said.err.startswith("error: --train_bpe 400: ")
+    assert "300 ids" in said.err and said.err.count("\n") == 1
+    assert content(tmp_path / "set") == before
+    shutil.rmtree(tmp_path / "set")
+    assert sized(9000)[0] == 0  # the text gives fewer
+    assert sized(9000)[0] == 0 and sized(8000)[0] == 2
+
+
+def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
+    """Of the same size, also where a document was mended meanwhile; of another, it is trained."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3000)
+    files = [str(source), "--output", str(output)]
+    full = run_limited(*files, "--train_bpe", "300", kilobytes=2)
+    assert full.returncode == 1 and full.stderr.startswith(f"error: {output}/bpe-")
+    assert full.stderr.endswith(".json: File too large\n") and full.stderr.count("\n") == 1
+    # An output that takes no more than the tokenizer: the preparation ends after the training.
+    shards = run_limited(*files, "--train_bpe", "300", kilobytes=30)
+    assert shards.returncode == 1 and "trained in" in shards.stdout
+    line = shards.stderr
+    assert line.startswith(f"error: --output {output}: cannot write ") and "too large" in line
+    assert line.count("\n") == 1
+    assert [path.name[:4] for path in output.glob("*.json")] == ["bpe-"]
+    source.write_bytes(source.read_bytes() + b"\n")  # mended
+    assert prepare_lib.main([*files, "--train_bpe", "300"]) == 0
+    assert "is there from an earlier start" in capfd.readouterr().out
+    shutil.rmtree(output)
+    assert run_limited(*files, "--train_bpe", "300", kilobytes=30).returncode == 1
+    assert prepare_lib.main([*files, "--train_bpe", "310"]) == 0
+    said = capfd.readouterr().out
+    assert "trained in" in said and "310 ids" in said
+    assert not list(output.glob("bpe-*"))
+
+
+def run_limited(*arguments, kilobytes: int) -> subprocess.CompletedProcess:
+    """The command where no file may grow beyond so much, as on a disk that is full."""
+    shell = f"ulimit -f {kilobytes * 1024 // 512}; exec " + shlex.join(
+        command(*arguments, module="prepare")
+    )
+    return subprocess.run(
+        ["sh", "-c", shell], env=environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
+    """Some network file systems have none: a warning, and the set is made."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert prepare_lib.main([str(source), "--output", str(tmp_path / "set"), COLUMN]) == 0
+    assert capfd.readouterr().err.startswith(f"warning: {tmp_path}/set is on a file system without")
+    assert len(documents(tmp_path / "set")) == len(TEXTS)
+
+
+def test_a_reader_that_leaves_ends_nothing(tmp_path):
+    """`| head -n 1` of a preparation, which goes on, and of an inspection."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    for arguments in (
+        (str(source), "--output", str(tmp_path / "set"), COLUMN),
+        ("--inspect", str(tmp_path / "set")),
+    ):
+        process = subprocess.Popen(
+            command(*arguments, module="prepare"),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 0
+        process.stderr.close()
+    assert len(documents(tmp_path / "set")) == len(TEXTS)
+
+
+def test_a_tokenizer_trained_on_the_input(tmp_path):
+    path = write_file(tmp_path, "jsonl", TEXTS)
+    said = prepare(path, "--output", tmp_path / "set", "--train_bpe", 400, COLUMN)
+    assert "trained in" in said and "vocab_size=448" in said
+    said = prepare("--inspect", tmp_path / "set")
+    assert "205 documents" in said and "tokenizer.json: 400 ids" in said
+    assert "<s>first</s>" in said and "<s>document 199 word word" in said
+    # The set is whole in itself: its tokenizer is the one that prepares more.
+    more = f"tokenizer_path={tmp_path}/set/tokenizer.json"
+    prepare(path, "--output", tmp_path / "more", COLUMN, "tokenizer_type=huggingface", more)
+    assert documents(tmp_path / "more") == documents(tmp_path / "set")
+
+
+def test_a_second_start(tmp_path):
+    """Of a finished set does nothing, and never writes over another one."""
+    first, second = (write_file(tmp_path / x, "jsonl", TEXTS + [x]) for x in "ab")
+    prepare(first, "--output", tmp_path / "set", COLUMN)
+    before = content(tmp_path / "set")
+    assert "prepared already" in prepare(first, "--output", tmp_path / "set", COLUMN)
+    for other in ((second,), (first, second), (first, "add_eos=False")):
+        said = prepare(*other, "--output", tmp_path / "set", COLUMN, status=2)
+        assert "another folder" in said
+    assert content(tmp_path / "set") == before
+
+
+def test_a_bad_document_is_mended(tmp_path):
+    """What was made before it stays, and nothing that is half a set can be trained on."""
+    good, bad = (write_file(tmp_path / x, "jsonl", TEXTS) for x in "ab")
+    whole = bad.read_bytes()
+    bad.write_bytes(whole + b'\n{"body": "cut o')
+    given = (good, bad, "--output", tmp_path / "set", "--shard_megabytes", 0.01, COLUMN)
+    said = prepare(*given, "--workers", 1, status=2)
+    lines = whole.count(b"\n") + 2
+    assert said.startswith(f"error: {bad}: line {lines}: is not JSON") and said.count("\n") == 1
+    made = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "set").glob("*.bin")}
+    assert made and not (tmp_path / "set" / "manifest.json").exists()
+    assert "not finished" in prepare("--inspect", tmp_path / "set", status=2)
+    bad.write_bytes(whole)
+    said = prepare(*given)
+    assert "made by an earlier start" in said
+    assert documents(tmp_path / "set") == [[256, *text.encode(), 257] for text in TEXTS] * 2
+    kept = [(tmp_path / "set" / name).stat().st_mtime_ns == at for name, at in made.items()]
+    assert any(kept)
+
+
+def many(path: pathlib.Path, count: int) -> None:
+    with path.open("w") as file:
+        file.writelines(
+            f'{{"id": {i}, "text": "document {i} {"x" * (i % 50)}"}}\n' for i in range(count)
+        )
+
+
+def test_killed_at_any_moment(tmp_path):
+    """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
+    many(tmp_path / "in.jsonl", 60_000)
+    options = ("--shard_megabytes", "0.25")
+    start = time.monotonic()
+    prepare(tmp_path / "in.jsonl", "--output", tmp_path / "whole", *options)
+    seconds = time.monotonic() - start
+    given = [tmp_path / "in.jsonl", "--output", tmp_path / "killed", *options]
+    chance, kills = random.Random(0), 0
+    for attempt in range(40):
+        process = subprocess.Popen(
+            command(*map(str, given), module="prepare"),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        # Longer each time, so that an end is reached on a slow machine as well.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0.2, 0.5) * seconds * 1.1**attempt)
+        if process.poll() is None:
+            workers = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            worker = [int(pid) for pid in workers.read_text().split()][-1:]
+            if attempt % 3 == 0:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                os.kill(worker[0] if attempt % 3 == 1 and worker else process.pid, signal.SIGKILL)
+            kills += 1
+        said = process.communicate(timeout=60)[1].decode()  # until no worker is left
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL or "a worker was killed" in said
+    assert kills > 1
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    expected = [f"document {i} {'x' * (i % 50)}" for i in range(60_000)]
+    got = documents(tmp_path / "killed")
+    assert [bytes(ids[1:-1]).decode() for ids in got] == expected
+
+
+# A worker that is killed at the worst moment: while it tells its counts, and nobody else can.
+KILLED_AT_COUNTING = """
+import os, signal, sys
+from maxramp import prepare
+from maxramp.data import preparation
+def count(*more):
+    preparation._counts.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+preparation._count = count
+if __name__ == "__main__":
+    sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+def test_killed_while_counting(tmp_path):
+    many(tmp_path / "in.jsonl", 10_000)
+    (tmp_path / "main.py").write_text(KILLED_AT_COUNTING)
+    done = subprocess.run(
+        [sys.executable, "main.py", "in.jsonl", "--output", "set", "--workers", "2"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "a worker was killed" in done.stderr
+
+
+def test_two_at_once(tmp_path):
+    """The second is refused while the first is at work."""
+    many(tmp_path / "in.jsonl", 30_000)
+    given = (str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"))
+    first = subprocess.Popen(
+        command(*given, module="prepare"), env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout.readline().startswith("tokenizer")  # the folder is taken by now
+    first.send_signal(signal.SIGSTOP)
+    try:
+        assert "another process is preparing it" in prepare(*given, status=2)
+    finally:
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(60) == 0
+        first.stdout.close()
+    assert len(documents(tmp_path / "set")) == 30_000
+
+
+PEAK = """
+import pathlib, re, resource, sys
+from maxramp import prepare
+if __name__ == "__main__":
+    status = prepare.main(sys.argv[1:])
+    print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_documents_in_constant_memory(tmp_path):
+    """Ten times the documents take no more memory, in the parent or in a worker."""
+    (tmp_path / "peak.py").write_text(PEAK)
+    peaks = []
+    for count in (100_000, 1_000_000):
+        many(tmp_path / "in.jsonl", count)
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "peak.py"), str(tmp_path / "in.jsonl")]
+            + ["--output", str(tmp_path / f"set{count}"), "--shard_megabytes", "4"],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks.append([int(line) / 1024 for line in done.stdout.splitlines()[-2:]])
+        print(
+            f"{count:,} in {time.perf_counter() - start:.1f}s, MiB of parent, worker: {peaks[-1]}"
+        )
+        manifest = prepared.read_manifest(str(tmp_path / f"set{count}"))
+        assert manifest["documents"] == count
+    assert (np.subtract(peaks[1], peaks[0]) < 16).all(), peaks

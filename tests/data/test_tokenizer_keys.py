@@ -1,0 +1,178 @@
+"""tokenizer_type and tokenizer_path: used, refused or announced, never ignored without a word."""
+
+import json
+import shutil
+
+import pytest
+from conftest import BASE, make_config
+from test_formats import TEXTS, write_file, write_megatron
+
+from maxramp import prepare
+from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.resume import changes_since
+from maxramp.config import load as config_lib
+from maxramp.data import tokenizers
+from maxramp.data.sources import open_corpus
+from maxramp.errors import ConfigError
+
+hf = pytest.importorskip("tokenizers")
+
+COLUMN = "train_data_columns=[body]"
+GRAIN = ("dataset_type=grain", "grain_train_files=a.jsonl")
+
+
+@pytest.fixture(scope="module")
+def f(tmp_path_factory):
+    """Documents, two tokenizers, and sets that were prepared with each of them and with bytes."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    source = write_file(folder, "jsonl", TEXTS)
+    for name, size in (("one", 400), ("two", 300)):
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), size))
+        key = f"tokenizer_path={folder}/{name}"  # without a type
+        given = [str(source), COLUMN, "--workers", "1"]
+        assert prepare.main([*given, "--output", f"{folder}/set_{name}", key]) == 0
+    assert prepare.main([*given, "--output", f"{folder}/set_bytes"]) == 0
+    write_megatron(folder / "megatron", [[[1, 2, 3] * 40]])
+    return folder
+
+
+def loaded(*keys: str):
+    return config_lib.load([BASE, *keys])
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    (
+        ("{f}/one/tokenizer.json", "huggingface"),
+        ("{f}/one", "huggingface"),
+        ("gs://bucket/tokenizer.json", "huggingface"),
+        ("assets/tokenizer_llama3.tiktoken", "tiktoken"),
+        ("assets/tokenizer.MODEL", "sentencepiece"),
+        ("", "bytes"),
+    ),
+)
+def test_the_type_follows_from_the_file(path, kind, f):
+    path = path.replace("{f}", str(f))
+    assert make_config(*GRAIN, f"tokenizer_path={path}").tokenizer_type == kind
+
+
+def test_documents_are_tokenized_by_it(f):
+    keys = ("dataset_type=grain", f"grain_train_files={f}/jsonl.jsonl", COLUMN, "vocab_size=448")
+    keys += (f"tokenizer_path={f}/one/tokenizer.json", "add_bos=False", "add_eos=False")
+    items = open_corpus(make_config(*keys)).train[0].items
+    ids = hf.Tokenizer.from_file(f"{f}/one/tokenizer.json").encode(TEXTS[20]).ids
+    assert items[20].tolist() == ids and len(ids) < len(TEXTS[20]) / 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    (
+        ([*GRAIN, "tokenizer_path={f}"], ("tokenizer_path={f}", "no tokenizer.json")),
+        ([*GRAIN, "tokenizer_path=meta-llama/Llama-3.1-8B"], ("meta-llama/", "no such file")),
+        ([*GRAIN, "tokenizer_path={f}/megatron.bin"], ("{f}/megatron.bin", "tokenizer_type")),
+        ([*GRAIN, "tokenizer_type=bytes", "tokenizer_path=a.json"], ("=bytes", "=a.json")),
+        (["tokenizer_path={f}/one"], ("tokenizer_path={f}/one", "dataset_type=text")),
+        (["tokenizer_type=tiktoken"], ("tokenizer_type=tiktoken", "dataset_type=text")),
+    ),
+)
+def test_refused_before_anything_is_read(keys, names, f):
+    with pytest.raises(ConfigError) as caught:
+        loaded(*(key.replace("{f}", str(f)) for key in keys))
+    check(caught, names, f)
+
+
+def check(caught, names, f):
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    for name in names:
+        assert name.replace("{f}", str(f)) in line, line
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    (
+        (
+            ["grain_train_files={f}/set_one,1;{f}/set_two,1"],
+            ("{f}/set_one was", "400 ids", "{f}/set_two with", "300 ids"),
+        ),
+        (
+            ["grain_train_files={f}/set_bytes", "grain_eval_files={f}/set_two"],
+            ("{f}/set_bytes was", "bytes of 258", "{f}/set_two with"),
+        ),
+        (["grain_train_files={f}/set_*"], ("{f}/set_bytes was", "{f}/set_one with")),
+        (
+            ["grain_train_files={f}/set_one", "tokenizer_path={f}/two"],
+            ("tokenizer_path={f}/two", "{f}/set_one", "400 ids"),
+        ),
+        (
+            ["grain_train_files={f}/set_bytes", "tokenizer_path={f}/two"],
+            ("tokenizer_path={f}/two", "{f}/set_bytes", "bytes"),
+        ),
+        (
+            ["grain_train_files={f}/set_one", "tokenizer_type=sentencepiece"],
+            ("tokenizer_type=sentencepiece", "{f}/set_one", "huggingface"),
+        ),
+        (
+            ["grain_train_files={f}/set_one", "tokenizer_path={f}/none.json"],
+            ("{f}/none.json", "cannot be read"),
+        ),
+    ),
+)
+def test_sets_of_another_tokenizer(keys, names, f):
+    given = [key.replace("{f}", str(f)) for key in keys]
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(make_config("dataset_type=grain", "vocab_size=448", *given))
+    check(caught, names, f)
+
+
+def test_sets_of_the_same_tokenizer(f):
+    shutil.copytree(f / "set_one", f / "copy", dirs_exist_ok=True)
+    keys = ("dataset_type=grain", "vocab_size=448", f"tokenizer_path={f}/one/tokenizer.json")
+    opened = open_corpus(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1"))
+    assert "not used" not in opened.description
+    keys = ("dataset_type=grain", "vocab_size=448", f"grain_train_files={f}/megatron,1;{f}/copy,1")
+    assert len(open_corpus(make_config(*keys)).train) == 2  # nobody knows of Megatron's
+
+
+def test_what_is_not_used_is_said(f):
+    """Of tokens there is nothing to tokenize: the line at the start of the run names the path."""
+    path = f"tokenizer_path={f}/one"
+    megatron = ("dataset_type=grain", f"grain_train_files={f}/megatron", "vocab_size=448")
+    megatron += ("eval_interval=-1",)
+    for keys in (("dataset_type=synthetic",), megatron):
+        assert f"{path} is not used" in open_corpus(make_config(*keys, path)).description
+        assert "not used" not in open_corpus(make_config(*keys)).description
+    maxtexts = "tokenizer_path=assets/tokenizer.llama2"
+    assert make_config("dataset_type=synthetic", maxtexts).tokenizer_type == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    (
+        ("{f}/jsonl.jsonl --train_bpe 300 tokenizer_path={f}/one", ("--train_bpe", "{f}/one")),
+        ("{f}/jsonl.jsonl --train_bpe 300 tokenizer_type=tiktoken", ("--train_bpe", "tiktoken")),
+        ("{f}/megatron.bin tokenizer_path={f}/one", ("tokenizer_path={f}/one", "tokens")),
+        ("{f}/jsonl.jsonl tokenizer_path={f}", ("tokenizer_path={f}", "no tokenizer.json")),
+    ),
+)
+def test_refused_by_prepare(arguments, names, f, tmp_path, capfd):
+    given = arguments.replace("{f}", str(f)).split()
+    assert prepare.main([*given, COLUMN, "--output", str(tmp_path / "set")]) == 2
+    line = capfd.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    for name in names:
+        assert name.replace("{f}", str(f)) in line, line
+
+
+def test_old_runs_go_on(f):
+    """They wrote tokenizer_type=bytes beside a path that had no effect; equal data, equal run."""
+    keys = ("dataset_type=grain", f"grain_train_files={f}/set_one", "vocab_size=448")
+    path = f"tokenizer_path={f}/one"
+    config = make_config(*keys, path)
+    before = json.loads(json.dumps(config.to_dict())) | {"tokenizer_type": "bytes"}
+    old = Saved(f, 4, 32, [], "data", before, {})
+    assert "tokenizer_type=bytes (now huggingface)" in changes_since(old, config, "data", {})
+    assert "tokenizer_path" in changes_since(old, make_config(*keys), "data", {})
+    with pytest.raises(ConfigError, match="tokenizer_type=bytes"):
+        changes_since(old, config, "other data", {})

@@ -1,0 +1,287 @@
+"""The YAML of --cluster gke, against the models that JobSet's and Kubernetes's schemas generate."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import yaml
+from conftest import BASE, TINY, run
+
+from maxramp.config import load as config_lib
+from maxramp.launch import gke
+from maxramp.launch.__main__ import main
+from maxramp.launch.jobs import Run
+
+# Kubeflow Trainer's API package: pydantic models of JobSet v1alpha2 and of the Kubernetes objects
+# in it, generated from the projects' OpenAPI files.
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[test]'")
+
+HARMLESS = """no $(touch pwned) `touch pwned` 'single' "double" ; touch pwned"""
+GPU = [
+    *(*TINY, "num_nodes=4", "devices_per_node=8", "step_batch_size_unit=samples", "steps=90"),
+    *("step_batch_size_schedule=0:16 800:32 2000:64", "per_device_batch_size=2"),
+    "restart_minutes=0",
+    *("container_image=example.com/train:1", "gke_accelerator=nvidia-h200-141gb"),
+    *("gke_bucket=runs", "base_output_directory=/mnt/shared/runs", f"run_name={HARMLESS}"),
+]
+TPU = [
+    *("num_nodes=4", "devices_per_node=4", "gke_accelerator=tpu-v5p-slice", "gke_topology=2x2x1"),
+    *("gke_bucket=", "gke_volume_claim=lustre", "gke_queue=research"),
+    *("gke_service_account=trainer", "run_name=no"),
+]
+
+
+def manifests(*arguments: str) -> dict[str, str]:
+    merged = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
+    line = [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    return gke.manifests(Run.of(config_lib.load(line), line))
+
+
+def jobsets(files: dict[str, str]) -> list[dict]:
+    texts = [text for name, text in files.items() if name not in ("config.yaml", "run.sh")]
+    return [yaml.safe_load(text) for text in texts]
+
+
+def dropped(given, kept, where="") -> list[str]:
+    """What a model did not take over; it may add defaults."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [x for k in given for x in dropped(given[k], kept.get(k), f"{where}.{k}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = enumerate(zip(given, kept, strict=True))
+        return [x for i, (g, k) in pairs for x in dropped(g, k, f"{where}[{i}]")]
+    return [] if given == kept else [where]
+
+
+def read_by_schema(manifest: dict) -> dict:
+    return models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
+
+
+@pytest.mark.parametrize("more", [[], TPU], ids=["gpu", "tpu"])
+def test_schemas(more):
+    """Every field is one of the schema's, of its type: a model drops what it does not know."""
+    found = jobsets(files := manifests(*more))
+    for manifest in found:
+        assert dropped(manifest, read_by_schema(manifest)) == []
+    config_map = yaml.safe_load(files["config.yaml"])
+    assert set(config_map) == {"apiVersion", "kind", "metadata", "data"}
+    assert (config_map["apiVersion"], config_map["kind"]) == ("v1", "ConfigMap")
+    metadata = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta.from_dict(config_map["metadata"])
+    assert dropped(config_map["metadata"], metadata.to_dict()) == []
+
+
+@pytest.mark.parametrize("path", [("spec", "replicas"), ("spec", "failurePolicy", "restarts")])
+def test_the_schema_check_can_fail(path):
+    manifest = jobsets(manifests())[0]
+    inner = manifest
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = 3
+    assert dropped(manifest, read_by_schema(manifest)) == [f".{'.'.join(path)}"]
+
+
+def test_a_jobset_for_every_number_of_nodes():
+    """16, 32, 64 rows, 2 a device of 8 a node."""
+    found = jobsets(manifests())
+    jobs = [m["spec"]["replicatedJobs"][0]["template"]["spec"] for m in found]
+    assert [(j["parallelism"], j["completions"]) for j in jobs] == [(1, 1), (2, 2), (4, 4)]
+    for manifest, job in zip(found, jobs, strict=True):
+        container = job["template"]["spec"]["containers"][0]
+        given = {e["name"]: e["value"] for e in container["env"]}
+        name = manifest["metadata"]["name"]
+        # Pod 0 of job 0 of replicated job "nodes", in the headless service of the JobSet's name.
+        assert given["MAXRAMP_COORDINATOR"].startswith(f"{name}-nodes-0-0.{name}:")
+        assert given["MAXRAMP_NUM_PROCESSES"] == str(job["completions"])
+        assert len(f"{name}-nodes-0-0") < 50  # of the 63 of a pod's name
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_tpu_jobs_grow_by_slices():
+    found = jobsets(manifests(*TPU))
+    replicas = [m["spec"]["replicatedJobs"][0]["replicas"] for m in found]
+    assert replicas == [2, 4]  # 16 rows on 8 chips, 32 on 16, and 64 in two passes
+    for m in found:
+        pod = m["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x2x1"
+        assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+        assert m["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+        assert m["metadata"]["annotations"]["maxramp/run-name"] == "no"
+
+
+def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
+    text = yaml.safe_load(manifests()["config.yaml"])["data"]["config.yml"]
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    config = config_lib.load([str(path)])
+    assert config.run_name == HARMLESS and config.stop_at_node_change
+    assert config.step_batch_size_schedule == "0:16 800:32 2000:64" and config.num_nodes == 4
+
+
+def test_exit_statuses():
+    manifest = jobsets(manifests())[0]
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    rules = [
+        (rule["action"], rule.get("onExitCodes", {}).get("values"))
+        for rule in job["podFailurePolicy"]["rules"]
+    ]
+    assert rules == [("FailJob", [2, 75]), ("Ignore", [76]), ("Ignore", None)]
+    assert job["backoffLimit"] == 0  # every other failure goes to the JobSet, which restarts all
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy asks for it
+
+
+def container_command(*program: str, jobset: int = 0) -> list[str]:
+    job = jobsets(manifests())[jobset]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return [*job["template"]["spec"]["containers"][0]["command"], *program]
+
+
+@pytest.mark.parametrize("status, seen", [(0, 0), (75, 0), (76, 76), (2, 2), (1, 1), (137, 137)])
+def test_what_a_container_ends_with(status, seen):
+    done = subprocess.run(container_command("sh", "-c", f"exit {status}"), check=False, timeout=20)
+    assert done.returncode == seen
+
+
+def test_the_last_jobset_does_not_complete_with_a_stage_left():
+    """75 asks for a job on other nodes, and none follows: success would hide that."""
+    command = container_command("sh", "-c", "exit 75", jobset=-1)
+    assert subprocess.run(command, check=False, timeout=20).returncode == 75
+
+
+def test_a_container_hands_sigterm_on(tmp_path):
+    """The trainer saves and ends with 76, and so does the container."""
+    trainer = f"trap 'sleep 0.3; exit 76' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    process = subprocess.Popen(container_command("sh", "-c", trainer))
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 76
+
+
+def names_of(*arguments: str) -> set[str]:
+    """The names of all objects of a launch."""
+    texts = [t for name, t in manifests(*arguments).items() if name != "run.sh"]
+    return {yaml.safe_load(text)["metadata"]["name"] for text in texts}
+
+
+LONG = "run_name=llama3-8b-ablation-learning-rate-seed"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [f"{LONG}2"],
+        [f"{LONG}1", "base_output_directory=/mnt/shared/elsewhere"],
+        [f"{LONG}1", "gke_bucket=other-runs"],
+        [f"{LONG}1", "steps=91"],  # whose jobs are no more completed than another run's
+        [f"{LONG}1", "container_image=example.com/train:2"],
+    ],
+    ids=["name", "folder", "bucket", "steps", "image"],
+)
+def test_another_launch_has_objects_of_its_own(other):
+    """Neither a ConfigMap that it would overwrite, nor a completed JobSet that it would find."""
+    assert names_of(f"{LONG}1") == names_of(f"{LONG}1")
+    assert not names_of(f"{LONG}1") & names_of(*other)
+
+
+@pytest.mark.parametrize("given", [f"{LONG}1", f"run_name={HARMLESS}", "run_name=7", "run_name=Ä"])
+def test_names_and_labels_are_what_kubernetes_takes(given):
+    for name in names_of(given):
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) < 40
+    for text in [t for name, t in manifests(given).items() if name != "run.sh"]:
+        for value in yaml.safe_load(text)["metadata"]["labels"].values():
+            assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", value)
+            assert len(value) < 64
+
+
+def test_the_label_joins_the_launches_of_a_run():
+    def label(*arguments: str) -> str:
+        (found,) = {m["metadata"]["labels"]["maxramp/run"] for m in jobsets(manifests(*arguments))}
+        return found
+
+    assert label(f"{LONG}1") == label(f"{LONG}1", "steps=91") != label(f"{LONG}2")
+
+
+def run_sh(tmp_path, others="") -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """Runs run.sh with a kubectl that writes down what it is asked (there is no cluster here).
+
+    Args:
+      others: what it prints of the run's other JobSets.
+    """
+    for name, text in manifests().items():
+        (tmp_path / name).write_text(text)
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{kubectl.parent}:{os.environ['PATH']}",
+        "LOG": str(tmp_path / "log"),
+        "OTHERS": others,
+    }
+    done = subprocess.run(
+        ["sh", tmp_path / "run.sh"], env=environment, timeout=20, capture_output=True, text=True
+    )
+    assert not list(tmp_path.glob("**/pwned"))
+    return done, [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+
+
+# A JobSet is completed at the second look: the first comes before it is applied.
+KUBECTL = """#!/bin/sh
+printf "%s\\n" "$*" >> "$LOG"
+case $* in
+    *" get jobset "*) printf "%s" "$OTHERS" ;;
+    *condition=Completed\\ --timeout=0s*) exit 1 ;;
+esac
+"""
+
+
+def test_run_sh_applies_one_after_another(tmp_path):
+    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 Failed\n")
+    assert done.returncode == 0, done.stderr
+    assert [words[-1] for words in asked if words[0] == "apply"] == [
+        "config.yaml",
+        *(f"{m['metadata']['name']}.yaml" for m in jobsets(manifests())),
+    ]
+    waited = [words[3] for words in asked if words[-2] == "--timeout=60s"]
+    assert waited == ["--for=condition=Completed"] * 3
+
+
+def test_run_sh_does_not_start_beside_another_configuration(tmp_path):
+    """Two jobs would write to the folder of one run."""
+    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 \n")
+    assert done.returncode == 2 and "delete jobset other-1a2b3c4d-1" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert [words[2] for words in asked] == ["get"]
+    selector = asked[0][asked[0].index("-l") + 1].split(",")
+    labels = jobsets(manifests())[0]["metadata"]["labels"]
+    assert selector == [f"maxramp/run={labels['maxramp/run']}"] + [
+        f"maxramp/launch!={labels['maxramp/launch']}"
+    ]
+
+
+def test_lines_of_setup_are_for_the_job_alone(tmp_path, monkeypatch):
+    """They may hold passwords: not in the configuration, and the files are their owner's."""
+    files = manifests('setup_lines=["export KEY=secret"]')
+    assert "secret" not in files["config.yaml"]
+    assert all("export KEY=secret" in str(jobset) for jobset in jobsets(files))
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text("#!/bin/sh\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main([BASE, *GPU, 'setup_lines=["export KEY=secret"]', "--cluster", "gke"]) == 0
+    written = list(tmp_path.glob("gke/*/*"))
+    assert {path.name for path in written} >= {"config.yaml", "run.sh"}
+    assert {path.stat().st_mode & 0o077 for path in written} == {0}
+
+
+def test_dry_run_prints_everything():
+    line = [BASE, *GPU, "--cluster", "gke", "--dry-run"]
+    done = run(*line, module="launch")
+    assert done.returncode == 0, done.stderr
+    for name, text in manifests().items():
+        assert f"### {name}\n{text}" in done.stdout

@@ -1,0 +1,457 @@
+"""Launches on this machine: real processes that grow, die and are stopped; and what is refused."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+from conftest import BASE, TINY, command, environment, run
+
+from maxramp.checkpoints.folder import Saved
+from maxramp.config import load as config_lib
+from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
+from maxramp.launch import slurm
+from maxramp.launch.__main__ import main
+from maxramp.launch.jobs import Run
+from maxramp.parallel import processes
+from maxramp.run.metrics import read_records
+
+# 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
+GROWING = [
+    *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
+    *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
+    *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    "restart_minutes=0",
+    *("dataset_type=synthetic", "enable_data_shuffling=False"),  # rows by their number alone
+]
+NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
+
+
+def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
+    given = [*GROWING, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
+    merged = dict(argument.split("=", 1) for argument in given)
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def steps_of(folder: pathlib.Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [r for r in read_records(path) if "loss" in r] if path.exists() else []
+
+
+def rows_of(folder: pathlib.Path) -> list[tuple]:
+    return [
+        (r["step"], r["global_batch_size"], r["consumed_samples"], r["batch_fingerprint"])
+        for r in steps_of(folder)
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache_dir) -> pathlib.Path:
+    """The same run in one process on one device."""
+    folder = tmp_path_factory.mktemp("one")
+    done = run(*arguments(folder, cache_dir, "run_name=one"))
+    assert done.returncode == 0, done.stderr
+    return folder / "one"
+
+
+class Launched:
+    """A launch in work."""
+
+    def __init__(self, line: list[str], folder: pathlib.Path):
+        self.folder, self.line = folder, line
+        self.log = (folder.parent / f"{folder.name}.log").open("a+")
+        self.process = subprocess.Popen(
+            command(*line, "--cluster", "local", module="launch"),
+            env=environment(),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def trainers(self) -> list[int]:
+        """Process ids of the run's trainers, whoever their parent is."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            ours = f"base_output_directory={self.folder.parent}".encode() in words
+            if ours and b"maxramp.train" in words and b"maxramp.launch.bound" not in words:
+                found += [int(path.name)] if state != "Z" else []
+        return found
+
+    def wait_for(self, step: int, trainers: int = 1) -> list[int]:
+        """Waits until that step is logged and so many trainers are there; returns them."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and self.process.poll() is None:
+            records = steps_of(self.folder)
+            if records and records[-1]["step"] >= step and len(self.trainers()) == trainers:
+                return self.trainers()
+            time.sleep(0.01)
+        raise AssertionError(self.text())
+
+    def text(self) -> str:
+        self.log.flush()
+        return pathlib.Path(self.log.name).read_text()
+
+    def end(self, timeout: float = 300) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+
+
+def gone(launched: Launched) -> bool:
+    """Whether no trainer is left a moment later."""
+    deadline = time.monotonic() + 10
+    while launched.trainers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not launched.trainers()
+
+
+def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_dir):
+    """1, 2, 4 processes; one of two is killed in mid-stage: the rows are those of one process."""
+    launched = Launched(arguments(tmp_path, cache_dir, f"run_name={NASTY}"), tmp_path / NASTY)
+    victims = launched.wait_for(21, trainers=2)
+    os.kill(random.Random(3).choice(victims), signal.SIGKILL)
+    assert launched.end() == 0, launched.text()
+    text = launched.text()
+    jobs = [line.split()[1] for line in text.splitlines() if line.startswith("launch   ")]
+    assert jobs == ["1", "2", "exit", "2", "4"], text
+    assert "[Gloo]" not in text
+    assert rows_of(tmp_path / NASTY) == rows_of(uninterrupted)
+    assert gone(launched)
+    assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
+
+
+@pytest.mark.slow
+def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
+    """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends all of it."""
+    line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")
+    launched = Launched(line, tmp_path / "stopped")
+    os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGTERM)
+    stopped_at = launched.text().count("stopped by a signal")
+    step = steps_of(launched.folder)[-1]["step"]
+    launched.wait_for(step + 10, trainers=2)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end() == EXIT_PREEMPTED, launched.text()
+    assert stopped_at <= 1 and launched.text().count("stopped by a signal") == 2
+    assert gone(launched)
+    done = steps_of(launched.folder)[-1]["step"] + 1
+    assert (launched.folder / "checkpoints" / str(done)).is_dir()
+    rows = rows_of(launched.folder)[:40]  # as long as both have the same batch sizes
+    assert rows == rows_of(uninterrupted)[: len(rows)] and len(rows) > 30
+
+
+def test_no_trainer_outlives_a_killed_launcher(tmp_path, cache_dir):
+    line = arguments(tmp_path, cache_dir, "run_name=orphans", "num_nodes=2", "steps=5000")
+    launched = Launched(line, tmp_path / "orphans")
+    launched.wait_for(1, trainers=2)
+    launched.process.kill()
+    launched.end()
+    assert gone(launched)
+
+
+def test_it_listens_on_the_loopback_address_alone(tmp_path, cache_dir):
+    port = free_port()
+    process = start(tmp_path, cache_dir, 0, 2, port)
+    deadline = time.monotonic() + 30
+    while (listening := addresses(port)) == set() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert listening == {"0100007F"}  # 127.0.0.1
+
+
+def addresses(port: int) -> set[str]:
+    """Local addresses, in hex, on which somebody listens on a port."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, at = local.partition(":")
+            if state == "0A" and int(at, 16) == port:
+                found.add(address)
+    return found
+
+
+# --- Scripts ------------------------------------------------------------------------------------
+
+
+def test_words_of_a_script_are_read_back_as_given(tmp_path):
+    line = arguments(tmp_path, "", f"run_name={NASTY}", 'setup_lines=["export A=1"]')
+    launch = Run.of(config_lib.load(line), line)
+    script = slurm._script(launch, 2)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assigned = [x for x in script.splitlines() if x.startswith(("folder=", "command=("))]
+    program = "\n".join([*assigned, 'printf \'%s\\0\' "$folder" "${command[@]}"'])
+    words = subprocess.check_output(["bash", "-c", program], cwd=tmp_path, text=True).split("\0")
+    assert words[:-1] == [str(launch.folder), *launch.command()]
+    assert not list(tmp_path.rglob("pwned"))
+    options = [x for x in script.splitlines() if x.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=2" in options and all("touch" not in x or "-" in x for x in options)
+    assert "export A=1" in script.splitlines()
+
+
+def test_containers(tmp_path):
+    image = "image=/images/a b.sqsh"
+    mounts = "container_mounts=/data:/data"
+    line = arguments(tmp_path, "", "run_name=x", f"container_{image}", mounts)
+    script = slurm._script(Run.of(config_lib.load(line), line), 1)
+    assert "'--container-image=/images/a b.sqsh'" in script
+    assert "command=(python -m maxramp.train" in script
+    line.append("container_runtime=apptainer")
+    script = slurm._script(Run.of(config_lib.load(line), line), 1)
+    assert "command=(apptainer exec --nv --bind /data:/data '/images/a b.sqsh' python" in script
+
+
+def test_dry_run_shows_what_would_be_submitted(tmp_path, capsys):
+    line = arguments(tmp_path, "", "run_name=x")
+    assert main([*line, "--cluster", "slurm", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for nodes in (1, 2, 4):
+        assert f"#SBATCH --nodes={nodes}\n" in printed
+    assert "sbatch 1-nodes.sh" in printed
+    assert main([*line, "--cluster=local", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("-m maxramp.train") == 3
+    assert not (tmp_path / "x").exists()
+
+
+def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict]) -> None:
+    """A checkpoint as far as a launcher reads it."""
+    path = folder / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    metadata = Saved(path, step, consumed, stages, "", {}, {}).metadata()
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
+
+
+def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
+    """8 rows alone would take 4 nodes; the run stays on 2, where a restart does not pay."""
+    line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
+    config = config_lib.load(line)
+    launch = Run.of(config, line)
+    assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes() == 2
+    saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
+    assert launch.next_nodes() == 2
+    alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
+    assert Run.of(config_lib.load(alone), alone).next_nodes() == 4
+
+
+def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
+    line = arguments(tmp_path, "", "run_name=x")
+    stages = [stage.to_json() for stage in Run.of(config_lib.load(line), line).stages]
+    saved_at(tmp_path / "x", 30, 80, stages)  # in stage 1, of 4 rows
+    line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
+    launch = Run.of(config_lib.load(line), line)
+    assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
+    assert launch.next_nodes() == 2
+
+
+# --- What cannot be launched: one line that says what --------------------------------------------
+
+SLURM = ["--cluster", "slurm"]
+DATA = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]
+GKE = [
+    *("--cluster", "gke", "container_image=a", "gke_accelerator=nvidia-h200-141gb"),
+    *("gke_bucket=b", "base_output_directory=/mnt/shared/r", "devices_per_node=8"),
+    "step_batch_size_schedule=0:16 800:64",
+]
+TPU = [*GKE, "gke_accelerator=tpu-v5p-slice", "devices_per_node=4", "--dry-run"]
+REFUSED = {
+    "no cluster": ([], ("--cluster", "slurm")),
+    "unknown cluster": (["--cluster", "nomad"], ("--cluster nomad", "local, slurm, gke")),
+    "no sbatch": (SLURM, ("no sbatch on the path", "--dry-run")),
+    "no kubectl": (GKE, ("no kubectl on the path", "--dry-run")),
+    "status of what is no SLURM": (["--cluster", "local", "--status"], ("--status", "slurm")),
+    "devices of a node": ([*SLURM, "devices_per_node=-1"], ("devices_per_node=-1",)),
+    "nodes that hold no stage": (
+        [*SLURM, "node_schedule=fixed", "num_nodes=3", *DATA],
+        ("stage 0", "global batch of 2", "does not divide"),
+    ),
+    "processes": (
+        [*SLURM, "processes_per_node=3", "devices_per_node=8", "num_nodes=1"],
+        ("processes_per_node=3", "devices_per_node=8"),
+    ),
+    "no checkpoints": ([*SLURM, "enable_checkpointing=False"], ("enable_checkpointing=False",)),
+    "account": ([*SLURM, "slurm_account=a; id"], ("slurm_account=a; id",)),
+    "time": ([*SLURM, "slurm_time=1\n#SBATCH --uid=0"], ("slurm_time=1",)),
+    "option": ([*SLURM, 'slurm_options=["--x y"]'], ("slurm_options", "--x y")),
+    "no option": ([*SLURM, "slurm_options=[3]"], ("slurm_options", "3")),
+    "setup line": ([*SLURM, "setup_lines=[3]"], ("setup_lines", "3")),
+    "address of a storage": (
+        [*SLURM, "base_output_directory=gs://bucket/runs"],
+        ("base_output_directory=gs://bucket/runs", "mount"),
+    ),
+    "percent": ([*SLURM, "run_name=50%"], ("50%", "run_name")),
+    "runtime": ([*SLURM, "container_runtime=docker"], ("container_runtime=docker", "apptainer")),
+    "mesh": ([*SLURM, "ici_fsdp_parallelism=3"], ("ici_fsdp_parallelism=3", "mesh of 4")),
+    "grace": ([*SLURM, "grace_seconds=0"], ("grace_seconds=0",)),
+    "no image": ([*GKE, "container_image="], ("container_image", "gke")),
+    "no accelerator": ([*GKE, "gke_accelerator="], ("gke_accelerator",)),
+    "two storages": ([*GKE, "gke_volume_claim=c"], ("gke_bucket=b", "gke_volume_claim=c")),
+    "outside of the storage": (
+        [*GKE, "base_output_directory=/elsewhere"],
+        ("base_output_directory=/elsewhere", "gke_mount_path=/mnt/shared"),
+    ),
+    "namespace": ([*GKE, "gke_namespace=A b"], ("gke_namespace=A b",)),
+    "pods of several processes": ([*GKE, "processes_per_node=8"], ("processes_per_node=8",)),
+    "TPU that is none": ([*TPU, "gke_accelerator=tpu-v9"], ("tpu-v9", "tpu-v5p-slice")),
+    "no topology": (TPU, ("gke_topology", "tpu-v5p-slice")),
+    "topology that is none": ([*TPU, "gke_topology=3x3x3"], ("v5p:3x3x3",)),
+    "no whole slices": ([*TPU, "gke_topology=2x2x4"], ("2 nodes", "gke_topology=2x2x4", "16")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path, capsys, monkeypatch):
+    more, parts = REFUSED[name]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    flags, keys = [], []
+    for word in more:
+        (keys if "=" in word and not word.startswith("--") else flags).append(word)
+    status = main([*arguments(tmp_path / "out", "", *keys), *flags])
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, ""), printed
+    assert printed.err.startswith("error: ") and len(printed.err.splitlines()) == 1, printed.err
+    assert len(printed.err) < 500
+    for part in parts:
+        assert part in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder, cache_dir, place: int, count: int, port: int, host="127.0.0.1", **more):
+    """One process of a job."""
+    line = arguments(folder, cache_dir, "join_timeout_seconds=3", "steps=2", "run_name=x")
+    given = {
+        "MAXRAMP_COORDINATOR": f"{host}:{port}",
+        "MAXRAMP_NUM_PROCESSES": str(count),
+        "MAXRAMP_PROCESS_ID": str(place),
+    }
+    return subprocess.Popen(
+        command(*line, *(f"{k}={v}" for k, v in more.items())),
+        env=environment() | given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def one_line(process: subprocess.Popen, status: int, *parts: str) -> None:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == status, err
+    lines = [line for line in err.splitlines() if line and not line.startswith("[Gloo]")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_a_port_in_use(tmp_path, cache_dir):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = start(tmp_path, cache_dir, 0, 2, port)
+        one_line(process, 2, f"127.0.0.1:{port}", "in use", "another port")
+
+
+def test_nobody_at_the_coordinator(tmp_path, cache_dir):
+    port = free_port()
+    process = start(tmp_path, cache_dir, 1, 2, port)
+    one_line(process, 1, f"127.0.0.1:{port}", "process 1", "refused")
+
+
+def test_a_coordinator_that_does_not_exist(tmp_path, cache_dir):
+    process = start(tmp_path, cache_dir, 1, 2, 1234, host="nowhere.invalid")
+    one_line(process, 1, "nowhere.invalid:1234", "process 1")
+
+
+def test_a_process_that_does_not_come(tmp_path, cache_dir):
+    """Both that are there say so: 0 names who is missing."""
+    port = free_port()
+    processes = [start(tmp_path, cache_dir, place, 3, port) for place in (0, 1)]
+    one_line(processes[0], 1, "1 of 3 processes did not come within 3 s (process 2)")
+    one_line(processes[1], 1, f"127.0.0.1:{port}")
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Process 0 of a job of three that waits; its port, and what ends when all have come."""
+    port = free_port()
+    monkeypatch.setenv("MAXRAMP_COORDINATOR", f"127.0.0.1:{port}")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(processes._wait_for_all, "127.0.0.1", port, 3, 20.0)
+
+        def come(place: int, count: int = 3) -> concurrent.futures.Future:
+            return pool.submit(processes._report, "127.0.0.1", port, place, count, 20.0)
+
+        yield port, waiting, come
+
+
+def call(port: int, text: bytes) -> socket.socket:
+    """A connection to the meeting from somebody who sends a text."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection.sendall(text)
+            return connection
+        except ConnectionRefusedError:  # process 0 does not listen yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_only_the_processes_of_the_job_are_counted(meeting):
+    """Neither numbers of somebody else, nor another job's processes, nor one that has ended."""
+    port, waiting, come = meeting
+    texts = [b"1", b"99", b"-1", b"GET / HTTP/1.1\r\n\r\n", b"maxramp process 3 of 3\n"]
+    texts += [b"maxramp process 0 of 3\n", b"maxramp process 1 of 4\n"]
+    for text in texts:
+        with call(port, text) as connection:
+            assert connection.recv(2) == b""  # sent away
+    with pytest.raises(TrainingError, match="does not wait for 4 processes"):
+        come(2, count=4).result(20)
+    call(port, b"maxramp process 1 of 3\n").close()
+    second = come(2)
+    time.sleep(0.3)
+    assert not waiting.done() and not second.done()
+    first = come(1)
+    assert [each.result(20) for each in (waiting, first, second)] == [None] * 3
+
+
+def test_two_processes_with_one_number(meeting):
+    """The earlier one says so; where its connection had only broken, the later one is it."""
+    port, waiting, come = meeting
+    earlier = come(1)
+    time.sleep(0.3)
+    later = come(1)
+    with pytest.raises(ConfigError, match="MAXRAMP_PROCESS_ID=1: a second process came"):
+        earlier.result(20)
+    assert not waiting.done()
+    second = come(2)
+    assert [each.result(20) for each in (waiting, later, second)] == [None] * 3
+
+
+def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):
+    """Two folders of the same job stand for two hosts' own disks."""
+    port = free_port()
+    processes = []
+    for place in (0, 1):
+        (tmp_path / str(place)).mkdir()
+        processes.append(start(tmp_path / str(place), cache_dir, place, 2, port))
+    for place, process in enumerate(processes):
+        name = f"base_output_directory={tmp_path / str(place)}"
+        one_line(process, 2, name, "not the same folder on every host", "process 1 of 2")
+    assert not list(tmp_path.rglob("metrics.jsonl"))

@@ -1,0 +1,156 @@
+"""How often a launch starts again: a job that leaves no newer checkpoint counts, progress resets.
+
+The jobs are real processes that end as they are told; `test_launch` and `test_slurm` have real ones
+that train.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import BASE, TINY
+
+from maxramp.checkpoints.folder import Saved
+from maxramp.config import load as config_lib
+from maxramp.launch import local, slurm
+from maxramp.launch.jobs import Run
+
+# What each job does: its exit status, and the step of the checkpoint that it leaves before it ends.
+# The last entry repeats. With max_restarts=2.
+NO = None
+CHAINS = {
+    "finished": ([(0, 10)], [0]),
+    "wrong configuration": ([(2, NO)], [2]),
+    "crashes with progress": ([(1, 10), (1, 20), (137, 30), (1, 40), (0, 50)], [1, 1, 137, 1, 0]),
+    "crashes without": ([(1, NO)], [1, 1, 1]),
+    "crashes without progress after some": ([(1, 10), (1, NO)], [1, 1, 1]),
+    "stopped with progress": ([(76, 1), (76, 2), (76, 3), (0, 4)], [76, 76, 76, 0]),
+    "stopped before the first step": ([(76, NO)], [76, 76, 76]),
+    "progress in between": (
+        [(1, NO), (76, NO), (76, 10), (1, NO), (1, NO), (0, 20)],
+        [1, 76, 76, 1, 1, 0],
+    ),
+}
+CONFIG = [
+    *(*TINY, "hardware=cpu", "num_nodes=1", "devices_per_node=1", "max_restarts=2"),
+    *("enable_rampup_batch_size=False", "per_device_batch_size=2", "run_name=x"),
+]
+JOB = """
+cd "$0" || exit 99
+echo >> started
+n=$(wc -l < started)
+set -- $(sed -n "${n}p" told) $(tail -n 1 told)
+[ "$2" = - ] || mkdir -p "x/checkpoints/$2"
+[ "$2" = - ] || cp metadata "x/checkpoints/$2/_CHECKPOINT_METADATA"
+echo "$1" >> ended
+exit "$1"
+"""
+
+
+class Told(Run):
+    """A run whose jobs do what the file `told` says."""
+
+    def command(self, python: str = "") -> list[str]:
+        return ["sh", "-c", JOB, str(self.folder.parent)]
+
+
+def told(folder: pathlib.Path, entries: list[tuple]) -> Told:
+    lines = [f"{status} {'-' if step is NO else step}\n" for status, step in entries]
+    (folder / "told").write_text("".join(lines))
+    saved = Saved(pathlib.Path(), 1, 2, [], "", {}, {})
+    (folder / "metadata").write_text(json.dumps({"custom_metadata": saved.metadata()}))
+    line = [BASE, *CONFIG, f"base_output_directory={folder}"]
+    return Told.of(config_lib.load(line), line)
+
+
+def ends(folder: pathlib.Path) -> list[int]:
+    path = folder / "ended"
+    return [int(status) for status in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_here(name, tmp_path, capsys):
+    entries, expected = CHAINS[name]
+    # A chain that would not end is stopped by a status that no job has.
+    entries = [*entries, *[entries[-1]] * (9 - len(entries)), (0, NO)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = local.run(told(tmp_path, entries))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (status, ends(tmp_path)) == (expected[-1], expected)
+    printed = capsys.readouterr().out
+    assert "launch   1 process for 1 node of 1 device\n" in printed
+    assert ("gave up after max_restarts=2" in printed) == (expected[-1] in (1, 76))
+
+
+# What SLURM does of it: `srun` runs the command, `sbatch` notes what is submitted.
+FAKES = {
+    "scontrol": "echo localhost",
+    "squeue": 'echo "$END"',
+    "srun": 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"',
+    "sbatch": 'echo "$MAXRAMP_RESTARTS $2" > "$NEXT"; echo 7',
+}
+
+
+def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
+    """Writes the script of the run and the fakes; returns the environment of a job."""
+    (run.folder / "slurm").mkdir(parents=True)
+    (run.folder / "slurm" / "1-nodes.sh").write_text(slurm._script(run, 1))
+    (folder / "bin").mkdir()
+    for name, text in FAKES.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "NEXT": str(folder / "next"),
+        "END": "2099-01-01T00:00:00",
+        "SLURM_JOB_ID": "6",
+        "SLURM_JOB_NODELIST": "n0",
+    }
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_under_slurm(name, tmp_path):
+    """The batch script by itself, job after job, as far as it submits the next."""
+    entries, expected = CHAINS[name]
+    run = told(tmp_path, entries)
+    environment, restarts = under_slurm(tmp_path, run), "0"
+    for _ in range(9):
+        script = run.folder / "slurm" / "1-nodes.sh"
+        environment["MAXRAMP_RESTARTS"] = restarts
+        done = subprocess.run(
+            ["bash", script], env=environment, capture_output=True, text=True, timeout=30
+        )
+        if not (tmp_path / "next").exists():
+            break
+        restarts, following = (tmp_path / "next").read_text().split()
+        (tmp_path / "next").unlink()
+        assert following == "1-nodes.sh"
+    assert (done.returncode, ends(tmp_path)) == (expected[-1], expected), done
+    assert ("gave up after max_restarts=2" in done.stdout) == (expected[-1] in (1, 76))
+
+
+@pytest.mark.parametrize("checkpoint, restarts", [(NO, "2"), (10, "0")])
+def test_a_time_limit_that_comes_before_any_progress_counts(checkpoint, restarts, tmp_path):
+    """Where it is shorter than the start of a job, the chain would go on for ever."""
+    run = told(tmp_path, [(0, NO)])
+    environment = under_slurm(tmp_path, run)
+    environment |= {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 30\n")
+    script = run.folder / "slurm" / "1-nodes.sh"
+    process = subprocess.Popen(["bash", script], env=environment, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if checkpoint:
+        (run.folder / "checkpoints" / str(checkpoint)).mkdir(parents=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 1
+    os.killpg(process.pid, signal.SIGKILL)  # the sleep
+    assert (tmp_path / "next").read_text().split() == [restarts, "1-nodes.sh"]

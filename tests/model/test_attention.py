@@ -1,0 +1,128 @@
+"""Every implementation of attention computes what plain products and a softmax compute."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+
+from maxramp.errors import ConfigError
+from maxramp.model.attention import Q_BTHh, causal_attention, select
+
+
+def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT):
+    """Row by row, head by head, token by token, in float64."""
+    B, T, H, h = q_BTHh.shape
+    group = H // k_BSKh.shape[2]
+    out = np.zeros((B, T, H, h))
+    for b, t, n in np.ndindex(B, T, H):
+        seen = [s for s in range(t + 1) if segments_BT[b, s] == segments_BT[b, t]]
+        scores = k_BSKh[b, seen, n // group] @ q_BTHh[b, t, n] / np.sqrt(h)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights / weights.sum() @ v_BSKh[b, seen, n // group]
+    return out
+
+
+def inputs(T, h=16, B=2, H=4, K=2):
+    random = np.random.default_rng(0)
+    q, k, v = (random.normal(size=(B, T, n, h)) for n in (H, K, K))
+    # Documents that end at different tokens in every row.
+    segments = np.cumsum(random.random((B, T)) < 4 / T, axis=1, dtype=np.int32)
+    return q, k, v, segments
+
+
+def on_mesh(function, tensor, *arrays):
+    """`function` of float32 arrays whose rows and heads are spread over 2 x `tensor` devices."""
+    config = make_config(
+        *("ici_data_parallelism=2", f"ici_tensor_parallelism={tensor}", "per_device_batch_size=2"),
+        *("enable_rampup_batch_size=False",),
+        devices=2 * tensor,
+    )
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, Q_BTHh)
+        return jax.jit(function)(*(jax.device_put(x.astype(np.float32), sharding) for x in arrays))
+
+
+@pytest.mark.parametrize("documents", (False, True))
+@pytest.mark.parametrize(
+    "implementation, T, tensor",
+    [("dot_product", 24, 2), ("splash_interpreted", 128, 1), ("splash_interpreted", 256, 2)],
+)
+def test_equals_the_definition(implementation, T, tensor, documents):
+    q, k, v, segments = inputs(T)
+    if not documents:
+        segments = np.zeros_like(segments)
+
+    def attend(q, k, v):
+        return causal_attention(q, k, v, implementation, segments if documents else None)
+
+    out = on_mesh(attend, tensor, q, k, v)
+    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+
+
+@pytest.mark.parametrize("documents", (False, True))
+def test_gradients_equal_those_of_plain_products(documents):
+    q, k, v, segments = inputs(128)
+    towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def gradients(implementation):
+        def objective(q, k, v):
+            out = causal_attention(q, k, v, implementation, segments if documents else None)
+            return (out * towards).sum()
+
+        return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
+
+    for a, b in zip(gradients("splash_interpreted"), gradients("dot_product"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "platform, keys, chosen",
+    [
+        ("cpu", (), "dot_product"),
+        (None, ("dtype=bfloat16",), "dot_product"),
+        ("cuda", ("dtype=bfloat16",), "cudnn_flash"),
+        ("gpu", ("dtype=bfloat16", "head_dim=12"), "dot_product"),
+        ("cuda", ("dtype=float32",), "dot_product"),
+        ("rocm", ("dtype=bfloat16",), "dot_product"),
+        ("tpu", ("max_target_length=256",), "splash"),
+        ("tpu", ("max_target_length=100",), "dot_product"),
+        ("tpu", ("max_target_length=256", "attention=dot_product"), "dot_product"),
+    ],
+)
+def test_what_is_chosen(platform, keys, chosen):
+    assert select(make_config(*keys), platform) == chosen
+
+
+@pytest.mark.parametrize(
+    "platform, keys, reason",
+    [
+        ("cpu", ("attention=cudnn_flash",), "NVIDIA GPUs, not cpu devices"),
+        ("cuda", ("attention=cudnn_flash", "dtype=float32"), "dtype=bfloat16 or float16"),
+        ("cuda", ("attention=splash",), "TPUs, not cuda devices"),
+        ("tpu", ("attention=splash", "max_target_length=100"), "multiple of 128, not 100"),
+    ],
+)
+def test_what_cannot_work_is_refused(platform, keys, reason):
+    with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
+        select(make_config(*keys), platform)
+
+
+def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):
+    """Its kernel runs on GPUs only; what it is asked for can be compared anywhere."""
+    q, k, v, segments = inputs(24)
+    plain = jax.nn.dot_product_attention
+    shapes = []
+
+    def without_cudnn(*arguments, implementation, **options):
+        assert implementation == "cudnn"
+        shapes.append([x.shape for x in arguments])
+        return plain(*arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
+    out = on_mesh(lambda q, k, v: causal_attention(q, k, v, "cudnn_flash", segments), 2, q, k, v)
+    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+    assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
+    assert out.dtype == jnp.float32

@@ -1,0 +1,147 @@
+"""The model's size, its operations, and its initial weights."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BASE, ROOT, make_config, make_mesh
+from jax.sharding import AbstractMesh, AxisType
+
+from maxramp.config import load as config_lib
+from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.training.loss import cross_entropy_sums
+
+# Weights as published with the models.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+}
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+SMALL = (
+    *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
+    *("base_emb_dim=24", "base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=4"),
+    *("base_mlp_dim=40", "base_num_decoder_layers=3", "vocab_size=260", "max_target_length=12"),
+)
+
+
+def load(*arguments):
+    return config_lib.resolve(config_lib.load([BASE, *arguments]), 1, 1, 1)
+
+
+def no_devices():
+    """A mesh without devices: enough to trace a model of any size."""
+    types = (AxisType.Explicit,) * len(config_lib.AXES)
+    mesh = AbstractMesh((1,) * len(config_lib.AXES), config_lib.AXES, axis_types=types)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def abstract_model(config):
+    with no_devices():
+        return jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_number_of_parameters(tied):
+    """A layer: attention 2 (H + K) h D, gated MLP 3 F D, two norms. Embedding, head, last norm."""
+    config = load(*SMALL, f"logits_via_embedding={tied}")
+    D, H, K, h, F, L, V = 24, 6, 2, 4, 40, 3, 260
+    layer = D * H * h + 2 * D * K * h + H * h * D + 3 * D * F + 2 * D
+    expected = V * D + L * layer + D + (0 if tied else D * V)
+    assert num_parameters(abstract_model(config)) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_size(name):
+    model = abstract_model(load(f"model_name={name}"))
+    assert num_parameters(model) == PUBLISHED[name]
+
+
+def product_flops(jaxpr):
+    """Two operations per term of every matrix product in a jaxpr; loops count every round."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += 2 * math.prod(result) * math.prod(left[i] for i in contracted)
+        assert equation.primitive.name not in ("while", "cond")
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * product_flops(inner)
+    return total
+
+
+def gradient_flops(config):
+    """Operations of the matrix products in the gradient of two rows, per token."""
+
+    def loss(model, tokens_BS):
+        return cross_entropy_sums(
+            model.hidden(tokens_BS[:, :-1]), model.head(), tokens_BS[:, 1:], 0.0, 0
+        )[0]
+
+    B, T = 2, config.max_target_length
+    tokens_BS = jax.ShapeDtypeStruct((B, T + 1), jnp.int32)
+    with no_devices():
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(abstract_model(config), tokens_BS)
+    return product_flops(jaxpr.jaxpr) / (B * T)
+
+
+@pytest.mark.parametrize("scan", (False, True))
+@pytest.mark.parametrize("tied", (False, True))
+def test_training_flops(scan, tied):
+    """The products of the traced gradient, less the half of attention that is computed and masked:
+    of 2 T h operations a head and token, in 2 products, three times (forward, backward twice)."""
+    config = load(*SMALL, f"scan_layers={scan}", f"logits_via_embedding={tied}")
+    H, h, L, T = 6, 4, 3, 12
+    masked = 2 * T * h * H * L * 2 * 3 / 2
+    assert gradient_flops(config) - masked == training_flops_per_token(config)
+
+
+def test_remat_recomputes_what_it_says():
+    """full: a layer's products once more, but for the last, whose result no gradient reads.
+    minimal: only the products without weights, attention's."""
+    D, H, K, h, F, L, T = 24, 6, 2, 4, 40, 3, 12
+    weights = L * (2 * D * h * (2 * H + 2 * K) + 2 * 2 * D * F)
+    attention = L * 2 * 2 * T * h * H
+    none, minimal, full = (
+        gradient_flops(load(*SMALL, f"remat_policy={policy}"))
+        for policy in ("none", "minimal", "full")
+    )
+    assert minimal - none == attention
+    assert full - none == weights + attention
+
+
+def test_initial_weights():
+    """Standard deviation 1 / sqrt(inputs of the product), the embedding's 1 / sqrt(D), cut at two
+    of the normal's; norms are 1; layers differ, and another seed gives other weights."""
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=1")
+    with jax.set_mesh(make_mesh(config)):
+        make = jax.jit(functools.partial(Decoder, config))
+        model, other = make(jax.random.key(0)), make(jax.random.key(1))
+    inputs = {"embedding_VD": 32, "head_DV": 32, "out_HhD": 64, "out_FD": 64}
+    others = jax.tree.leaves(other)
+    for (path, weight), another in zip(jax.tree.leaves_with_path(model), others, strict=True):
+        name = jax.tree_util.keystr(path).removesuffix(".value").rpartition(".")[-1]
+        x, y = np.asarray(weight), np.asarray(another)
+        if name == "scale_D":
+            assert np.all(x == 1)
+            continue
+        std = inputs.get(name, 32) ** -0.5
+        # The standard deviation of n values is known to 1 / sqrt(2n): here 1.1% at most.
+        assert np.std(x) == pytest.approx(std, rel=0.04), name
+        assert np.abs(x).max() <= 2 * std / 0.8796
+        assert np.mean(x == y) < 0.01
+        if x.shape[0] == 2:
+            assert np.mean(x[0] == x[1]) < 0.01

@@ -1,0 +1,75 @@
+"""Whoever reads what a command says may stop reading, and whoever started it may interrupt it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import BASE, TINY, command, environment
+
+from maxramp.errors import EXIT_PREEMPTED
+from maxramp.run.metrics import read_records
+
+RUN = (*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=12")
+RUN += ("dataset_type=synthetic", "eval_interval=6", "eval_steps=1", "log_period=1")
+
+
+def start(module: str, *arguments: str, **streams) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*arguments, module=module),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        **streams,
+    )
+
+
+@pytest.mark.parametrize("fault", ["full", "pipe", "closed"])
+def test_what_is_said_never_ends_a_run(tmp_path, cache_dir, fault):
+    """By the loop, the compiler's thread or that of the metrics."""
+    given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
+    streams = {
+        "full": {"stdout": open("/dev/full", "w")},  # noqa: SIM115
+        "pipe": {"stdout": subprocess.PIPE},
+        "closed": {"preexec_fn": lambda: os.close(1)},
+    }[fault]
+    run = start("train", BASE, *given, **streams)
+    if fault == "pipe":
+        run.stdout.readline()
+        run.stdout.close()
+    assert run.stderr.read() == "" and run.wait(200) == 0
+    records = [r["step"] for r in read_records(tmp_path / "r" / "metrics.jsonl") if "loss" in r]
+    assert records == list(range(12))
+
+
+@pytest.mark.parametrize("module, given", [("plan", (BASE,)), ("checkpoint", ("--help",))])
+def test_a_command_ends_with_its_reader(module, given):
+    """Quietly, as other tools do; a full disk is an error."""
+    plan = start(module, *given, stdout=subprocess.PIPE)
+    plan.stdout.close()
+    assert (plan.wait(100), plan.stderr.read()) == (128 + signal.SIGPIPE, "")
+    with open("/dev/full", "w") as full:
+        plan = start(module, *given, stdout=full)
+    line = "error: standard output takes no more: No space left on device\n"
+    assert (plan.wait(100), plan.stderr.read()) == (1, line)
+
+
+@pytest.mark.parametrize(
+    "module, number, status, said",
+    [
+        ("train", signal.SIGINT, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
+        ("train", signal.SIGTERM, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
+        ("plan", signal.SIGINT, -signal.SIGINT, ""),
+    ],
+)
+def test_an_interrupt_during_imports(module, number, status, said):
+    process = start(module, BASE, stdout=subprocess.PIPE)
+    libraries = pathlib.Path(f"/proc/{process.pid}/maps")
+    while "numpy" not in libraries.read_text():  # JAX imports it first
+        time.sleep(0.001)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (status, "")
+    assert printed.startswith(said) and len(printed.splitlines()) == bool(said)

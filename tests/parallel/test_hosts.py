@@ -1,0 +1,337 @@
+"""Real jax.distributed processes on this machine: the same rows whoever reads them."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import BASE, ROOT, TINY, environment, run
+
+from maxramp.config import load as config_lib
+from maxramp.errors import ConfigError
+from maxramp.run.metrics import read_records
+
+PROGRAM = [sys.executable, str(ROOT / "tests" / "hosts.py")]
+TRAIN = [sys.executable, "-m", "maxramp.train"]
+
+# Eight steps on batches of 16, 32 and 48 rows, and held-out rows that no batch divides.
+RAMP = [
+    *("step_batch_size_schedule=0:16, 48:32, 144:48", "step_batch_size_unit=samples"),
+    *("total_samples=240", "text_files=text", "eval_interval=4", "eval_steps=-1"),
+    *("eval_fraction=0.1",),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with `text`, and one beside it without."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "with" / "text").mkdir(parents=True)
+    (folder / "without").mkdir()
+    texts = [f"file {i}: " + " ".join(str(i * j) for j in range(90)) for i in range(40)]
+    for i, text in enumerate(texts):
+        (folder / "with" / "text" / f"{i:02}.txt").write_text(text)
+    words = [text[at : at + 9 + 7 * (at % 5)] for text in texts for at in range(0, len(text), 40)]
+    lines = [json.dumps({"text": text}) + "\n" for text in words]
+    (folder / "with" / "a.jsonl").write_text("".join(lines[::2]))
+    (folder / "with" / "b.jsonl").write_text("".join(lines[1::2]))
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(command, processes, devices, folders):
+    """Starts a job; process i stands in folders[i]."""
+    port, job = free_port(), []
+    for i in range(processes):
+        job.append(
+            subprocess.Popen(
+                command,
+                cwd=folders[i],
+                env=environment(devices)
+                | {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}"}
+                | {"MAXRAMP_NUM_PROCESSES": str(processes), "MAXRAMP_PROCESS_ID": str(i)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return job
+
+
+def finish(job, timeout=300):
+    """(exit status, stdout, stderr) of every process."""
+    try:
+        return [(*p.communicate(timeout=timeout), p.returncode) for p in job]
+    finally:
+        for p in job:
+            p.kill()
+
+
+def keys(devices, *given, factor=1, tensor=1, accumulation=1):
+    """The arguments of a job; `accumulation` is that of the last stage."""
+    values = dict(argument.split("=", 1) for argument in (*TINY, *RAMP))
+    values |= {
+        "per_device_batch_size": 48 / devices / accumulation,
+        "eval_per_device_batch_size": 16 / devices,
+        "ici_tensor_parallelism": tensor,
+        "expansion_factor_real_data": factor,
+    }
+    values |= dict(argument.split("=", 1) for argument in given)
+    return [BASE, *(f"{name}={value}" for name, value in values.items())]
+
+
+def places(data, processes, factor):
+    """Where the processes of a job stand: only those that should read have the data there."""
+    return [data / ("with" if i % max(1, factor) == 0 else "without") for i in range(processes)]
+
+
+def ask(data, requests, processes=1, devices=1):
+    """What the loader of every process answers, by request: (first step, expansion factor, keys).
+
+    Requests are answered by jobs of one factor, since it says who stands where the data is.
+    """
+    answers = [None] * len(requests)
+    for factor in {factor for _, factor, _ in requests}:
+        numbers = [i for i, request in enumerate(requests) if request[1] == factor]
+        program = [*PROGRAM, json.dumps([[requests[i][0], requests[i][2]] for i in numbers])]
+        job = start(program, processes, devices, places(data, processes, factor))
+        printed = []
+        for out, err, status in finish(job):
+            assert status == 0, err[-2000:]
+            printed.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+        for i, answer in zip(numbers, zip(*printed, strict=True), strict=True):
+            answers[i] = answer
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    """What one process with one device reads."""
+    ((answer,),) = ask(data, [(0, 1, keys(1))])
+    assert len(answer["steps"]) == len(set(answer["steps"])) == 8
+    assert answer["share"] == [16, 32, 48] and answer["moved"] == [0] * 8
+    return answer
+
+
+def check(data, alone, processes, devices, cases):
+    """Jobs of other shapes read the rows of one process, and move exactly what has to be moved.
+
+    Args:
+      cases: (factor, tensor parallelism, accumulation, first step).
+    """
+    count = processes * devices
+    requests = [
+        (first, factor, keys(count, factor=factor, tensor=tensor, accumulation=accumulation))
+        for factor, tensor, accumulation, first in cases
+    ]
+    for case, answer in zip(cases, ask(data, requests, processes, devices), strict=True):
+        factor, tensor, _, first = case
+        # The batches of all steps; a device holds batch * tensor / count rows, and those of all
+        # devices that do not read themselves are moved.
+        batches = [16, 16, 16, 32, 32, 32, 48, 48][first:]
+        moved = [b * tensor * (count - count // factor) // count * 17 * 4 for b in batches]
+        for process, seen in enumerate(answer):
+            assert seen["steps"] == alone["steps"][first:], case
+            assert seen["evaluations"] == alone["evaluations"], case
+            assert seen["moved"] == moved, case
+            assert seen["hash"] == alone["hash"]
+            assert seen["reads"] == (process % factor == 0) == any(seen["share"])
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "cases"),
+    (
+        (4, 1, ((4, 2, 1, 0), (4, 1, 3, 5))),
+        (4, 2, ((2, 1, 1, 0), (2, 4, 3, 1))),
+        (2, 1, ((1, 2, 1, 0), (1, 1, 1, 2))),
+    ),
+    ids=("4x1, factor 4", "4x2, factor 2", "2x1, factor 1"),
+)
+def test_rows_depend_on_no_reader(data, alone, processes, devices, cases):
+    check(data, alone, processes, devices, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", (1, 2, 4))
+@pytest.mark.parametrize("devices", (1, 2, 4))
+def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
+    cases = [
+        (factor, tensor, accumulation, 0)
+        for factor in (1, 2, 4)
+        for tensor in (1, 2)
+        for accumulation in (1, 3)
+        if processes % factor == 0 and processes * devices % tensor == 0
+    ]
+    check(data, alone, processes, devices, cases)
+
+
+REFUSED = {
+    "expansion_factor_real_data=0": "must be above 0, or -1 for 1",
+    "expansion_factor_real_data=-2": "must be above 0, or -1 for 1",
+    "expansion_factor_real_data=1.5": "must be a whole number of processes; use 1 or 2",
+    "expansion_factor_real_data=0.3": "3.333 times as many devices, which is no whole number",
+    "expansion_factor_real_data=two": "must be a number, not text",
+    "expansion_factor_real_data=.nan": "must be a finite number",
+    "grain_packing_type=first_fit": "is not one of concat_then_split, best_fit",
+    "packing=2": "must be True or False, not an integer",
+    "grain_worker_count=-1": "must be 0 or more",
+    "grain_num_threads=0": "must be 1 or more",
+    "grain_prefetch_buffer_gib=-1": "must be 0 or more",
+}
+
+
+@pytest.mark.parametrize(("argument", "reason"), REFUSED.items(), ids=REFUSED)
+def test_keys_that_are_refused(argument, reason):
+    with pytest.raises(ConfigError) as caught:
+        config_lib.load([BASE, argument])
+    name, _, value = argument.partition("=")
+    assert str(caught.value).startswith(f"{name}={value.removeprefix('.')}") and reason in str(
+        caught.value
+    )
+
+
+def test_a_factor_that_the_processes_do_not_divide_by():
+    """Said before the data is looked for."""
+    done = run(*keys(1, "text_files=nowhere", factor=2))
+    assert done.returncode == 2 and not done.stdout
+    line = "expansion_factor_real_data=2: of so many processes one reads for the others, but this"
+    assert done.stderr == f"error: {line} job has 1; use 1\n"
+
+
+MIXTURE = ("dataset_type=grain", "grain_train_files=a.jsonl,0.7;b.jsonl,0.3", "num_epoch=9")
+
+
+@pytest.mark.parametrize("packing", ("concat_then_split", "best_fit", "none"))
+@pytest.mark.parametrize("evaluated", (".1 of them", "a file of its own"))
+def test_documents_of_a_mixture_are_the_same_rows(data, packing, evaluated):
+    """Counted by who reads, laid out alike by all."""
+    text = (*MIXTURE, f"packing={packing != 'none'}", "text_files=")
+    text += ("grain_eval_files=b.jsonl",) if evaluated == "a file of its own" else ()
+    text += (f"grain_packing_type={packing}",) if packing != "none" else ()
+    ((alone,),) = ask(data, [(0, 1, keys(1, *text))])
+    assert alone["packed"] == (packing != "none")
+    (both,) = ask(data, [(0, 2, keys(2, *text, factor=2))], processes=2)
+    for seen in both:
+        for name in ("steps", "evaluations", "hash", "packed"):
+            assert seen[name] == alone[name]
+
+
+# Makes a process of a job see the file boot_id of its folder as the machine's: a host of its own.
+ON_A_HOST = 'mount --bind boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
+ON_A_HOST = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_HOST, "sh"]
+
+MESH = """
+import json, sys
+import jax
+from maxramp import config, mesh
+loaded = config.load(sys.argv[1:])
+mesh.start_backend(loaded)
+resolved = config.resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
+made = mesh.make_mesh(resolved)
+hosts = sorted({device.slice_index for device in jax.devices()})
+print(json.dumps([hosts, dict(made.shape), [d.id for d in made.devices.flat]]))
+"""
+
+
+def test_hosts_are_no_slices(tmp_path):
+    """The weights are sharded over the devices of all hosts, as the plan says, not copied."""
+    hosts = [tmp_path / str(i) for i in range(2)]
+    for i, folder in enumerate(hosts):
+        folder.mkdir()
+        (folder / "boot_id").write_text(f"{i}" * 8 + "-0000-4000-8000-000000000000\n")
+    look = [*ON_A_HOST, "cat", "/proc/sys/kernel/random/boot_id"]
+    sees = subprocess.run(look, cwd=hosts[1], capture_output=True, text=True, check=False)
+    if not sees.stdout.startswith("11111111"):
+        pytest.skip("no right to give a process a boot id of its own")
+    command = [*ON_A_HOST, sys.executable, "-c", MESH, *keys(4, "jax_cache_dir=")]
+    for out, err, status in finish(start(command, 2, 2, hosts)):
+        assert status == 0, err[-2000:]
+        indices, shape, order = json.loads(out.splitlines()[-1])
+        assert indices == [0, 1]  # what JAX calls slices: the hosts
+        assert shape == {"data": 1, "fsdp": 4, "tensor": 1}
+        assert order == sorted(order)
+
+
+def train(data, folder, cache_dir, name, processes, devices, *given, kill_at=None, **shape):
+    """Runs a job of maxramp.train; its records. With `kill_at`, all of it is killed when that
+    checkpoint is there."""
+    factor, count = shape.get("factor", 1), processes * devices
+    arguments = keys(count, f"base_output_directory={folder}", f"run_name={name}", *given, **shape)
+    command = [*TRAIN, *arguments, f"jax_cache_dir={cache_dir}", "checkpoint_period=2"]
+    job = start(command, processes, devices, places(data, processes, factor))
+    if kill_at is not None:
+        deadline = time.monotonic() + 200
+        while not (folder / name / "checkpoints" / str(kill_at)).exists():
+            assert time.monotonic() < deadline and all(p.poll() is None for p in job)
+            time.sleep(0.01)
+        for process in job:
+            process.kill()
+    done = finish(job)
+    assert kill_at is not None or not any(status for *_, status in done), done
+    return read_records(folder / name / "metrics.jsonl")
+
+
+def losses(records):
+    return [(r["step"], r.get("loss"), r.get("eval_loss")) for r in records]
+
+
+def norms(records):
+    return [r["grad_norm"] for r in records if "loss" in r]
+
+
+def fingerprints(records):
+    return [r["batch_fingerprint"] for r in records if "loss" in r]
+
+
+def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
+    """One process of two devices, and two of which one reads: packed text, bit for bit."""
+    text = (*MIXTURE, "text_files=", "total_samples=48", "eval_interval=-1")  # to compile less
+    first = train(data, tmp_path, cache_dir, "a", 1, 2, *text)
+    second = train(data, tmp_path, cache_dir, "b", 2, 1, *text, factor=2)
+    assert losses(first) == losses(second)
+    assert fingerprints(first) == fingerprints(second) and len(set(fingerprints(first))) == 3
+
+
+SHAPES = {"plain": {}, "tensor parallelism and accumulation": {"tensor": 2, "accumulation": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("devices", (4, 8))
+def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, shape, devices):
+    """Whoever reads, however many processes; with gradients clipped at every step."""
+    clipped = ("gradient_clipping_threshold=0.1",)
+    first = train(data, tmp_path, cache_dir, "alone", 1, devices, *clipped, **shape)
+    assert min(norms(first)) > 0.1
+    for processes, factor in ((2, 2), (4, 1), (4, 4)):
+        job = (data, tmp_path, cache_dir, f"{processes} {factor}", processes, devices // processes)
+        other = train(*job, *clipped, factor=factor, **shape)
+        assert losses(other) == losses(first) and fingerprints(other) == fingerprints(first)
+        assert norms(other) == norms(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "resumed_on"),
+    (((), ((2, 0.5), (8, 4))), ((*MIXTURE, "text_files="), ((2, 0.5),))),
+    ids=("rows", "packed"),
+)
+def test_killed_on_four_and_resumed(data, tmp_path, cache_dir, text, resumed_on):
+    """On two and on eight, with other factors, one below 1; in the middle of the ramp."""
+    whole = train(data, tmp_path, cache_dir, "whole", 1, 1, *text)
+    train(data, tmp_path, cache_dir, "killed", 4, 1, *text, factor=2, kill_at=4)
+    assert len(fingerprints(whole)) == 8
+    for processes, factor in resumed_on:
+        name = f"on {processes}"
+        shutil.copytree(tmp_path / "killed", tmp_path / name)
+        resumed = train(data, tmp_path, cache_dir, name, processes, 1, *text, factor=factor)
+        assert fingerprints(resumed) == fingerprints(whole)
+        assert [r["consumed_samples"] for r in resumed] == [r["consumed_samples"] for r in whole]

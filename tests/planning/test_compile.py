@@ -1,0 +1,242 @@
+"""The preflight on the TPU compiler itself, which needs libtpu and no TPU; and what it refuses."""
+
+import importlib.util
+import json
+
+import pytest
+from conftest import BASE, TINY, run
+
+from maxramp.compile import compile_stages
+from maxramp.compile import main as compile_main
+from maxramp.config import load as config_lib
+from maxramp.errors import ConfigError
+from maxramp.parallel import topology
+from maxramp.plan import main as plan_main
+from maxramp.planning import hlo
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.rampup.schedule import RampupBatchManager
+
+POD = [
+    *(*TINY, "compile_topology=v5p-16", "base_emb_dim=256", "base_mlp_dim=512", "head_dim=128"),
+    *("base_num_query_heads=4", "base_num_kv_heads=2", "base_num_decoder_layers=3"),
+    *("max_target_length=256", "vocab_size=512", "dtype=bfloat16", "run_name=pod"),
+    *("ici_tensor_parallelism=2", "attention=dot_product", "per_device_batch_size=2"),
+    *("step_batch_size_schedule=0:16 64:32 640:64", "step_batch_size_unit=samples", "steps=40"),
+]
+
+
+def arguments(*more: str) -> list[str]:
+    merged = dict(argument.split("=", 1) for argument in (*POD, *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The JSON and the folder of a real run."""
+    folder = tmp_path_factory.mktemp("compiled")
+    done = run(
+        *arguments(f"base_output_directory={folder}"), "--json", module="compile", timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((folder / "pod" / "compiled.json").read_text())
+    return result, folder / "pod" / "compiled.json", done
+
+
+@needs_libtpu
+def test_every_stage_is_compiled_for_the_pod(compiled):
+    result, _, done = compiled
+    assert (result["compile_topology"], result["devices"]) == ("v5p:2x2x2", 8)
+    assert result["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    shapes = [
+        (s["global_batch_size"], s["per_device_batch_size"], s["gradient_accumulation_steps"])
+        for s in result["stages"]
+    ]
+    assert shapes == [(16, 2, 1), (32, 2, 2), (64, 2, 4)]
+    assert [s["run_steps"] for s in result["stages"]] == [4, 18, 18]
+    assert done.stderr.count("compiled in") == 3
+
+
+@needs_libtpu
+def test_loops_are_counted_as_often_as_they_run(compiled):
+    """The products of a whole step are the analytic count, and the half of the scores that a causal
+    mask leaves out, which plain attention makes. XLA's own count has each loop once."""
+    config = config_lib.load(arguments())
+    attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
+    for s in compiled[0]["stages"]:
+        tokens = s["global_batch_size"] * 256 / 8
+        expected = tokens * (training_flops_per_token(config) + attention)
+        # The loss's blocks are recomputed: one product of the head more, of three.
+        head = 2.0 * 256 * 512 * tokens
+        assert s["flops_per_device"] == pytest.approx(expected + head, rel=0.02)
+
+
+@needs_libtpu
+def test_what_is_said_of_a_step_fits_together(compiled):
+    result = compiled[0]
+    for s in result["stages"]:
+        memory = s["memory_gib"]
+        assert s["fits"] and memory["limit"] == 95
+        assert 0 < memory["arguments"] + memory["temporaries"] <= memory["peak"] * 1.01
+        assert s["step_seconds"] == s["compute_seconds"] + s["collective_seconds"] > 0
+        tokens = s["global_batch_size"] * 256
+        assert s["tokens_per_second"] == pytest.approx(tokens / s["step_seconds"])
+        assert 0 < s["mfu"] < 1
+        assert s["hours"] == pytest.approx(s["run_steps"] * s["step_seconds"] / 3600)
+        assert s["chip_hours"] == pytest.approx(8 * s["hours"])
+        # fsdp gathers weights and scatters or sums gradients.
+        assert s["collective_gib"]["all-gather"] > 0
+    totals = result["totals"]
+    assert totals["samples"] == 4 * 16 + 18 * 32 + 18 * 64
+    assert totals["constant_final_batch"]["steps"] == 28
+    assert totals["hours"] == pytest.approx(sum(s["hours"] for s in result["stages"]))
+
+
+@needs_libtpu
+def test_a_plan_takes_it_in(compiled, capsys):
+    line = [*arguments("num_nodes=2", "devices_per_node=4", "node_schedule=fixed"), "--json"]
+    assert plan_main([*line, "--compiled", str(compiled[1])]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for entry, s in zip(plan["stages"], compiled[0]["stages"], strict=True):
+        assert entry["compiled"]["hours"] == pytest.approx(s["hours"])
+        assert entry["compiled"]["memory_gib"] == s["memory_gib"]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_stage_that_does_not_fit(tmp_path):
+    """One that the compiler refuses by itself; and with what the same batch fits."""
+    more = ("per_device_batch_size=512", "attention=dot_product", "max_target_length=2048")
+    more += ("step_batch_size_schedule=0:4096", "steps=1", "loss_block_tokens=0", "dtype=float32")
+    result = compile_stages(config_lib.load(arguments(*more)))
+    stage = result["stages"][0]
+    assert not stage["fits"] and stage["memory_gib"]["peak"] > stage["memory_gib"]["limit"]
+    near = stage["nearest_fit"]
+    assert near["per_device_batch_size"] * near["gradient_accumulation_steps"] == 512
+    assert near["peak_gib"] <= 95 and not result["totals"]["fits"]
+
+
+# --- Without libtpu ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        *(("v5p-8", "2x2x1"), ("v5p-16", "2x2x2"), ("v5p-128", "4x4x4"), ("v5p-384", "4x4x12")),
+        *(
+            ("v5p-2048", "8x8x16"),
+            ("v5p-12288", "16x16x24"),
+            ("v4-8", "2x2x1"),
+            ("v4-512", "4x8x8"),
+        ),
+        *(("v5e-4", "2x2"), ("v5e-8", "2x4"), ("v5e-32", "4x8"), ("v5e-256", "16x16")),
+        *(("v6e-256", "16x16"), ("v6e-16", "4x4"), ("v5p:8x8x16", "8x8x16"), ("v6e:1x1", "1x1")),
+    ],
+)
+def test_names_of_slices(name, shape):
+    """MaxText's names (its table of accelerators) and our own."""
+    found = topology.parse(name)
+    assert str(found) == f"{name[:3].rstrip('-:')}:{shape}"
+
+
+REFUSED = {
+    "no topology": ("compile_topology=", ("compile_topology", "v5p-2048")),
+    "another version": ("compile_topology=v9-8", ("v9-8", "v4, v5e, v5p, v6e")),
+    "no slice": ("compile_topology=v5p:3x3x3", ("v5p:3x3x3", "multiples of 4")),
+    "two sides": ("compile_topology=v5p:8x8", ("v5p:8x8", "three sides", "v5p:4x4x4")),
+    "too many": ("compile_topology=v5e-512", ("v5e-512", "v5e-256")),
+    "odd cores": ("compile_topology=v5p-7", ("v5p-7", "v5p-8")),
+    "no name": ("compile_topology=big", ("compile_topology=big", "v5p-2048")),
+    "slices": ("compile_topology_num_slices=0", ("compile_topology_num_slices=0",)),
+    "stage": ("step_batch_size_schedule=0:18", ("stage 0", "18")),
+    "mesh": ("ici_fsdp_parallelism=3", ("ici_fsdp_parallelism=3", "mesh of 8")),
+    "weights": ("ici_tensor_parallelism=8", ("base_num_query_heads=4", "tensor axis of 8")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path, capsys):
+    argument, parts = REFUSED[name]
+    if name in ("stage", "mesh", "weights") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("pip install -e '.[test,tpu]'")
+    status = compile_main(arguments(argument, f"base_output_directory={tmp_path}"))
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
+    for part in parts:
+        assert part in printed.err
+
+
+def test_missing_libtpu_is_said_with_the_way_to_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"python -m pip install 'jax\[tpu\]'"):
+        topology.describe(topology.parse("v5p-8"), 1)
+
+
+@pytest.mark.parametrize("content, part", [(None, "No such file"), ("[]", "maxramp.compile")])
+def test_what_is_no_file_of_compile(tmp_path, capsys, content, part):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    assert plan_main([*arguments("devices_per_node=8"), "--compiled", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and part in printed.err and str(path) in printed.err
+
+
+PROGRAM = """
+%inner (p: f32[8,4]) -> f32[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  %w.1 = f32[4,4]{1,0} constant({...})
+  ROOT %d.1 = f32[8,4]{1,0} dot(%p.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%cond (t: (s32[], f32[8,4])) -> pred[] {
+  %t.2 = (s32[], f32[8,4]{1,0}) parameter(0)
+  %n.2 = s32[] constant(5)
+  %i.2 = s32[] get-tuple-element(%t.2), index=0
+  ROOT %lt.2 = pred[] compare(%i.2, %n.2), direction=LT
+}
+
+%body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %t.3 = (s32[], f32[8,4]{1,0}) parameter(0)
+  %x.3 = f32[8,4]{1,0} get-tuple-element(%t.3), index=1
+  %f.3 = f32[8,4]{1,0} fusion(%x.3), calls=%inner, backend_config={"estimated_cycles":"7"}
+  %r.3 = f32[8,4]{1,0} all-reduce(%f.3), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %o.3 = (s32[], f32[8,4]{1,0}) tuple(%i.3, %r.3)
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a.4 = f32[8,4]{1,0} parameter(0)
+  %l.4 = (s32[], f32[8,4]{1,0}) while(%s.4), condition=%cond, body=%body
+  ROOT %g.4 = f32[8,16]{1,0} all-gather-start(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+"""
+
+
+def test_the_reader_of_programs():
+    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4."""
+    work = hlo.count(PROGRAM)
+    assert work.flops == 5 * 2 * 8 * 4 * 4 and work.cycles == 35
+    assert work.collective_bytes == {"all-reduce": 5 * 2 * 128 * 3 / 4, "all-gather": 128 * 3}
+    assert work.waited_bytes == 5 * 2 * 128 * 3 / 4
+
+
+def test_a_loop_that_does_not_say_how_often_it_runs():
+    with pytest.raises(ValueError, match="does not say how often"):
+        hlo.count(PROGRAM.replace("constant(5)", "parameter(1)"))
+
+
+def test_shipped_pods_resolve():
+    """Every stage of every pod's config, on its pod."""
+    for path in sorted((config_lib.CONFIGS / "pods").glob("*.yml")):
+        loaded = config_lib.load([str(path)])
+        chips = topology.parse(loaded.compile_topology).chips
+        assert chips == loaded.num_nodes * loaded.devices_per_node == 1024
+        config = config_lib.resolve(loaded, chips, 1, 1)
+        ramp = RampupBatchManager(config, chips)
+        ramp.check(ramp.stages)
+        assert len(ramp.stages) > 1

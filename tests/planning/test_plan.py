@@ -1,0 +1,418 @@
+"""`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
+
+import fcntl
+import json
+import os
+import pathlib
+import pty
+import random
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
+from matplotlib.figure import Figure
+
+from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.resume import Schedule
+from maxramp.config import load as config_lib
+from maxramp.data.relay import Expansion
+from maxramp.errors import EXIT_STAGE_END
+from maxramp.plan import make_plan, print_plan
+from maxramp.planning.memory import compiled_bytes, estimate
+from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.run.picture import draw_run
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.programs import Programs, abstract_state
+
+NEMO_8B = [
+    *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
+    *("rampup_batch_size=[256,256,10000000]", "global_batch_size=2048", "micro_batch_size=4"),
+    *("total_tokens=300e9", "dataset_type=synthetic", "remat_policy=full"),
+    *("ici_fsdp_parallelism=8", "ici_data_parallelism=-1", "node_schedule=nemo"),
+]
+
+
+def plan_of(*arguments, config=BASE):
+    done = run(config, *arguments, "--json", module="plan")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_plan_of_an_8b_model_on_16_nodes():
+    """In under 10 s, with NeMo's node table, every stage's memory and the totals."""
+    start = time.perf_counter()
+    plan = plan_of(*NEMO_8B, "planned_tflops_per_device=400")
+    assert time.perf_counter() - start < 10
+    stages = plan["stages"]
+    assert [s["nodes"] for s in stages] == [8, 8, 8, 8, 10, 12, 14, 16]
+    assert [s["devices"] for s in stages] == [64, 64, 64, 64, 80, 96, 112, 128]
+    for s in stages:
+        rows = s["per_device_batch_size"] * s["devices"] * s["gradient_accumulation_steps"]
+        assert rows == s["global_batch_size"] and s["per_device_batch_size"] == 4
+        # 8.03 billion weights of 4 bytes in 8 shards, and twice that for Adam's moments.
+        assert s["memory_gib"]["weights"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)
+        assert s["memory_gib"]["optimizer"] == pytest.approx(2 * s["memory_gib"]["weights"])
+    assert sum(s["run_samples"] for s in stages) == plan["total_samples"]
+    assert 0 <= plan["total_samples"] - 300e9 / 4096 < 2048
+    assert stages[-1]["steps"] is None and stages[-1]["samples"] is None
+    assert sum(s["share_of_node_time"] for s in stages) == pytest.approx(1)
+    # Micro batches are full in every stage, so node-time is what the operations take.
+    flops = plan["totals"]["node_hours"] * 3600 * 8 * 400e12
+    assert flops == pytest.approx(plan["total_tokens"] * 6 * 8.03e9, rel=0.2)
+
+
+def test_the_table_and_the_picture(tmp_path):
+    done = run(BASE, *NEMO_8B, "--plot", str(tmp_path / "plan.png"), module="plan")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    table = [row for row in rows if row and row[0].isdigit()]
+    assert [row[0] for row in table] == [str(i) for i in range(8)]
+    assert [row[5] for row in table][:4] == ["256", "512", "768", "1,024"]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_the_table_fits_the_terminal(width, capsys, monkeypatch):
+    """Columns that do not fit are left out and named; what stays is whole."""
+    plan = make_plan(config_lib.load([BASE, *NEMO_8B]))
+    print_plan(plan)
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_plan(plan)
+    printed = capsys.readouterr().out.splitlines()
+    rule = next(i for i, line in enumerate(printed) if "───" in line)
+    table = printed[: rule + 9]
+    assert max(map(len, table)) <= width < max(map(len, printed[rule + 9 :]))
+    full = [line.split() for line in whole[rule + 1 : rule + 9]]
+    for line, row in zip(table[rule + 1 :], full, strict=True):
+        assert set(line.split()) <= set(row) and line.split()[0] == row[0]
+        assert row[5] in line.split(), "the global batch"
+    assert any(line.startswith("columns ") for line in printed) == (width < 116)
+
+
+def test_a_terminal_of_its_own_width():
+    """A pseudo-terminal of 30 columns, asked by the program itself."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+    program = (
+        "from maxramp.commandline import print_table\n"
+        "print(print_table(('first', 'a' * 20, 'last'), [('1', '2', '3')], ('a' * 20,)))"
+    )
+    variables = {k: v for k, v in environment().items() if k != "COLUMNS"}
+    done = subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=60)
+    os.close(theirs)
+    assert done.returncode == 0
+    printed = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert f"['{'a' * 20}']" in printed and "first" in printed and "last" in printed
+
+
+def test_one_device_has_no_columns_of_nodes(capsys):
+    print_plan(make_plan(config_lib.load([BASE, "num_nodes=1", "devices_per_node=1"])))
+    printed = capsys.readouterr().out
+    heads = " ".join(printed.partition("──")[0].split())
+    expected = "first global share of GiB per stage step steps samples tokens batch time device"
+    assert heads == expected
+    assert "node-time" not in printed
+
+
+def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
+    """Its box lies outside of the axes, for a loss that stays at the top and one that falls."""
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: kept.append(self) or save(self, *a, **k)
+    )
+    for losses in ([6.0] * 5, [6.0, 5.0, 4.0, 3.0, 2.0]):
+        records = [
+            {"step": k, "loss": x, "consumed_samples": 8 * k + 8, "global_batch_size": 8}
+            for k, x in enumerate(losses)
+        ]
+        records.append({"step": 4, "eval_loss": losses[-1], "consumed_samples": 40})
+        draw_run(records, tmp_path / "ramp.png", "a run: batch size and loss")
+    assert (tmp_path / "ramp.png").stat().st_size > 10_000
+    for figure in kept:
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
+        assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1)
+        title = figure.axes[0].title
+        others = [axes.bbox for axes in figure.axes] + [
+            figure.axes[0]._left_title.get_window_extent()
+        ]
+        assert not any(box.overlaps(other) for other in others), title
+
+
+def test_totals_against_constant_batches():
+    """By hand: 150 + 75 + 50 + 45 steps for 5040 samples; 630 of 8, 158 of 32."""
+    plan = plan_of("devices_per_node=1", "num_nodes=1")
+    assert [s["run_steps"] for s in plan["stages"]] == [150, 75, 50, 45]
+    assert plan["totals"]["constant_first_batch"]["steps"] == 630
+    assert plan["totals"]["constant_final_batch"]["steps"] == 158
+    cost = [150 * 8.25, 75 * 16.25, 50 * 24.25, 45 * 32.25]  # a quarter row's worth per pass
+    assert plan["totals"]["node_time"] == pytest.approx(sum(cost) / 32.25)
+
+
+@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs" / "schedules").glob("*.yml")])
+def test_every_shipped_schedule_plans(name):
+    plan = plan_of(config=str(ROOT / "configs" / "schedules" / f"{name}.yml"))
+    assert len(plan["stages"]) > 1 and not plan["warnings"]
+
+
+def test_the_learning_rate_does_not_bend():
+    """A ramp's curve over samples is the curve of the constant batch that it ends at."""
+    ramped = make_config("steps=-1", "total_samples=40000", devices=1)
+    constant = make_config(
+        "steps=-1", "total_samples=40000", "enable_rampup_batch_size=False", devices=1
+    )
+    curves = []
+    for config in (ramped, constant):
+        ramp = RampupBatchManager(config)
+        curves.append(LearningRate.of(config, ramp)(jnp.arange(0, ramp.total_samples, 7)))
+    length = min(map(len, curves))
+    # Lengths of the runs differ by less than a batch of 32 in 40000.
+    assert jnp.abs(curves[0][:length] - curves[1][:length]).max() < 1e-2 * ramped.learning_rate
+
+
+def test_learning_rate_by_steps_is_the_other_reading():
+    config = make_config("learning_rate_by=steps", "steps=100", devices=1)
+    ramp = RampupBatchManager(config)
+    rate = LearningRate.of(config, ramp)
+    constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
+    by_step = LearningRate.of(constant, RampupBatchManager(constant))
+    for step in range(100):
+        assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
+
+
+@pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
+    config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
+    rate = LearningRate.of(config, RampupBatchManager(config))
+    assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
+    assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal", "full"])
+def test_the_memory_estimate_is_of_the_right_size(policy):
+    """Weights and optimizer exactly, the whole within a factor of 2 of the compiler's account."""
+    config = make_config(
+        *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=6", "head_dim=32"),
+        *("max_target_length=256", f"remat_policy={policy}", "ici_fsdp_parallelism=2"),
+        *("per_device_batch_size=8", "enable_rampup_batch_size=False", "vocab_size=4096"),
+        devices=2,
+    )
+    ramp, mesh = RampupBatchManager(config), make_mesh(config)
+    with jax.set_mesh(mesh):
+        state = abstract_state(config, mesh)
+        rate = LearningRate.of(config, ramp)
+        programs = Programs(
+            *(config, Expansion(mesh, 1), rate, state, ramp.stages),
+            *(0, False, print, lambda: None),
+        )
+        compiled, _ = programs.train_step(ramp.stages[0])
+    found = estimate(config, ramp.stages[0])
+    for name, tree in (("weights", state.model), ("optimizer", state.opt_state)):
+        held = sum(
+            x.dtype.itemsize * int(jnp.prod(jnp.array(x.sharding.shard_shape(x.shape))))
+            for x in jax.tree.leaves(tree)
+        )
+        assert found[name] * 2**30 == pytest.approx(held), name
+    assert 0.5 < found["total"] * 2**30 / compiled_bytes(compiled) < 2
+
+
+def test_fit_finds_the_edge():
+    """What it prints fits by the compiler's account, and one row more does not."""
+    small = (*TINY, "enable_rampup_batch_size=False", "device_memory_gib=0.05")
+    done = run(BASE, *small, "--fit", module="plan")
+    assert done.returncode == 0, done.stderr
+    size, used, limit, above = re.fullmatch(
+        r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)",
+        done.stdout.strip(),
+    ).groups()
+    assert int(size) > 1 and float(used) <= float(limit) == 0.05 < float(above)
+
+
+def steps_of(folder):
+    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+GROWING = [
+    *TINY,
+    *("rampup_batch_size=[8,8,240]", "global_batch_size=24", "micro_batch_size=4", "steps=26"),
+    "eval_interval=-1",
+]
+
+
+def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
+    """Started on 2, 4 and 8 devices for its three stages: the rows of one uninterrupted run."""
+    common = (f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}")
+    whole = run(BASE, *GROWING, *common, "run_name=whole", devices=2)
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "grown"
+    grown = (*GROWING, *common, "run_name=grown", "stop_at_stage_end=True")
+    grown += ("num_nodes=4", "devices_per_node=2", "restart_minutes=0")
+    expected = [(1, 16, 120), (2, 24, 248)]
+    for devices, following in ((2, expected[0]), (4, expected[1]), (8, None)):
+        done = run(BASE, *grown, devices=devices)
+        assert done.returncode == (EXIT_STAGE_END if following else 0), done.stderr
+        path = folder / "next_stage.json"
+        assert path.exists() == bool(following)
+        if following:
+            next_stage = json.loads(path.read_text())
+            keys = ("stage", "global_batch_size", "consumed_samples")
+            assert tuple(next_stage[key] for key in keys) == following
+            # Micro batches of 4 rows fill 2 nodes of 2 devices for 16 rows and 3 for 24, but the
+            # weights do not divide over 6 devices: 3 rows on each of 8 take 2% more node-time than
+            # full micro batches on 1 node, and a quarter of the time.
+            assert next_stage["nodes"] == {16: 2, 24: 4}[following[1]]
+            assert next_stage["devices"] == 2 * next_stage["nodes"]
+            assert steps_of(folder)[-1]["consumed_samples"] == following[2]
+    a, b = steps_of(folder), steps_of(tmp_path / "whole")
+    for name in ("step", "stage", "global_batch_size", "batch_fingerprint", "consumed_samples"):
+        assert [r[name] for r in a] == [r[name] for r in b], name
+    for x, y in zip(a, b, strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=2e-4)
+        assert x["learning_rate"] == y["learning_rate"]
+
+
+def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
+    """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
+    line = [
+        *(BASE, *TINY, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"),
+        *("run_name=changed", "eval_interval=-1", "checkpoint_period=7", "micro_batch_size=8"),
+    ]
+    first = run(
+        *line, "step_batch_size_schedule=0:4 50:8", "step_batch_size_unit=samples", "steps=14"
+    )
+    assert first.returncode == 0, first.stderr
+    new = ("step_batch_size_schedule=0:4 50:8 100:16 130:2", "step_batch_size_unit=samples")
+    second = run(*line, *new, "steps=18")
+    assert second.returncode == 0, second.stderr
+    # 13 steps of 4 reach 52, the 14th takes 8: 60 samples.
+    change = [text for text in second.stdout.splitlines() if text.startswith("change")]
+    assert change == [
+        "change   from sample 60 on (step 14) the batch sizes are 8, 16 from 100, 2 from 132; "
+        "before this start they were to be 8"
+    ]
+    # 5 steps of 8 from 60 reach 100, 2 of 16 reach 132.
+    third = run(*line, *new, "steps=30")
+    assert third.returncode == 0 and "change " not in third.stdout
+    records = steps_of(tmp_path / "changed")
+    assert [r["step"] for r in records] == list(range(30))
+    sizes = [4] * 13 + [8] * 6 + [16] * 2 + [2] * 9
+    assert [r["global_batch_size"] for r in records] == sizes
+    # The stage of 8 goes on as stage 1, whatever number today's keys alone would give it.
+    assert [r["stage"] for r in records] == [0] * 13 + [1] * 6 + [2] * 2 + [3] * 9
+    assert [line.split(":")[0] for line in third.stdout.splitlines() if line[:6] == "stage "] == [
+        "stage 1 (of 0 to 3)",
+        "stage 2 (of 0 to 3)",
+        "stage 3 (of 0 to 3)",
+    ]
+    plan = json.loads((tmp_path / "changed" / "plan.json").read_text())
+    assert [s["index"] for s in plan["stages"]] == [1, 2, 3]
+    assert records[-1]["consumed_samples"] == sum(sizes)
+    # The rows are those of any other way to cut the same order.
+    other = run(
+        *(a for a in line if not a.startswith(("run_name", "micro"))),
+        *("run_name=one", "enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=13"),
+    )
+    assert other.returncode == 0
+    prints = [r["batch_fingerprint"] for r in steps_of(tmp_path / "one")]
+    assert prints == [r["batch_fingerprint"] for r in records[:13]]
+
+
+def standing(step: int, consumed_samples: int, stages: list[dict]) -> Saved:
+    return Saved(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
+
+
+def taken_up(schedule: str, position: Saved | None):
+    config = make_config(
+        *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
+        devices=1,
+    )
+    return Schedule(config, 1, lambda devices: True, position)
+
+
+def test_what_is_said_of_a_change_is_what_will_be():
+    """Steps of 7 from sample 60 pass 100 at 102, although from sample 0 they would at 105."""
+    old = taken_up("0:4 50:8", None)
+    saved = [stage.to_json() for stage in old.ramp.stages]
+    new = taken_up("0:7 100:16 130:2", standing(14, 60, saved))
+    assert new.change == (
+        "from sample 60 on (step 14) the batch sizes are 7, 16 from 102, 2 from 134; before this "
+        "start they were to be 8"
+    )
+    assert [s.first_sample for s in new.ramp.stages] == [60, 102, 134]
+    saved = [stage.to_json() for stage in new.ramp.stages]
+    again = taken_up("0:7 100:16 130:2", standing(17, 81, saved))
+    assert not again.change and again.ramp.stages == new.ramp.stages
+
+
+def test_stages_are_numbered_on_after_a_change():
+    """The stage that the last step was in goes on under its number; another batch is the next."""
+    old = taken_up("0:4 24:8 64:16", None)  # 6 steps of 4, 5 of 8
+    saved = [stage.to_json() for stage in old.ramp.stages]
+    for schedule, step, sample, indices in (
+        ("0:4 24:8 64:16", 8, 40, [0, 1, 2]),  # nothing changed
+        ("0:8 80:32", 8, 40, [1, 2]),  # in stage 1, with its batch
+        ("0:12 80:32", 8, 40, [2, 3]),  # in stage 1, with another
+        ("0:8 80:32", 6, 24, [1, 2]),  # at the end of stage 0
+        ("0:4 80:32", 6, 24, [0, 1]),  # there, which now goes on
+        ("0:8 80:32", 0, 0, [0, 1]),  # before the first step
+    ):
+        new = taken_up(schedule, standing(step, sample, saved))
+        for ramp in (new.ramp, new.planned):
+            assert [s.index for s in ramp.stages] == indices, schedule
+            assert ramp.stages_between(step, 10**6)[-1].index == indices[-1]
+        if new.change:  # and once more, a few steps later
+            again = new.ramp.samples_before(step + 3)
+            later = standing(step + 3, again, [s.to_json() for s in new.ramp.stages])
+            assert taken_up(schedule, later).ramp.stages == new.ramp.stages
+            third = taken_up("0:24 100:48", later).ramp.stages
+            assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
+
+
+def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp_path):
+    """As the job that follows a crash at the very end of a stage, which has the nodes of before."""
+    line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
+    line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
+    config = make_config(*line, "per_device_batch_size=2", devices=1)
+    saved = [stage.to_json() for stage in Schedule(config, 1, lambda devices: True).ramp.stages]
+    for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
+        at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
+        assert Schedule(config, devices, lambda devices: True, at).last_step == end
+
+    given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
+    given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
+    done = run(BASE, *TINY, *line[1:2], *line[3:], *given, f"base_output_directory={tmp_path}")
+    assert done.returncode == 75, done.stderr
+    following = json.loads((tmp_path / "x" / "next_stage.json").read_text())
+    assert (following["nodes"], following["consumed_samples"]) == (2, 0)
+    assert not (tmp_path / "x" / "metrics.jsonl").exists()
+
+
+def test_random_changes_keep_the_clock():
+    """Taken up anywhere, the schedule's steps and samples go on without a gap."""
+    rng = random.Random(0)
+    for _ in range(300):
+        step, sample = rng.randrange(1000), rng.randrange(5000)
+        ramp_batch = [8 * rng.randint(1, 3), 8, rng.randint(1, 6000)]
+        config = BatchKeys(rampup_batch_size=ramp_batch, global_batch_size=64, devices_per_node=8)
+        ramp = RampupBatchManager(config, first_step=step, first_sample=sample)
+        assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
+        for k in range(step, step + 40):
+            stage = ramp.stage_at_step(k)
+            assert ramp.samples_before(k + 1) - ramp.samples_before(k) == stage.global_batch_size
+            assert ramp.stage_at_sample(ramp.samples_before(k)) is stage
+            plain = RampupBatchManager(config).thresholds
+            due = [t for t in plain if t.first_sample <= ramp.samples_before(k)][-1]
+            assert stage.global_batch_size == due.global_batch_size

@@ -1,0 +1,257 @@
+"""The stage list against hand-computed schedules and a brute-force simulation."""
+
+import math
+import random
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from conftest import BASE
+
+from maxramp.errors import ConfigError
+from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.schedule import RampupBatchManager
+
+
+def settings(**changes):
+    values = {
+        "enable_rampup_batch_size": True,
+        "per_device_batch_size": 4,
+        "per_device_batch_size_start": 1,
+        "per_device_batch_size_increment": 1,
+        "global_rampup_samples": 60,
+        "gradient_accumulation_steps": 1,
+        "num_nodes": 1,
+        "devices_per_node": 4,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_documented_example():
+    """1 -> 4 by 1 per device over 60 samples on 4 devices: 5 steps of 4, 3 of 8, 2 of 12, 16."""
+    stages = RampupBatchManager(settings()).stages
+    assert [(s.steps, s.global_batch_size) for s in stages] == [(5, 4), (3, 8), (2, 12), (None, 16)]
+    assert [s.first_step for s in stages] == [0, 5, 8, 10]
+    assert [s.first_sample for s in stages] == [0, 20, 44, 68]
+    assert [s.samples for s in stages] == [20, 24, 24, None]
+
+
+def test_accumulation_counts():
+    """With 3 accumulation steps the same ramp takes fewer steps: samples are what counts."""
+    stages = RampupBatchManager(settings(gradient_accumulation_steps=3)).stages
+    # 20 samples per increment in batches of 12, 24, 36.
+    assert [(s.steps, s.global_batch_size) for s in stages] == [
+        *((2, 12), (1, 24), (1, 36)),
+        (None, 48),
+    ]
+
+
+def test_fractions_are_exact():
+    """0.1 -> 0.7 by 0.2 on 10 devices is 1, 3, 5, 7 rows; binary fractions would not divide."""
+    ramp = RampupBatchManager(
+        settings(
+            per_device_batch_size=0.7,
+            per_device_batch_size_start=0.1,
+            per_device_batch_size_increment=0.2,
+            global_rampup_samples=9,
+            devices_per_node=10,
+        )
+    )
+    assert [(s.steps, s.global_batch_size) for s in ramp.stages] == [
+        *((3, 1), (1, 3), (1, 5)),
+        (None, 7),
+    ]
+
+
+def test_constant_batch_is_one_stage():
+    ramp = RampupBatchManager(settings(enable_rampup_batch_size=False, per_device_batch_size=2))
+    assert len(ramp.stages) == 1
+    assert ramp.samples_before(10**12) == 8 * 10**12
+    assert ramp.step_at_sample(8 * 10**12 + 7) == 10**12
+
+
+# --- What it is made of --------------------------------------------------------------------------
+
+
+def test_a_mapping_is_as_good_as_an_object():
+    assert RampupBatchManager(vars(settings())).stages == RampupBatchManager(settings()).stages
+    nemo = {"rampup_batch_size": (16, 16, 96), "global_batch_size": 48, "learning_rate": 1e-3}
+    sizes = [stage.global_batch_size for stage in RampupBatchManager(nemo, 8).stages]
+    assert sizes == [16, 32, 48]
+    theirs = {"model.rampup_batch_size": [16, 16, 96], "model.global_batch_size": 48}
+    assert RampupBatchManager(theirs, 8).stages == RampupBatchManager(nemo, 8).stages
+    with open(BASE) as file:  # the file of a run, say
+        assert len(RampupBatchManager(yaml.safe_load(file), 1).stages) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"per_device_batch_sise": 8}, "per_device_batch_sise=8 is not a known key; did you mean"),
+        ({"batch": 8, "ramp": 3}, "batch=8, ramp=3 are not known keys; configs/base.yml lists"),
+        ({"per_device_batch_size": "8"}, "per_device_batch_size=8 must be a number, not text"),
+        ({"rampup_batch_size": 8}, "rampup_batch_size=8 must be a list"),
+    ],
+)
+def test_what_is_wrong_in_a_mapping_is_said(changes, says):
+    with pytest.raises(ConfigError, match="^.*$") as caught:
+        RampupBatchManager(vars(settings()) | changes)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("config", [{}, {"steps": 5}, SimpleNamespace(steps=5), object()])
+def test_no_batch_size_is_no_batch(config):
+    with pytest.raises(ConfigError, match="no batch size is given; give one of per_device_batch_s"):
+        RampupBatchManager(config, 8)
+
+
+class MaxTexts:
+    """MaxText's configuration: no key of ours alone, and a ValueError for what it does not have."""
+
+    KEYS = {"per_device_batch_size": 4.0, "ici_tensor_parallelism": 1, "num_experts": 8}
+    KEYS |= {"enable_rampup_batch_size": True, "per_device_batch_size_start": 1.0, "steps": 20}
+    KEYS |= {"per_device_batch_size_increment": 1.0, "global_rampup_samples": 60}
+
+    def __getattr__(self, name):
+        if name not in self.KEYS:
+            raise ValueError(f"{name} is not in the config")
+        return self.KEYS[name]
+
+
+def test_a_configuration_of_maxtexts():
+    """It does not say how many devices there are."""
+    assert RampupBatchManager(MaxTexts(), 4).stages == RampupBatchManager(settings()).stages
+    with pytest.raises(ConfigError, match="give devices_per_node, or num_devices to RampupBatchM"):
+        RampupBatchManager(MaxTexts())
+
+
+def test_what_is_left_out_is_as_in_base_yml():
+    """But for what shapes the batch and ends the run: there base.yml describes the default job."""
+    with open(BASE) as file:
+        base = yaml.safe_load(file)
+    left_out = BatchKeys.of({"per_device_batch_size": 1})
+    differ = {name for name in vars(left_out) if getattr(left_out, name) != base[name]}
+    assert differ == {
+        *("enable_rampup_batch_size", "per_device_batch_size_start", "global_rampup_samples"),
+        *("per_device_batch_size_increment", "per_device_batch_size", "max_target_length"),
+        *("steps", "num_nodes"),  # -1, this job's, is one node
+    }
+
+
+# --- Its answers ---------------------------------------------------------------------------------
+
+
+def simulate(start, increment, final, samples, devices, accumulation, steps):
+    """MaxText's ramp step by step, with accumulation counted in: the batch size of every step."""
+    increments = (final - start) / increment
+    share, size, counted, batches = Fraction(samples) / increments, start, 0, []
+    for _ in range(steps):
+        batch = int(size * devices) * accumulation
+        batches.append(batch)
+        counted += batch
+        if size < final and counted >= share:
+            size, counted = size + increment, 0
+    return batches
+
+
+def random_settings(rng):
+    devices = rng.choice([1, 2, 3, 4, 6, 8, 12, 16])
+    denominator = rng.choice([d for d in (1, 2, 4, 5, 8, 10) if devices % d == 0 or d == 1])
+    unit = Fraction(1, denominator)
+    start, increment = rng.randint(1, 12) * unit, rng.randint(1, 9) * unit
+    final = start + rng.randint(1, 12) * increment
+    accumulation = rng.choice([1, 1, 2, 3, 8])
+    samples = rng.randint(1, 4000)
+    return devices, start, increment, final, accumulation, samples
+
+
+def test_thousand_random_settings_against_simulation():
+    rng = random.Random(0)
+    for _ in range(1000):
+        devices, start, increment, final, accumulation, samples = random_settings(rng)
+        config = settings(
+            per_device_batch_size=float(final),
+            per_device_batch_size_start=float(start),
+            per_device_batch_size_increment=float(increment),
+            global_rampup_samples=samples,
+            gradient_accumulation_steps=accumulation,
+            devices_per_node=devices,
+        )
+        ramp = RampupBatchManager(config)
+        last = ramp.stages[-1].first_step
+        batches = simulate(start, increment, final, samples, devices, accumulation, last + 3)
+        consumed = [0]
+        for batch in batches:
+            consumed.append(consumed[-1] + batch)
+        steps = list(range(len(batches)))
+        rng.shuffle(steps)  # any step, in any order
+        for step in steps[:200]:
+            stage = ramp.stage_at_step(step)
+            assert stage.global_batch_size == batches[step], (config, step)
+            assert ramp.samples_before(step) == consumed[step], (config, step)
+            row = rng.randrange(consumed[step], consumed[step + 1])
+            assert ramp.stage_at_sample(row) is stage and ramp.step_at_sample(row) == step
+        for stage, following in zip(ramp.stages, ramp.stages[1:], strict=False):
+            assert following.index == stage.index + 1
+            assert following.first_step == stage.first_step + stage.steps
+            assert following.first_sample == stage.first_sample + stage.samples
+            assert stage.samples == stage.steps * stage.global_batch_size
+
+
+def test_any_step_costs_the_same():
+    """A ramp of 10,000 stages answers for the far future without walking there."""
+    ramp = RampupBatchManager(settings(per_device_batch_size=10_001, global_rampup_samples=10**9))
+    assert len(ramp.stages) == 10_001
+    last = ramp.stages[-1]
+    step = last.first_step + 10**15
+    assert ramp.samples_before(step) == last.first_sample + 10**15 * 40_004
+    assert ramp.stages_between(step, step + 1) == [last]
+
+
+@pytest.mark.parametrize("first, last, indices", [(0, 5, [0]), (4, 6, [0, 1]), (9, 99, [2, 3])])
+def test_stages_between(first, last, indices):
+    ramp = RampupBatchManager(settings())
+    assert [s.index for s in ramp.stages_between(first, last)] == indices
+
+
+@pytest.mark.parametrize(
+    "length, batch",
+    [
+        ({"steps": 5}, 4),
+        ({"steps": 8}, 8),
+        ({"steps": 10}, 12),  # the first step of the final batch would be the eleventh
+        ({"total_samples": 44}, 8),
+        ({"max_target_length": 10, "total_tokens": 441}, 12),
+    ],
+)
+def test_a_run_that_ends_inside_its_ramp_says_so(length, batch):
+    line = RampupBatchManager(settings(**length)).cut_short
+    (name, value) = list(length.items())[-1]
+    assert line.startswith(f"{name}={value} ends the run inside the ramp: ")
+    assert line.endswith(f"batch is {batch}, and the final batch of 16 begins after 10")
+
+
+def test_a_run_that_ends_after_its_ramp_says_nothing():
+    assert not RampupBatchManager(settings(steps=11)).cut_short
+    assert not RampupBatchManager(settings(total_samples=69)).cut_short
+    constant = settings(enable_rampup_batch_size=False, steps=1)
+    assert not RampupBatchManager(constant).cut_short
+    # Taken up past its end, there is nothing more to run.
+    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).cut_short
+
+
+def test_negative_positions_are_refused():
+    ramp = RampupBatchManager(settings())
+    for question in (ramp.stage_at_step, ramp.stage_at_sample, ramp.samples_before):
+        with pytest.raises(ValueError, match="before"):
+            question(-1)
+
+
+def test_each_increment_lasts_at_least_its_share():
+    """What the stage promises in words: the smallest number of steps that reaches the share."""
+    ramp = RampupBatchManager(settings(global_rampup_samples=100))
+    for stage in ramp.stages[:-1]:
+        share = Fraction(100, 3)
+        assert stage.samples >= share > stage.samples - stage.global_batch_size
+        assert stage.steps == math.ceil(share / stage.global_batch_size)

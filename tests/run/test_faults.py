@@ -1,0 +1,553 @@
+"""Bad days, each brought about for real: signals, hangs, dead peers, full disks, two at once."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+
+from maxramp.checkpoints import folder as saved_lib
+from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import JsonlWriter, cut_records, read_records
+from maxramp.run.tensorboard import TensorBoardWriter, read_events
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.step import BATCH_ABS, init_state, train_step
+
+SLOW = pytest.mark.slow
+# Endless, at a constant batch, of data that needs no files.
+KEYS = [
+    *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=1000000"),
+    *("dataset_type=synthetic", "eval_interval=-1", "checkpoint_period=20", "log_period=10"),
+    *("max_num_checkpoints_to_keep=2", "learning_rate=1e-3"),
+]
+
+
+def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
+    given = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", "run_name=run"]
+    merged = dict(argument.split("=", 1) for argument in (*given, *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+class Job:
+    """Processes of one run."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        cache_dir: str,
+        *more: str,
+        processes=1,
+        largest_file=None,
+        alone=None,
+    ):
+        """`largest_file` = {process: bytes} lets longer files of that process fail; `alone` =
+        {process: argument} goes to that process only."""
+        self.run = folder / "run"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = []
+        for index in range(processes):
+            size = (largest_file or {}).get(index)
+            limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+            job = {
+                "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+                "MAXRAMP_NUM_PROCESSES": str(processes),
+                "MAXRAMP_PROCESS_ID": str(index),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
+                    env=environment() | (job if processes > 1 else {}),
+                    stdout=(folder / f"stdout.{index}").open("wb"),
+                    stderr=(folder / f"stderr.{index}").open("wb"),
+                    preexec_fn=limit if size else None,
+                )
+            )
+        self.folder = folder
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def printed(self, name="stdout", index=0) -> str:
+        return (self.folder / f"{name}.{index}").read_text()
+
+    def wait_for(self, condition, seconds=200):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            status = [process.poll() for process in self.processes]
+            assert status == [None] * len(status), (status, self.printed("stderr"))
+            time.sleep(0.01)
+
+    def train_to(self, step: int):
+        path = self.run / "metrics.jsonl"
+        self.wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") > step)
+
+    def statuses(self, seconds=200) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return saved_lib.steps_in(self.run / "checkpoints")
+
+    def steps(self) -> list[int]:
+        return [r["step"] for r in read_records(self.run / "metrics.jsonl")]
+
+
+def assert_all_is_saved(job: Job):
+    """The newest checkpoint stands where the metrics end, and both are whole."""
+    steps = job.steps()
+    assert steps == list(range(len(steps)))
+    assert job.checkpoints[-1] == len(steps)
+    saved_lib.read(job.run / "checkpoints" / str(len(steps)))
+
+
+# --- Signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves(tmp_path, cache_dir, number):
+    with Job(tmp_path, cache_dir) as job:
+        job.train_to(30)
+        for _ in range(3):  # within a second: one wish, by a key that is held
+            job.processes[0].send_signal(number)
+            time.sleep(0.01)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert_all_is_saved(job)
+        assert not job.printed("stderr")
+        told = job.printed()
+        assert told.count("stopping after this step") == 1
+        assert told.index("stopping after") < told.index("stopped by a signal after step")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_first_compile_ends_at_once(tmp_path, number):
+    """A compile cannot be interrupted, and nothing is lost."""
+    with Job(tmp_path, str(tmp_path / "cold"), "scan_layers=False") as job:
+        job.wait_for(lambda: "run      " in job.printed())
+        job.processes[0].send_signal(number)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert not job.printed("stderr") and job.steps() == [] and job.checkpoints == []
+        assert job.printed().splitlines()[-1].startswith("stopped by a signal before a step")
+
+
+@SLOW
+def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
+    """Also where the loop waits for a peer that hangs, and would never save."""
+    with Job(tmp_path, cache_dir, processes=2) as job:
+        job.train_to(10)
+        job.processes[1].send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            time.sleep(1.5)
+            assert job.processes[0].poll() is None
+            job.processes[0].send_signal(signal.SIGINT)
+        assert job.processes[0].wait(60) == 128 + signal.SIGINT
+        assert "ended at once by a second Ctrl-C" in job.printed()
+
+
+@SLOW
+def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
+    """While one of two compiles for the second stage, and the first trains."""
+    ramp = ("enable_rampup_batch_size=True", "per_device_batch_size_start=4", "scan_layers=False")
+    ramp += ("per_device_batch_size_increment=4", "global_rampup_samples=100000", "log_period=1")
+    with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2) as job:
+        job.train_to(0)
+        assert "ready    stage 1" not in job.printed()
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED] * 2, job.printed("stderr")
+        assert_all_is_saved(job)
+
+
+@pytest.mark.parametrize(
+    "number, to",
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 0, marks=SLOW)],
+)
+def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, number, to):
+    with Job(tmp_path, cache_dir, processes=2) as job:
+        job.train_to(10)
+        job.processes[to].send_signal(number)
+        assert job.statuses() == [EXIT_PREEMPTED] * 2
+        assert_all_is_saved(job)
+
+
+# --- Peers and hangs -----------------------------------------------------------------------------
+
+
+@SLOW
+def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
+    """SIGSTOP stands for a hang: the other says where it waits; continued, the first ends too."""
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=30", processes=2) as job:
+        job.train_to(10)
+        job.processes[1].send_signal(signal.SIGSTOP)
+        assert job.processes[0].wait(200) == EXIT_LOST
+        told = job.printed("stderr")
+        assert "hang_timeout_seconds=30" in told.splitlines()[-1]
+        assert "maxramp/train.py" in told and "most recent call first" in told
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.processes[1].wait(200) != 0
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=SLOW)])
+def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
+    """Soon, with a status that says start again; and so it goes on from the last checkpoint."""
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
+        job.train_to(45)
+        job.processes[killed].kill()
+        statuses = job.statuses()
+        assert statuses[killed] == -signal.SIGKILL
+        assert statuses[1 - killed] in (EXIT_LOST, -signal.SIGABRT), job.printed(
+            "stderr", 1 - killed
+        )
+    saved_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
+
+
+@SLOW
+def test_a_stopped_and_continued_run_is_not_ended(tmp_path, cache_dir):
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=20") as job:
+        job.train_to(10)
+        job.processes[0].send_signal(signal.SIGSTOP)
+        time.sleep(21)
+        job.processes[0].send_signal(signal.SIGCONT)
+        job.train_to(len(job.steps()) + 20)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+
+
+@SLOW
+def test_ten_thousand_steps_grow_nothing(tmp_path, cache_dir):
+    """Neither memory nor threads, with a save every 100 steps."""
+
+    def held(job) -> tuple[int, int]:
+        """Threads, and resident MiB."""
+        lines = pathlib.Path(f"/proc/{job.processes[0].pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["Threads"]), int(fields["VmRSS"].split()[0]) // 1024
+
+    more = ("steps=10000", "checkpoint_period=100", "enable_tensorboard=True", "log_period=1000")
+    with Job(tmp_path, cache_dir, *more) as job:
+        seen = []
+        for step in range(2000, 9900, 500):
+            job.train_to(step)
+            seen.append(held(job))
+        assert job.statuses() == [0]
+    threads, memory = zip(*seen, strict=True)
+    half = len(seen) // 2
+    # Between the halves lie 40 saves. Libraries start a few pool threads when they first need them.
+    assert min(threads[half:]) - min(threads[:half]) < 8, seen
+    assert max(memory[half:]) - max(memory[:half]) < 16, seen
+
+
+# --- Disks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts a file system of a few megabytes; remounted read-only on demand."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def do(*options: str):
+        line = ["mount", *options, str(folder)]
+        if subprocess.run(line, capture_output=True, check=False).returncode:
+            pytest.skip("mounting needs root")
+
+    do("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    yield folder, functools.partial(do, "-o")
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def fill(folder: pathlib.Path):
+    """Takes all room but a few kilobytes."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(1_000_000)):
+                pass
+        file.truncate(file.tell() - 200_000)
+
+
+def warnings(job) -> list[str]:
+    return [line for line in job.printed("stderr").splitlines() if line.startswith("warning: ")]
+
+
+def test_a_full_disk_is_outlived(mount, cache_dir):
+    """Warned, the run goes on; with room again it saves again, and no step is missing."""
+    folder, _ = mount
+    with Job(folder, cache_dir, "max_failed_saves=1000000", "checkpoint_period=200") as job:
+        job.wait_for(lambda: job.checkpoints)
+        fill(folder)
+        job.wait_for(lambda: warnings(job))
+        line = warnings(job)[0]
+        assert "No space left on device" in line and "the run goes on" in line
+        stands = int(re.search(r"checkpoint (\d+) stands", line)[1])
+        saved_lib.read(job.run / "checkpoints" / str(stands))
+        (folder / "filler").unlink()
+        job.wait_for(lambda: job.checkpoints and job.checkpoints[-1] > stands)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+        assert_all_is_saved(job)
+        left = {p.name for p in (job.run / "checkpoints").iterdir()}
+        assert left == {str(step) for step in job.checkpoints}, "failed saves leave nothing"
+
+
+@pytest.mark.parametrize("fault", [pytest.param("full", marks=SLOW), "in the way"])
+def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
+    folder, _ = mount
+    more = (f"base_output_directory={folder}", "max_failed_saves=2", "checkpoint_period=200")
+    with Job(tmp_path, cache_dir, *more) as job:
+        job.run = folder / "run"
+        checkpoints = job.run / "checkpoints"
+        job.wait_for(lambda: job.checkpoints)
+        if fault == "full":
+            fill(folder)
+        else:
+            job.wait_for(lambda: list(checkpoints.glob("*/files.json")))
+            checkpoints = checkpoints.rename(job.run / "aside")
+            (job.run / "checkpoints").write_text("")
+        assert job.statuses() == [1]
+        told = job.printed("stderr").splitlines()
+        error = next(line for line in told if line.startswith("error: "))
+        assert "max_failed_saves=2 in a row" in error, told
+        assert "(1 of max_failed_saves=2)" in warnings(job)[0]
+        good = re.search(r"checkpoint (\d+) stands", error)[1]
+        saved_lib.read(checkpoints / good)
+
+
+@SLOW
+def test_a_save_that_fails_on_one_of_two_fails_on_both(tmp_path, cache_dir):
+    """Soon, and with one line, though Orbax lets the other wait for 20 minutes."""
+    more = ("max_failed_saves=2", "checkpoint_period=50")
+    with Job(tmp_path, cache_dir, *more, processes=2, largest_file={1: 40_000}) as job:
+        assert job.statuses(120) == [1, 1]
+        for index in range(2):
+            told = [x for x in job.printed("stderr", index).splitlines() if ": /" in x]
+            assert len(told) == 2, told
+            assert told[0].startswith("warning: ") and "/50 was not saved: process 1: " in told[0]
+            assert told[1].startswith("error: ") and "max_failed_saves=2 in a row" in told[1]
+            assert "File too large" in told[0] and "there is none before it" in told[1]
+        assert job.checkpoints == []
+
+
+@SLOW
+def test_minutes_are_those_of_the_first_process(tmp_path, cache_dir):
+    """Two processes save the same steps, whatever their clocks say."""
+    more = ("checkpoint_period=-1", "checkpoint_period_minutes=0.05", "steps=400")
+    with Job(tmp_path, cache_dir, *more, "max_num_checkpoints_to_keep=None", processes=2) as job:
+        assert job.statuses() == [0, 0], job.printed("stderr")
+        assert_all_is_saved(job)
+        assert len(job.checkpoints) > 2
+        for step in job.checkpoints:
+            saved_lib.read(job.run / "checkpoints" / str(step))
+
+
+def test_a_last_save_that_fails_is_no_success(mount, cache_dir, tmp_path):
+    folder, _ = mount
+    more = (f"base_output_directory={folder}", "checkpoint_period=1000000")
+    with Job(tmp_path, cache_dir, *more) as job:
+        job.run = folder / "run"
+        job.train_to(10)
+        fill(folder)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [1]
+        assert "was not saved: No space left on device" in job.printed("stderr")
+
+
+def test_a_disk_that_is_full_from_the_start(mount, cache_dir):
+    folder, _ = mount
+    with (folder / "filler").open("wb") as file, pytest.raises(OSError):
+        file.write(bytes(100_000_000))
+    done = run(*arguments(folder, cache_dir))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"base_output_directory={folder}" in done.stderr
+    assert "No space left on device" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(mount, cache_dir):
+    folder, remount = mount
+    remount("remount,ro")
+    done = run(*arguments(folder, cache_dir))
+    assert done.returncode == 2 and "Read-only file system" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json.tmp"))],
+)
+def test_something_in_the_way(tmp_path, cache_dir, name):
+    (tmp_path / "run").mkdir()
+    if name == "checkpoints":
+        (tmp_path / "run" / name).write_text("")
+    else:
+        (tmp_path / "run" / name).mkdir()
+    done = run(*arguments(tmp_path, cache_dir))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert name in done.stderr
+
+
+# --- Two at once ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_locks(tmp_path_factory, monkeypatch):
+    """flock fails in every process that is started, with the error number in NO_LOCKS."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("no_locks")
+    (folder / "flock.c").write_text(
+        "#include <errno.h>\n#include <stdlib.h>\n"
+        'int flock(int fd, int how) { errno = atoi(getenv("NO_LOCKS")); return -1; }\n'
+    )
+    line = ["gcc", "-shared", "-fPIC", "-o", folder / "flock.so", folder / "flock.c"]
+    subprocess.run(line, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(folder / "flock.so"))
+    monkeypatch.setenv("NO_LOCKS", str(errno.ENOSYS))
+
+
+def test_a_file_system_without_locks(tmp_path, cache_dir, no_locks):
+    """The run warns once and goes on. Without checkpoints nothing is said to be saved, either."""
+    with Job(tmp_path, cache_dir, "enable_checkpointing=False") as job:
+        job.train_to(10)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.statuses() == [EXIT_PREEMPTED]
+    told = job.printed("stderr").splitlines()
+    assert len(told) == 1 and told[0].startswith("warning: ") and job.checkpoints == []
+    assert "no locks (Function not implemented)" in told[0] and str(job.run) in told[0]
+    stopped = next(x for x in job.printed().splitlines() if x.startswith("stopped by a signal"))
+    assert "not saved (enable_checkpointing=False)" in stopped and "go on" not in stopped
+
+
+def test_what_a_file_system_says_that_has_no_locks(tmp_path, no_locks):
+    """Every other error ends the start, as does a lock that another process holds."""
+    program = """if True:
+        import os, sys
+        from maxramp.locking import lock
+        with open(sys.argv[1], "w") as file:
+            for number in sys.argv[2:]:
+                os.environ["NO_LOCKS"] = number
+                try:
+                    print("warned" if "has no locks" in lock(file) else "silent")
+                except OSError as error:
+                    print(type(error).__name__)
+    """
+    numbers = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EWOULDBLOCK)
+    line = [sys.executable, "-c", program, tmp_path / "file", *map(str, (*numbers, errno.EIO))]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["warned"] * 4 + ["BlockingIOError", "OSError"]
+
+
+def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
+    with Job(tmp_path, cache_dir) as job:
+        job.train_to(1)
+        done = run(*arguments(tmp_path, cache_dir))
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"in use by process {job.processes[0].pid} on " in done.stderr
+        job.processes[0].kill()  # the lock goes with it
+        job.processes[0].wait()
+    assert run(*arguments(tmp_path, cache_dir, f"steps={len(job.steps()) + 5}")).returncode == 0
+
+
+# --- Gradients that are not finite ---------------------------------------------------------------
+
+
+def test_a_bad_step_changes_nothing_but_the_clock():
+    """Bit for bit; the next good step trains as if the bad one had not been."""
+    config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
+    mesh, rate = make_mesh(config), LearningRate.of(config, RampupBatchManager(config))
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+        rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
+        batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
+        state, metrics = step(jax.jit(functools.partial(init_state, config))(), batch)
+        assert metrics["bad_steps"] == 0
+        leaves, structure = jax.tree.flatten(state.model)
+        spoilt = structure.unflatten([leaves[0].at[...].set(jnp.inf), *leaves[1:]])
+        bad = dataclasses.replace(state, model=spoilt)
+        for count in (1, 2):
+            after, metrics = step(bad, batch)
+            assert metrics["bad_steps"] == after.bad_steps == count
+            assert after.consumed_samples[0] == bad.consumed_samples[0] + 256
+            for name in ("model", "opt_state"):
+                pairs = zip(*(jax.tree.leaves(getattr(s, name)) for s in (bad, after)), strict=True)
+                assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+            bad = after
+        healed, metrics = step(dataclasses.replace(bad, model=state.model), batch)
+        assert metrics["bad_steps"] == healed.bad_steps == 0 and np.isfinite(metrics["grad_norm"])
+
+
+def test_bad_steps_in_a_row_end_the_run(tmp_path, cache_dir):
+    more = ("learning_rate=1e30", "opt_type=sgd", "gradient_clipping_threshold=0")
+    more += ("warmup_steps_fraction=0", "skip_bad_steps=4", "checkpoint_period=1")
+    done = run(*arguments(tmp_path, cache_dir, *more))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    first, last = map(int, re.search(r"steps (\d+) to (\d+) were", done.stderr).groups())
+    assert last == first + 3 and "skip_bad_steps=4" in done.stderr
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    counted = [r["bad_steps"] for r in records]
+    assert counted[-3:] == [1, 2, 3] and set(counted[:-3]) == {0}
+    assert done.stdout.count("skipped: its gradient is not finite") == 3
+
+
+# --- What is written of every step ---------------------------------------------------------------
+
+
+def record(step: int) -> dict:
+    return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7, "lo', '{"step": 7}', "\0\0\0", "\n"])
+def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record(step)) + "\n" for step in range(7)) + torn)
+    cut_records(path, 5)
+    writer = JsonlWriter(path)
+    for step in range(5, 9):
+        writer(record(step))
+    writer.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        record(step) for step in range(9)
+    ]
+
+
+def test_records_wait_for_a_disk_that_is_full(mount, tmp_path):
+    """For a while; then every one of them is there once, and whole."""
+    folder, _ = mount
+    metrics, events = JsonlWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder, 0, 0)
+    for step in range(1000):
+        if step == 200:
+            fill(folder)
+            with (folder / "filler").open("ab") as file:
+                file.write(bytes(150_000))
+        if step == 900:
+            for writer in (metrics, events):
+                with pytest.raises(OSError, match="No space left"):
+                    writer.flush()
+            (folder / "filler").unlink()
+        metrics(record(step))
+        events(record(step))
+    metrics.close()
+    events.close()
+    assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(1000))
+    (path,) = folder.glob("events*")
+    assert [event.step for event, _ in read_events(path)] == [0, *range(1000)]

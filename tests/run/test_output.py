@@ -1,0 +1,113 @@
+"""What a run may write over in its folder, and what it leaves as a person put it there."""
+
+import pytest
+import yaml
+from conftest import make_config
+
+from maxramp.config import load as config_lib
+from maxramp.errors import ConfigError
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.run.output import Output
+
+PERSONS = "# My run: a small ramp.\nsteps: 17   # as in the paper\n"
+
+
+def start(folder, *keys, first_step=0, records=()):
+    """A start of a run, as far as its folder is concerned; returns the resolved config."""
+    config = make_config(f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys)
+    with Output(config) as output:
+        for write in output.open_files(RampupBatchManager(config, 8), first_step)[:-1]:
+            for record in records:
+                write(record)
+    return config
+
+
+def resolved(path):
+    return config_lib.resolve(config_lib.load([str(path)]), 8, 1, 1)
+
+
+def test_its_own_config_is_replaced(tmp_path, capsys):
+    folder = tmp_path / "run"
+    path = folder / "config.yml"
+    for steps in (10, 20):
+        config = start(folder, f"steps={steps}")
+        assert resolved(path) == config and yaml.safe_load(path.read_text())["steps"] == steps
+    path.write_text(path.read_text().partition("\n")[2])  # what earlier versions wrote
+    start(folder, "steps=30")
+    assert yaml.safe_load(path.read_text())["steps"] == 30
+    assert not (folder / "config.resolved.yml").exists()
+    assert "config.yml, plan.json" in capsys.readouterr().out.splitlines()[-1]
+
+
+def edited(path, change):
+    text = change(path.read_text())
+    path.write_text(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "another file": lambda text: PERSONS,
+        "a comment": lambda text: f"{text}# keep this\n",
+        "a value": lambda text: text.replace("steps: 10\n", "steps: 11\n"),
+        "not YAML": lambda text: "{",
+        "empty": lambda text: "",
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_persons_config_stays(tmp_path, capsys, change):
+    folder = tmp_path / "run"
+    path = folder / "config.yml"
+    start(folder, "steps=10")
+    text = edited(path, change[1])
+    for steps in (20, 30):
+        config = start(folder, f"steps={steps}")
+        assert path.read_text() == text
+        assert resolved(folder / "config.resolved.yml") == config
+    assert "config.resolved.yml, plan.json" in capsys.readouterr().out.splitlines()[-1]
+    edited(folder / "config.resolved.yml", lambda text: f"{text}# mine\n")
+    with pytest.raises(ConfigError, match="move config.resolved.yml away"):
+        start(folder)
+
+
+def test_a_new_run_beside_its_config(tmp_path):
+    """The file that the run is started with, in the folder that the run then writes to."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yml").write_text(PERSONS)
+    (folder / "notes.txt").write_text("notes")
+    start(folder)
+    assert (folder / "config.yml").read_text() == PERSONS
+    assert (folder / "config.resolved.yml").exists() and (folder / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json", "next_stage.json", "ramp.png"])
+def test_a_folder_that_is_no_runs(tmp_path, name):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"run_name=run: .*holds {name}, which"):
+        start(folder)
+    assert [p.name for p in folder.iterdir()] == [name] and (folder / name).read_text() == "mine"
+
+
+def test_metrics_that_are_cut_are_kept(tmp_path, capsys):
+    """Whatever stood there: steps after the checkpoint, another program's lines, a torn one."""
+    folder = tmp_path / "run"
+    records = [
+        {"step": k, "loss": 1.0, "consumed_samples": 8 * k, "global_batch_size": 8}
+        for k in range(9)
+    ]
+    start(folder, records=records)
+    start(folder, first_step=6)
+    assert read_records(folder / "metrics.jsonl") == records[:6]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 1}\n7\n{"step": 6, "lo')
+    start(folder)
+    assert (folder / "metrics.jsonl").read_bytes() == b""
+    assert read_records(folder / "metrics.dropped.jsonl") == records[6:] + records[:6]
+    lines = (folder / "metrics.dropped.jsonl").read_text().splitlines()
+    assert lines[9:] == ['{"epoch": 1}', "7", '{"step": 6, "lo']
+    assert "again    3 steps that no checkpoint holds" in capsys.readouterr().out

@@ -1,0 +1,96 @@
+"""TensorBoard's event files: each step once, over any number of starts."""
+
+import os
+import struct
+
+import numpy as np
+from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import masked_crc32c
+
+from maxramp.run.tensorboard import TensorBoardWriter, read_events
+
+
+def record(step: int) -> dict:
+    return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
+
+
+def test_tensorboard_holds_each_step_once(tmp_path):
+    """Over four starts, the second of which was killed in the middle of an event.
+
+    What another program writes beside them stays as it is.
+    """
+    others = SummaryWriter(str(tmp_path))
+    for step in range(50):
+        others.add_scalar("accuracy", step / 50, step)
+    others.close()
+    (other,) = tmp_path.glob("events*")
+    theirs = other.read_bytes()
+    for first, last in ((0, 10), (6, 14), (10, 20)):
+        writer = TensorBoardWriter(tmp_path, first, 8 * first)
+        for step in range(first, last):
+            writer(record(step))
+        writer.flush()
+        newest = max(tmp_path.glob("events*.maxramp.*"), key=lambda path: int(path.suffix[1:]))
+        if first == 6:
+            os.truncate(newest, newest.stat().st_size - 5)
+        writer.close()
+    for path in tmp_path.rglob("events*"):  # earlier versions did not mark them
+        path.rename(path.with_name(path.name.replace(".maxramp.", ".")))
+    writer = TensorBoardWriter(tmp_path, 20, 160)
+    writer(record(20))
+    writer.close()
+    for folder, scale in ((tmp_path, 1), (tmp_path / "over_samples", 8)):
+        found = {}
+        for path in folder.glob("events*"):
+            for event, _ in read_events(path):
+                for value in event.summary.value:
+                    if value.tag == "learning/loss":
+                        assert event.step not in found
+                        found[event.step] = value.simple_value
+        places = [scale * step + (scale > 1) * 8 for step in range(21)]
+        assert sorted(found) == places
+        assert np.allclose([found[place] for place in places], [k / 7 for k in range(21)])
+    assert other.read_bytes() == theirs
+
+
+def test_tags_from_before_groups_get_theirs(tmp_path):
+    """A run that goes on has one curve for a number, at the times when it was written."""
+    old = EventsWriter(str(tmp_path / "events"), ".0")
+    for step in range(10):
+        numbers = {"loss": step / 7, "consumed_samples": 8 * step + 8}
+        values = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        summary = summary_pb2.Summary(value=values)
+        old.write_event(event_pb2.Event(wall_time=1000 + step, step=step, summary=summary))
+    old.close()
+    writer = TensorBoardWriter(tmp_path, 6, 48)
+    for step in range(6, 12):
+        writer(record(step))
+    writer.close()
+    found = {}
+    for path in tmp_path.glob("*"):
+        if path.is_file():  # nothing else is left there
+            for event, _ in read_events(path):
+                for value in event.summary.value:
+                    found.setdefault(value.tag, []).append((event.step, event.wall_time))
+    assert "loss" not in found
+    losses = sorted(found["learning/loss"])
+    assert [step for step, _ in losses] == list(range(12))
+    assert [time for _, time in losses[:6]] == [1000 + step for step in range(6)]
+    checked = record_reader(next(tmp_path.glob("*.0")))
+    assert len(list(checked)) == 7, "the version and six steps, with the checksums of the format"
+
+
+def record_reader(path):
+    """The records of an event file, their checksums compared: TensorBoard drops others."""
+    data, start = path.read_bytes(), 0
+    while start < len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        (header_sum,) = struct.unpack_from("<I", data, start + 8)
+        body = data[start + 12 : start + 12 + length]
+        (body_sum,) = struct.unpack_from("<I", data, start + 12 + length)
+        assert header_sum == masked_crc32c(data[start : start + 8])
+        assert body_sum == masked_crc32c(body)
+        start += 16 + length
+        yield body

@@ -1,0 +1,272 @@
+"""The main job as a user runs it: real processes, real text, real kills."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import yaml
+from conftest import BASE, TINY, command, environment, make_config, run
+
+from maxramp.errors import EXIT_PREEMPTED
+from maxramp.planning.cost import training_flops_per_token
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.run.tensorboard import read_events
+from maxramp.training.optimizer import LearningRate
+
+FIELDS = {
+    *("step", "stage", "per_device_batch_size", "gradient_accumulation_steps"),
+    *("global_batch_size", "consumed_samples", "consumed_tokens", "loss", "grad_norm"),
+    *("learning_rate", "step_seconds", "data_seconds", "compile_seconds", "tokens_per_second"),
+    *("tflops_per_device", "batch_fingerprint"),
+}
+# What two starts of one run must agree on, to the last bit.
+EXACT = ("stage", "global_batch_size", "consumed_samples", "loss", "grad_norm", "batch_fingerprint")
+
+RAMP = [
+    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
+    *("per_device_batch_size_increment=2", "global_rampup_samples=1200", "steps=460"),
+    *("checkpoint_period=50", "eval_interval=100", "eval_steps=2"),
+]
+
+
+def arguments(tmp_path, cache_dir, name, *more):
+    given = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
+    merged = dict(argument.split("=", 1) for argument in (*given, f"run_name={name}", *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def steps_of(folder: pathlib.Path) -> list[dict]:
+    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache_dir):
+    """One run to its end: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = run(*arguments(folder, cache_dir, "a run", "enable_tensorboard=True"))
+    assert done.returncode == 0, done.stderr
+    return folder / "a run", done
+
+
+def test_the_schedule_was_run(uninterrupted):
+    """2, 4, 6, 8 rows, 400 samples each: 200, 100, 67 steps, then the rest."""
+    records = steps_of(uninterrupted[0])
+    assert [r["step"] for r in records] == list(range(460))
+    sizes = [2] * 200 + [4] * 100 + [6] * 67 + [8] * 93
+    assert [r["global_batch_size"] for r in records] == sizes
+    assert [r["per_device_batch_size"] for r in records] == sizes
+    assert [r["consumed_samples"] for r in records] == np.cumsum(sizes).tolist()
+    assert [r["consumed_tokens"] for r in records] == (16 * np.cumsum(sizes)).tolist()
+    assert sorted({r["stage"] for r in records}) == [0, 1, 2, 3]
+
+
+def test_every_field_is_there_and_means_what_it_says(uninterrupted):
+    folder, _ = uninterrupted
+    config = make_config(*RAMP, devices=1)
+    rate = LearningRate.of(config, RampupBatchManager(config))
+    for r in steps_of(folder):
+        assert set(r) == FIELDS
+        tokens = r["global_batch_size"] * 16
+        assert r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"])
+        flops = tokens * training_flops_per_token(config) / r["step_seconds"]
+        assert r["tflops_per_device"] == pytest.approx(flops / 1e12)
+        before = r["consumed_samples"] - r["global_batch_size"]
+        assert r["learning_rate"] == pytest.approx(float(rate(before)), rel=1e-5)
+        assert re.fullmatch("[0-9a-f]{16}", r["batch_fingerprint"])
+        assert r["data_seconds"] >= 0 and r["compile_seconds"] >= 0
+
+
+def test_it_learns_and_evaluates(uninterrupted):
+    folder, _ = uninterrupted
+    records = read_records(folder / "metrics.jsonl")
+    losses = [r["loss"] for r in steps_of(folder)]
+    assert losses[0] > 5.3 and np.mean(losses[-20:]) < 3.5
+    evals = [r for r in records if "eval_loss" in r]
+    assert [r["step"] for r in evals] == [99, 199, 299, 399, 459]
+    assert all(r["eval_tokens"] == 2 * 8 * 16 for r in evals)
+    assert evals[-1]["eval_loss"] < evals[0]["eval_loss"]
+
+
+def test_the_output_folder(uninterrupted):
+    folder, done = uninterrupted
+    plan = json.loads((folder / "plan.json").read_text())
+    assert [(s["steps"], s["global_batch_size"]) for s in plan["stages"]] == [
+        *((200, 2), (100, 4), (67, 6)),
+        (None, 8),
+    ]
+    assert plan["stages"][3]["samples"] is None and plan["total_samples"] == 1946
+    config = yaml.safe_load((folder / "config.yml").read_text())
+    assert config["steps"] == 460 and config["run_name"] == "a run"
+    assert (folder / "ramp.png").read_bytes().startswith(b"\x89PNG")
+    for path in (folder / "tensorboard").rglob("events*"):
+        tags = {value.tag for event, _ in read_events(path) for value in event.summary.value}
+        assert tags and all(re.match("(learning|batch|speed)/", tag) for tag in tags), tags
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line[:6] == "stage "] == [
+        f"stage {i} (of 0 to 3)" for i in range(4)
+    ]
+    assert not done.stderr, done.stderr
+
+
+def test_a_finished_run_is_left_alone(uninterrupted, cache_dir):
+    folder, _ = uninterrupted
+    before = (folder / "metrics.jsonl").read_bytes()
+    done = run(*arguments(folder.parent, cache_dir, "a run"))
+    assert done.returncode == 0 and "finished" in done.stdout
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_start_without_checkpoints_leaves_a_run_that_has_some_alone(uninterrupted, cache_dir):
+    folder, _ = uninterrupted
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
+    before = {path: path.read_bytes() for path in files}
+    done = run(*arguments(folder.parent, cache_dir, "a run", "enable_checkpointing=False"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    for part in ("enable_checkpointing=False", "after 460 steps", "another run_name"):
+        assert part in done.stderr
+    assert {path: path.read_bytes() for path in files} == before
+
+
+def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
+    """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
+    process = subprocess.Popen(
+        command(*command_line),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    path = folder / "metrics.jsonl"
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and (last := path.read_text().rfind('{"step": ')) >= 0:
+            text = path.read_text()[last:]
+            if (match := re.match(r'\{"step": (\d+)', text)) and int(match[1]) >= step:
+                process.send_signal(number)
+                break
+        time.sleep(0.002)
+    process.output = process.communicate(timeout=120)
+    return process
+
+
+def assert_same_run(folder: pathlib.Path, expected: pathlib.Path):
+    got, wanted = steps_of(folder), steps_of(expected)
+    assert [r["step"] for r in got] == [r["step"] for r in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        assert {k: a[k] for k in EXACT} == {k: b[k] for k in EXACT}
+    evals = [
+        [(r["step"], r["eval_loss"]) for r in read_records(f / "metrics.jsonl") if "eval_loss" in r]
+        for f in (folder, expected)
+    ]
+    assert evals[0] == evals[1]
+
+
+def test_stopped_in_every_stage_it_is_the_same_run(uninterrupted, tmp_path, cache_dir):
+    """SIGTERM at a random step of each stage: saved, exit status 76, and the rest is bit-equal."""
+    rng = random.Random(1)
+    line, folder = arguments(tmp_path, cache_dir, "stopped"), tmp_path / "stopped"
+    for first, end in ((0, 200), (200, 300), (300, 367), (367, 440)):
+        process = start_until(rng.randrange(first, end - 15), folder, signal.SIGTERM, *line)
+        assert process.returncode == EXIT_PREEMPTED, process.output
+        assert not process.output[1], process.output[1]
+    assert run(*line).returncode == 0
+    assert_same_run(folder, uninterrupted[0])
+
+
+def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cache_dir):
+    """kill -9 loses the steps since the last checkpoint and nothing else."""
+    rng = random.Random(2)
+    line = arguments(tmp_path, cache_dir, "killed", "max_num_checkpoints_to_keep=2")
+    folder = tmp_path / "killed"
+    for first, end in ((60, 190), (230, 350), (380, 440)):
+        process = start_until(rng.randrange(first, end), folder, signal.SIGKILL, *line)
+        assert process.returncode == -signal.SIGKILL
+    assert run(*line).returncode == 0
+    assert_same_run(folder, uninterrupted[0])
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"450", "460"}
+
+
+def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):
+    text = tmp_path / "other.txt"
+    text.write_text("other text " * 10_000)
+    folder, _ = uninterrupted
+    line = arguments(folder.parent, cache_dir, "a run", f"text_files={text}", "steps=500")
+    done = run(*line)
+    assert done.returncode == 2 and "allow_changed=[corpus]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_another_model_is_refused_in_one_line(uninterrupted, cache_dir):
+    folder, _ = uninterrupted
+    line = arguments(folder.parent, cache_dir, "a run", "base_mlp_dim=128", "steps=500")
+    done = run(*line)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "mlp" in done.stderr and "[2, 32, 64]" in done.stderr and "[2, 32, 128]" in done.stderr
+
+
+@pytest.mark.parametrize("rate", ["1e30", "1e37"])
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
+    """One line, exit status 1, and no checkpoint of the spoilt state."""
+    line = arguments(
+        tmp_path,
+        cache_dir,
+        "bad",
+        *(f"learning_rate={rate}", "warmup_steps_fraction=0", "checkpoint_period=1"),
+        *("opt_type=sgd", "gradient_clipping_threshold=0"),
+    )
+    done = run(*line)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    step = int(re.search(r"at step (\d+)", done.stderr)[1])
+    saved = [int(p.name) for p in (tmp_path / "bad" / "checkpoints").iterdir()]
+    assert max(saved, default=0) <= step
+
+
+def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
+    """Two real processes with one device each: the rows, batch sizes and losses of one with two."""
+    more = ("steps=20", "per_device_batch_size=4", "per_device_batch_size_start=2")
+    more += ("per_device_batch_size_increment=2", "global_rampup_samples=40", "eval_interval=10")
+    line = arguments(tmp_path, cache_dir, "one", *more)
+    assert run(*line, devices=2).returncode == 0
+    port = 20000 + os.getpid() % 20000
+    processes = [
+        subprocess.Popen(
+            command(*arguments(tmp_path, cache_dir, "two", *more)),
+            env=environment()
+            | {
+                "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+                "MAXRAMP_NUM_PROCESSES": "2",
+                "MAXRAMP_PROCESS_ID": str(i),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    said = [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
+    assert not said, "only the first process speaks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(20))
+def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
+    """XLA on a CPU with several devices aborts most runs unless its dispatch is synchronous, and
+    some where a collective could run beside the layers' loop (mesh.after)."""
+    more = ("steps=60", "per_device_batch_size=4", "per_device_batch_size_start=1")
+    more += ("per_device_batch_size_increment=1", "global_rampup_samples=120")
+    more += ("base_emb_dim=128", "base_mlp_dim=384", "max_target_length=256", "eval_interval=-1")
+    more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 2, 1, 4)[attempt % 4]}")
+    line = arguments(tmp_path, cache_dir, f"attempt{attempt}", *more)
+    done = run(*line, devices=4, timeout=580)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(steps_of(tmp_path / f"attempt{attempt}")) == 60

@@ -1,0 +1,223 @@
+"""The learning rate over samples against MaxText's schedule over steps, written with optax."""
+
+import random
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxramp.errors import ConfigError
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.optimizer import LearningRate
+
+MOST_STEPS = 128  # one length for all curves: one compilation
+# Both sides take a position and a cosine in float32: a few roundings of 2^-24 of the peak.
+TOLERANCE = 1e-6
+
+
+def settings(**changes):
+    """The batch and schedule keys of a resolved config."""
+    values = {
+        "learning_rate": 1.0,
+        "learning_rate_by": "samples",
+        "batch_size_lr_scaling": "none",
+        "lr_schedule_type": "cosine",
+        "learning_rate_final_fraction": 0.1,
+        "warmup_steps_fraction": 0.1,
+        "wsd_decay_steps_fraction": 0.1,
+        "wsd_decay_style": "linear",
+        "learning_rate_schedule_steps": 100,
+        "steps": 100,
+        "enable_rampup_batch_size": False,
+        "per_device_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "num_nodes": 1,
+        "devices_per_node": 2,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def random_schedule(rng):
+    """Keys of any schedule: phases of no steps and of one step are as likely as long ones."""
+    schedule_steps = rng.choice((rng.randint(1, 6), rng.randint(1, MOST_STEPS)))
+    warmup = rng.choice((0.0, 1.0, 1 / schedule_steps, round(rng.random(), 2)))
+    return {
+        "learning_rate": rng.uniform(1e-5, 1e-1),
+        "lr_schedule_type": rng.choice(("cosine", "wsd")),
+        "learning_rate_final_fraction": rng.choice((0.0, 0.1, 1.0, rng.random())),
+        "warmup_steps_fraction": warmup,
+        "wsd_decay_steps_fraction": rng.choice((0.0, 1 - warmup, rng.random() * (1 - warmup))),
+        "wsd_decay_style": rng.choice(("linear", "cosine")),
+        "learning_rate_schedule_steps": schedule_steps,
+        "steps": rng.choice((schedule_steps, MOST_STEPS)),
+    }
+
+
+def of(config):
+    ramp = RampupBatchManager(config)
+    return LearningRate.of(config, ramp), ramp
+
+
+def rates_at_steps(rate, ramp, steps):
+    """Learning rates of the first `steps` steps."""
+    return np.asarray(rate(np.array([ramp.samples_before(step) for step in range(steps)])))
+
+
+def maxtext_schedule(config):
+    """Learning rate by step."""
+    peak = config.learning_rate
+    final = peak * config.learning_rate_final_fraction
+
+    def cosine(steps):
+        def schedule(step):
+            part = step / (steps - 1) if steps > 1 else 1.0
+            left = 0.5 * (jnp.cos(jnp.pi * part) + 1)
+            return peak * left + final * (1 - left)
+
+        return schedule
+
+    total = config.learning_rate_schedule_steps
+    warmup = int(total * config.warmup_steps_fraction)
+    phases = [(warmup, optax.linear_schedule(0.0, peak, warmup - 1))]
+    if config.lr_schedule_type == "cosine":
+        phases += [(total - warmup, cosine(total - warmup))]
+    else:
+        decay = int(total * config.wsd_decay_steps_fraction)
+        linear = config.wsd_decay_style == "linear"
+        fall = optax.linear_schedule(peak, final, decay - 1) if linear else cosine(decay)
+        phases += [(total - warmup - decay, optax.constant_schedule(peak)), (decay, fall)]
+    phases += [(config.steps - total, optax.constant_schedule(0.0))]
+    phases = [(steps, schedule) for steps, schedule in phases if steps > 0]
+    ends = np.cumsum([steps for steps, _ in phases])
+    return optax.join_schedules([schedule for _, schedule in phases], ends[:-1].tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_constant_batch_is_maxtext(seed):
+    """At every step of a run with one batch size, for any schedule and any batch size."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        batch = {
+            "per_device_batch_size": rng.choice((0.5, 1, 3, 7, 60)),
+            "gradient_accumulation_steps": rng.choice((1, 3, 32)),
+            "devices_per_node": rng.choice((2, 10, 256)),
+        }
+        config = settings(**random_schedule(rng), **batch)
+        rate, ramp = of(config)
+        steps = np.arange(MOST_STEPS)
+        expected = np.asarray(maxtext_schedule(config)(steps)) * np.ones(MOST_STEPS)
+        actual = rates_at_steps(rate, ramp, MOST_STEPS)
+        np.testing.assert_allclose(
+            actual[: config.steps],
+            expected[: config.steps],
+            rtol=0,
+            atol=TOLERANCE * config.learning_rate,
+            err_msg=str(config),
+        )
+        assert not np.any(actual[config.learning_rate_schedule_steps :])
+
+
+def random_ramp(rng):
+    """Keys of any ramp, on one device; increments that divide the batch it ends at, and others."""
+    start, increment = rng.randint(1, 6), rng.randint(1, 6)
+    return {
+        "enable_rampup_batch_size": True,
+        "per_device_batch_size": start + increment * rng.randint(1, 4),
+        "per_device_batch_size_start": start,
+        "per_device_batch_size_increment": increment,
+        "global_rampup_samples": rng.randint(1, 300),
+        "gradient_accumulation_steps": rng.choice((1, 2)),
+        "devices_per_node": 1,
+    }
+
+
+def test_ramp_does_not_bend_the_curve():
+    """A run with a ramp and one with its final batch, of equal samples in all, have equal rates at
+    equal counts of consumed samples, at the ramp's own steps and anywhere else."""
+    rng = random.Random(0)
+    compared = 0
+    while compared < 100:
+        schedule = random_schedule(rng)
+        config = settings(**schedule, **random_ramp(rng))
+        rate, ramp = of(config)
+        batch = ramp.stages[-1].global_batch_size
+        samples = ramp.samples_before(config.learning_rate_schedule_steps)
+        if samples % batch or samples <= ramp.stages[-1].first_sample:
+            continue  # no constant-batch run has this total, or the schedule ends inside the ramp
+        total = samples // batch
+        constant = vars(config) | {
+            "enable_rampup_batch_size": False,
+            "learning_rate_schedule_steps": total,
+            "steps": total + 1,
+        }
+        curve, _ = of(settings(**constant))
+        steps = [ramp.samples_before(step) for step in range(MOST_STEPS)]
+        elsewhere = rng.choices(range(samples), k=MOST_STEPS)
+        both = np.array(steps + elsewhere)
+        np.testing.assert_array_equal(rate(both), curve(both), err_msg=str(config))
+        compared += 1
+
+
+def test_ramp_starts_and_ends_as_maxtext():
+    """Whatever the ramp, even where the schedule ends inside it: a warmup starts from 0, no rate is
+    above the peak, the last step of a decay has the final rate, and then there is none."""
+    rng = random.Random(1)
+    for _ in range(200):
+        config = settings(**random_schedule(rng), **random_ramp(rng))
+        rate, ramp = of(config)
+        last = config.learning_rate_schedule_steps - 1
+        rates = rates_at_steps(rate, ramp, MOST_STEPS + 1)
+        peak = config.learning_rate
+        final = peak * config.learning_rate_final_fraction
+        assert np.all((rates >= 0) & (rates <= peak * (1 + TOLERANCE))), config
+        assert not np.any(rates[last + 1 :]), config
+        warmup = int(rate.total // rate.quantum * config.warmup_steps_fraction)
+        if warmup:
+            assert rates[0] == 0, config
+        decays = config.lr_schedule_type == "cosine" or (
+            rate.total / rate.quantum * config.wsd_decay_steps_fraction >= 2
+        )
+        if decays and rate.total - warmup * rate.quantum >= 2 * rate.quantum:
+            assert rates[last] == pytest.approx(final, abs=TOLERANCE * peak), config
+
+
+def test_documented_values():
+    """Ten steps by hand: warmup 0, 1/2, 1, then a cosine over 7 steps, again from the peak."""
+    config = settings(
+        warmup_steps_fraction=0.3,
+        learning_rate_final_fraction=0.0,
+        learning_rate_schedule_steps=10,
+        steps=12,
+    )
+    rate, ramp = of(config)
+    half = 0.5 * np.sqrt(3)
+    expected = [0, 0.5, 1, 1, 0.5 + half / 2, 0.75, 0.5, 0.25, 0.5 - half / 2, 0, 0, 0]
+    np.testing.assert_allclose(rates_at_steps(rate, ramp, 12), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [1, 49, 50, 51])
+def test_a_schedule_that_ended_before_the_changed_ramp(steps):
+    """A ramp that goes on at step 50 does not know the samples before it, step by step."""
+    config = settings(learning_rate_schedule_steps=steps)
+    ramp = RampupBatchManager(config, first_step=50, first_sample=3)
+    if steps > 50:
+        assert LearningRate.of(config, ramp).total == 3 + 8
+        return
+    with pytest.raises(ConfigError, match=f"^learning_rate_schedule_steps={steps}: .*step 50.*-1"):
+        LearningRate.of(config, ramp)
+
+
+def test_long_run():
+    """Samples beyond 32 bits: a million steps of 65,536 rows, at some of its steps."""
+    total, rows = 1_000_000, 65_536
+    config = settings(
+        per_device_batch_size=rows // 2, steps=total, learning_rate_schedule_steps=total
+    )
+    for style in ("cosine", "wsd"):
+        config.lr_schedule_type = style
+        rate, _ = of(config)
+        steps = np.append(np.linspace(0, total - 1, 100, dtype=int), total)
+        expected = np.append(maxtext_schedule(config)(steps[:-1]), 0)
+        np.testing.assert_allclose(rate(steps.astype(float) * rows), expected, atol=TOLERANCE)

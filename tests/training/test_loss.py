@@ -1,0 +1,91 @@
+"""The loss in blocks against a plain one in float64, on several meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.data.marks import PADDING
+from maxramp.training.loss import cross_entropy_sums
+
+B, T, D, V = 8, 5, 16, 24
+
+
+def inputs():
+    random = np.random.default_rng(0)
+    x, head = random.normal(size=(B, T, D)), random.normal(size=(D, V))
+    targets = random.integers(0, V, (B, T), dtype=np.int32)
+    targets[random.random((B, T)) < 0.3] = PADDING
+    return x, head, targets
+
+
+def reference(z_loss):
+    """Sums and gradients of the objective to x and head, written out in float64."""
+    x, head, targets = inputs()
+    logits = x @ head
+    probabilities = np.exp(logits)
+    z = probabilities.sum(-1)
+    probabilities /= z[..., None]
+    counts = targets != PADDING
+    picked = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    cross_entropy = ((np.log(z) - picked) * counts).sum()
+    objective = cross_entropy + z_loss * (np.log(z) ** 2 * counts).sum()
+    slope = probabilities * (1 + 2 * z_loss * np.log(z))[..., None] - np.eye(V)[targets]
+    slope *= counts[..., None]
+    return (objective, cross_entropy, counts.sum()), (
+        slope @ head.T,
+        np.einsum("btd,btv->dv", x, slope),
+    )
+
+
+@pytest.mark.parametrize("z_loss", (0.0, 0.1))
+@pytest.mark.parametrize("block_tokens", (0, 1, 3, 7, 1000))
+@pytest.mark.parametrize("mesh", ((1, 1, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)))
+def test_blocks_change_nothing(mesh, block_tokens, z_loss):
+    data, fsdp, tensor = mesh
+    config = make_config(
+        *(f"ici_data_parallelism={data}", f"ici_fsdp_parallelism={fsdp}"),
+        *(f"ici_tensor_parallelism={tensor}", "enable_rampup_batch_size=False"),
+        devices=data * fsdp * tensor,
+    )
+    mesh = make_mesh(config)
+
+    def loss(x, head, targets):
+        sums = cross_entropy_sums(x, head, targets, z_loss, block_tokens)
+        return 3 * sums[0], sums
+
+    with jax.set_mesh(mesh):
+        x, head, targets = inputs()
+        rows = NamedSharding(mesh, P(("data", "fsdp"), None, None))
+        x = jax.device_put(x.astype(np.float32), rows)
+        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, P("fsdp", "tensor")))
+        gradients, sums = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, head, targets)
+        alone = jax.jit(lambda *a: loss(*a)[1])(x, head, targets)
+    expected_sums, expected_gradients = reference(z_loss)
+    np.testing.assert_allclose(sums, expected_sums, rtol=1e-5)
+    np.testing.assert_allclose(alone, sums, rtol=1e-6)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, 3 * expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_logits_exist_for_one_block_at_a_time():
+    """By the compiler's account: a vocabulary of 4096, 1,024 tokens, and 16 MiB of logits."""
+    config = make_config("enable_rampup_batch_size=False", devices=1)
+
+    def temporary_bytes(block_tokens):
+        def loss(x, head, targets):
+            return cross_entropy_sums(x, head, targets, 0.0, block_tokens)[0]
+
+        shapes = ((8, 128, 16), jnp.float32), ((16, 4096), jnp.float32), ((8, 128), jnp.int32)
+        arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with jax.set_mesh(make_mesh(config)):
+        whole, blocks = temporary_bytes(0), temporary_bytes(64)
+    logits = 1024 * 4096 * 4
+    assert whole >= logits
+    assert blocks < whole - 0.9 * logits * (1 - 64 / 1024)

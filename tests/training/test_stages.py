@@ -1,0 +1,282 @@
+"""Programs compiled ahead: what the loop sees of them, and what happens if one does not compile."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import BASE, TINY, environment, make_config, make_mesh, run
+
+from maxramp.data.relay import Expansion
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.programs import Programs, abstract_state, compiler_options
+
+# Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.
+RAMP = [
+    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
+    *("per_device_batch_size_increment=2", "global_rampup_samples=360", "steps=130"),
+    *("eval_interval=40", "eval_steps=2", "checkpoint_period=1000"),
+]
+
+# Runs the trainer after a patch of what a real compiler or a user without it would do.
+PATCHED = """
+import os, sys, threading
+import jax
+from maxramp import stages
+from maxramp.processes import end_process
+from maxramp.train import main
+{patch}
+end_process(main(sys.argv[1:]))
+"""
+COMPILER_FAILS = """
+compile_program, count = jax.stages.Lowered.compile, 0
+def fail(self, *options):
+    global count
+    if threading.current_thread().name == "compile":
+        count += 1
+        if count == {which}:
+            {when}
+            raise RuntimeError("out of\\nregisters")
+    return compile_program(self, *options)
+jax.stages.Lowered.compile = fail
+"""
+
+# The checkpoint of the first stage's end stands.
+AT_ITS_END = """
+            import pathlib, time
+            (folder,) = (word for word in sys.argv if word.startswith("base_output_directory="))
+            while not pathlib.Path(folder.split("=")[1], "r", "checkpoints", "60").exists():
+                time.sleep(0.1)
+"""
+
+
+def arguments(folder, cache_dir, *more):
+    given = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
+    merged = dict(argument.split("=", 1) for argument in (*given, "run_name=r", *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def run_patched(patch, given, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", PATCHED.format(patch=patch), *given],
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def losses(folder):
+    records = read_records(folder / "r" / "metrics.jsonl")
+    return [(r["step"], r.get("loss"), r.get("eval_loss")) for r in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache_dir):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run(*arguments(folder, cache_dir))
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_every_program_is_announced_once_in_order_of_use(undisturbed):
+    ready = [line.split(":")[0] for line in undisturbed[1].splitlines() if line[:5] == "ready"]
+    stages = [f"stage {i} (batch {2 * i + 2})" for i in range(4)]
+    assert ready == [f"ready    {name}" for name in (stages[0], "evaluation", *stages[1:])]
+
+
+def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
+    """Against a run that lowers and compiles each stage when it is reached."""
+    patch = "stages.Programs.lower_ahead = lambda self: None"
+    done = run_patched(patch, arguments(tmp_path, cache_dir))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == losses(undisturbed[0])
+    steps = [r for r in read_records(tmp_path / "r" / "metrics.jsonl") if "loss" in r]
+    for first in (60, 90, 110):  # the wait is in the step that waited, not in the one before
+        assert steps[first]["step_seconds"] > steps[first]["compile_seconds"] > 0
+    assert all(r["compile_seconds"] == 0 for r in steps if r["step"] not in (0, 60, 90, 110))
+
+
+def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, cache_dir):
+    """Every transfer of a run is one that the code asks for; an implicit one raises."""
+    guarded = environment() | {"JAX_TRANSFER_GUARD": "disallow"}
+    done = subprocess.run(
+        [sys.executable, "-m", "maxramp.train", *arguments(tmp_path, cache_dir)],
+        env=guarded,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert losses(tmp_path) == losses(undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    "which, when",
+    [
+        (4, "pass"),  # stage 2, in the middle of stage 0
+        (3, AT_ITS_END),  # stage 1, when the loop already waits for it
+    ],
+)
+def test_a_program_that_does_not_compile_ends_the_run_saved(
+    which, when, undisturbed, tmp_path, cache_dir
+):
+    patch = COMPILER_FAILS.format(which=which, when=when)
+    done = run_patched(patch, arguments(tmp_path, cache_dir))
+    stage = which - 2  # the second program is the evaluation's
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: the program of stage {stage} (batch {2 * stage + 2}) did not compile: out of "
+        "registers\n"
+    )
+    saved = {int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir()}
+    done_steps = read_records(tmp_path / "r" / "metrics.jsonl")[-1]["step"] + 1
+    assert max(saved) == done_steps
+    assert saved <= {60, done_steps}, "nothing but that and the end of the first stage"
+    assert (done_steps < 90) if which == 4 else (done_steps == 60)
+    # Started again with a compiler that works, it is the run that nothing disturbed.
+    assert run(*arguments(tmp_path, cache_dir)).returncode == 0
+    assert losses(tmp_path) == losses(undisturbed[0])
+
+
+def test_the_first_program_does_not_compile(tmp_path, cache_dir):
+    patch = COMPILER_FAILS.format(which=1, when="pass")
+    done = run_patched(patch, arguments(tmp_path, cache_dir))
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the program of stage 0 (batch 2) did not compile: out of registers\n"
+    )
+    assert not list((tmp_path / "r" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
+    """One of them cannot compile stage 2: both end after one step, saved."""
+    patch = COMPILER_FAILS.format(which=4, when="import time; time.sleep(1)")
+    given = arguments(tmp_path, cache_dir, "per_device_batch_size=4", "steps=2000")
+    given += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+    given = list({item.split("=")[0]: item for item in given}.values())
+    running = []
+    for index in range(2):
+        cluster = {
+            "MAXRAMP_COORDINATOR": "127.0.0.1:29517",
+            "MAXRAMP_NUM_PROCESSES": "2",
+            "MAXRAMP_PROCESS_ID": str(index),
+        }
+        program = PATCHED.format(patch=patch if index else "")
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *given],
+                env=environment() | cluster,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
+    assert running[1].returncode == 1
+    assert "error: the program of stage 2" in error
+    assert running[0].returncode == 76
+    saved = [int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir() if p.name.isdigit()]
+    records = read_records(tmp_path / "r" / "metrics.jsonl")
+    done = max(r["step"] for r in records) + 1
+    assert max(saved) == done
+    assert set(saved) <= {60, done}, "nothing but that and the end of the first stage"
+
+
+def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_path, cache_dir):
+    lines = [line for line in undisturbed[1].splitlines() if line[:5] == "ready"]
+    needs = {line.split()[2]: float(line.split("needs ")[1].split()[0]) for line in lines}
+    limit = (needs["2"] + needs["3"]) / 2
+    done = run(*arguments(tmp_path, cache_dir, f"device_memory_gib={limit}"))
+    warnings = [line for line in done.stdout.splitlines() if line[:7] == "warning"]
+    assert done.returncode == 0
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning  stage 3 (batch 8) needs {needs['3']:.3g} GiB a device")
+
+
+def test_equal_shapes_are_one_program_and_passed_stages_none():
+    """A list of stages that comes back to a batch compiles it once, from where it is taken up."""
+    config = make_config(
+        "step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12", "total_samples=600"
+    )
+    config = make_config(
+        *("step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12", "step_batch_size_unit=samples"),
+        *("total_samples=600", "per_device_batch_size=12"),
+        devices=1,
+    )
+    ramp = RampupBatchManager(config, 1)
+    mesh = make_mesh(config)
+    said = []
+    with jax.set_mesh(mesh):
+        programs = Programs(
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages_between(20, ramp.total_steps), 0, False, said.append),
+            lambda: os.kill(os.getpid(), signal.SIGTERM),
+        )
+        steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
+        programs.close()
+    assert [line.split(":")[0] for line in said] == [
+        *("ready    stage 1 (batch 8)", "ready    stage 2 (batch 4)", "ready    stage 4 (batch 12)")
+    ]
+    assert steps[0] is steps[2]
+
+
+def test_options_of_the_compiler(monkeypatch):
+    """Ours hold on GPUs, where the user has not said otherwise; every compiler knows them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+    assert compiler_options("cpu") == compiler_options("tpu") == {}
+    options = compiler_options("cuda")
+    assert "xla_gpu_enable_latency_hiding_scheduler" not in options
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert len(compiler_options("cuda")) == len(options) + 1
+    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options("cuda"))
+
+
+def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
+    done = run(
+        *arguments(
+            *(tmp_path, cache_dir, "profiler=xplane", "skip_first_n_steps_for_profiler=3"),
+            *("profiler_steps=4", "steps=20", "eval_interval=-1"),
+        )
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (trace,) = (tmp_path / "r" / "tensorboard").rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    steps = [
+        dict(event.stats).get("step_num")
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
+    assert sorted(steps) == [3, 4, 5, 6]
+
+
+def test_parts_of_the_model_are_named_in_the_program():
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
+    ramp = RampupBatchManager(config, 1)
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        programs = Programs(
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages, 0, False, json.dumps, programs_fail),
+        )
+        text = programs.train_step(ramp.stages[0])[0].as_text()
+        programs.close()
+    for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
+        assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
+
+
+def programs_fail():
+    raise AssertionError("a program did not compile")

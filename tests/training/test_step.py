@@ -1,0 +1,436 @@
+"""The train step: one update, however the rows are split, sharded, recomputed or padded.
+
+Shapes: N steps, R rows of a step (= A x B), S tokens of a row and the one after it; others as in
+maxramp/model.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES, make_mesh
+from conftest import make_config as make_tiny_config
+from jax.sharding import NamedSharding
+
+from maxramp.config import load as config_lib
+from maxramp.data.marks import PADDING
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.loss import cross_entropy_sums
+from maxramp.training.optimizer import LearningRate
+from maxramp.training.step import BATCH_ABS, eval_step, fingerprint, init_state, train_step
+
+STEPS, ROWS, LENGTH, VOCAB = 3, 64, 16, 264
+
+# Sums of float32 in another order differ by some 2^-24 of their largest terms, and the elements of
+# a gradient are sums that cancel: they are held to the largest element of their array. A change of
+# weights by 1/100 of their size has lost 7 more bits to rounding.
+TOLERANCE = 5e-5
+
+SGD = ("opt_type=sgd", "learning_rate=1")  # changes as large as Adam's
+# Adam divides by |g|, which turns the rounding of gradients near zero into steps of up to the
+# learning rate. An epsilon near the size of the gradients bounds that and leaves every element a
+# scale of its own.
+ADAM = ("adam_eps=1e-3",)
+
+# For what XLA would optimize longer than it runs: the drawing of weights, and the reference.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def make_config(*arguments, devices=DEVICES):
+    """The tiny model at a constant batch of ROWS, and at its peak learning rate from the start."""
+    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS / devices}")
+    constant += ("warmup_steps_fraction=0", "steps=20")
+    return make_tiny_config(*constant, *arguments, devices=devices)
+
+
+def random_rows(*shape):
+    return np.random.default_rng(0).integers(0, VOCAB, (*shape, LENGTH + 1), dtype=np.int32)
+
+
+def place(batch_ABS, mesh):
+    return jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS))
+
+
+@functools.cache
+def initial_state(config):
+    """The first state, on the config's mesh."""
+    with jax.set_mesh(make_mesh(config)):
+        return jax.jit(functools.partial(init_state, config), compiler_options=QUICK)()
+
+
+@functools.cache
+def compiled_step(config):
+    rate = LearningRate.of(config, RampupBatchManager(config))
+    return jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+
+
+def by_name(tree):
+    """Arrays as numpy, by their path."""
+    return {
+        jax.tree_util.keystr(path).removesuffix(".value").lstrip("."): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+@dataclasses.dataclass
+class Training:
+    first: dict  # weights by name
+    last: dict
+    metrics: dict  # [N, ...] by name
+    states: tuple  # first and last
+
+    @property
+    def change(self):
+        """What training has added to each weight."""
+        return {name: self.last[name] - self.first[name] for name in self.first}
+
+
+def train(config, rows_NRS, accumulation=1):
+    """Trains a new model, one step for each set of rows."""
+    mesh, first, step = make_mesh(config), initial_state(config), compiled_step(config)
+    with jax.set_mesh(mesh):
+        state, metrics = first, []
+        for rows_RS in rows_NRS:
+            batch_ABS = rows_RS.reshape(accumulation, -1, rows_RS.shape[-1])
+            state, step_metrics = step(state, place(batch_ABS, mesh))
+            metrics.append(jax.device_get(step_metrics))
+    stacked = {name: np.stack([m[name] for m in metrics]) for name in metrics[0]}
+    return Training(by_name(first.model), by_name(state.model), stacked, (first, state))
+
+
+@functools.cache
+def trained(*arguments, devices=DEVICES, accumulation=1):
+    """A training on the same rows as all others; several tests compare with the same one."""
+    config = make_config(*arguments, devices=devices)
+    return train(config, random_rows(STEPS, ROWS), accumulation)
+
+
+def deviation(actual, expected):
+    """Largest difference of any array, in units of that array's largest element."""
+    assert actual.keys() == expected.keys()
+    return np.max(
+        [np.abs(actual[n] - expected[n]).max() / np.abs(expected[n]).max() for n in expected]
+    )
+
+
+def assert_same(actual, expected, tolerance=TOLERANCE):
+    """Equal losses and gradient norms at every step, and weights that have moved alike."""
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(actual.metrics[name], expected.metrics[name], rtol=tolerance)
+    assert deviation(actual.change, expected.change) < tolerance
+
+
+def assert_same_rows(actual, expected):
+    for name in ("batch_fingerprint", "learning_rate"):
+        np.testing.assert_array_equal(actual.metrics[name], expected.metrics[name])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "accumulation"),
+    ((SGD, 8), (ADAM, 2), (ADAM, 4), (ADAM, 8)),
+    ids=("sgd-8", "adamw-2", "adamw-4", "adamw-8"),
+)
+def test_gradient_accumulation(optimizer, accumulation):
+    """The same rows in more, smaller micro batches are the same step."""
+    split = trained(*optimizer, accumulation=accumulation)
+    assert_same(split, trained(*optimizer))
+    assert_same_rows(split, trained(*optimizer))
+
+
+# Mesh axis of each dimension that is sharded; all other dimensions are whole on every device.
+SHARDED = {
+    "embedding_VD": {0: "tensor", 1: "fsdp"},
+    "head_DV": {0: "fsdp", 1: "tensor"},
+    "query_DHh": {1: "fsdp", 2: "tensor"},
+    "key_DKh": {1: "fsdp", 2: "tensor"},
+    "value_DKh": {1: "fsdp", 2: "tensor"},
+    "out_HhD": {1: "tensor", 3: "fsdp"},
+    "gate_DF": {1: "fsdp", 2: "tensor"},
+    "up_DF": {1: "fsdp", 2: "tensor"},
+    "out_FD": {1: "tensor", 2: "fsdp"},
+}
+UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
+
+
+@pytest.mark.parametrize("sizes", ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)), ids=str)
+def test_meshes(sizes):
+    """Eight devices in any arrangement train as one does, and each holds only its shard of the
+    weights and of the optimizer's moments, from the first state on."""
+    axes = dict(zip(config_lib.AXES, sizes, strict=True))
+    # (1, 8, 1) is what the config fills in by itself.
+    given = [f"ici_{axis}_parallelism={size}" for axis, size in axes.items()]
+    spread = trained(*ADAM, *(given if sizes != (1, 8, 1) else ()))
+    one = trained(*ADAM, devices=1)
+    np.testing.assert_equal(spread.first, one.first)
+    assert_same(spread, one)
+    assert_same_rows(spread, one)
+    for path, x in jax.tree.leaves_with_path(spread.states):
+        name = jax.tree_util.keystr(path).removesuffix(".value").rpartition(".")[-1]
+        assert name in SHARDED.keys() | UNSHARDED
+        shape = list(x.shape)
+        for dimension, axis in SHARDED.get(name, {}).items():
+            shape[dimension] //= axes[axis]
+        assert len(x.addressable_shards) == DEVICES
+        assert {shard.data.shape for shard in x.addressable_shards} == {tuple(shape)}, path
+
+
+def reference_sums(w, rows_RS, kv_heads):
+    """The decoder from its definition, on weights by name: sums over the targets of the
+    cross-entropy and of log(Z)^2, and the number of targets."""
+
+    def norm(x_RTD, scale_D):
+        return x_RTD / jnp.sqrt((x_RTD**2).mean(-1, keepdims=True) + 1e-5) * scale_D
+
+    def rotate(x_RTHh):
+        T, h = x_RTHh.shape[1], x_RTHh.shape[-1]
+        angle = np.arange(T)[:, None, None] * 10000.0 ** (-2 * np.arange(h // 2) / h)
+        a, b = x_RTHh[..., : h // 2], x_RTHh[..., h // 2 :]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+    inputs_RT, targets_RT = jnp.maximum(rows_RS[:, :-1], 0), rows_RS[:, 1:]
+    x = w["embedding_VD"][inputs_RT]
+    for i in range(len(w["layers.mlp.up_DF"])):
+        layer = {n.removeprefix("layers."): v[i] for n, v in w.items() if n.startswith("layers.")}
+        y = norm(x, layer["attention_norm.scale_D"])
+        q, k, v = (
+            jnp.einsum("RTD,DHh->RTHh", y, layer[f"attention.{name}"])
+            for name in ("query_DHh", "key_DKh", "value_DKh")
+        )
+        # Query heads share key/value heads in groups of neighbours.
+        k, v = (jnp.repeat(z, q.shape[2] // kv_heads, axis=2) for z in (k, v))
+        scores = jnp.einsum("RTHh,RSHh->RHTS", rotate(q), rotate(k)) / np.sqrt(q.shape[-1])
+        scores = jnp.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
+        y = jnp.einsum("RHTS,RSHh->RTHh", jax.nn.softmax(scores), v)
+        x = x + jnp.einsum("RTHh,HhD->RTD", y, layer["attention.out_HhD"])
+        y = norm(x, layer["mlp_norm.scale_D"])
+        gate = y @ layer["mlp.gate_DF"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * (y @ layer["mlp.up_DF"])) @ layer["mlp.out_FD"]
+    x = norm(x, w["norm.scale_D"])
+    logits_RTV = x @ (w["head_DV"] if "head_DV" in w else w["embedding_VD"].T)
+    log_z_RT = jnp.log(jnp.exp(logits_RTV).sum(-1))
+    target_RT = jnp.take_along_axis(logits_RTV, jnp.maximum(targets_RT, 0)[..., None], -1)[..., 0]
+    real_RT = targets_RT >= 0
+    return ((log_z_RT - target_RT) * real_RT).sum(), (log_z_RT**2 * real_RT).sum(), real_RT.sum()
+
+
+def reference_training(w, rows_NRS, kv_heads, z_loss, clip, eps):
+    """AdamW on the mean over tokens of cross-entropy + z_loss * log(Z)^2: on one device, all rows
+    at once, in float64."""
+    b1, b2, decay, peak, final, schedule_steps = 0.9, 0.95, 0.1, 1e-2, 1e-3, 20
+
+    def objective(w, rows_RS):
+        cross_entropy, z, tokens = reference_sums(w, rows_RS, kv_heads)
+        return (cross_entropy + z_loss * z) / tokens, cross_entropy / tokens
+
+    gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=QUICK)
+    metrics = {"loss": [], "grad_norm": []}
+    w = first = {name: x.astype(np.float64) for name, x in w.items()}
+    m, v = ({name: np.zeros_like(x) for name, x in w.items()} for _ in range(2))
+    for step, rows_RS in enumerate(rows_NRS):
+        g, loss = jax.device_get(gradient(w, rows_RS))
+        norm = np.sqrt(sum((x**2).sum() for x in g.values()))
+        assert norm > clip  # that clipping is tested at all
+        rate = final + (peak - final) * (1 + np.cos(np.pi * step / (schedule_steps - 1))) / 2
+        for name in w:
+            clipped = g[name] * clip / norm
+            m[name] = b1 * m[name] + (1 - b1) * clipped
+            v[name] = b2 * v[name] + (1 - b2) * clipped**2
+            corrected = m[name] / (1 - b1 ** (step + 1)), v[name] / (1 - b2 ** (step + 1))
+            update = corrected[0] / (np.sqrt(corrected[1]) + eps) + decay * w[name]
+            w = w | {name: w[name] - rate * update}
+        metrics["loss"].append(loss)
+        metrics["grad_norm"].append(norm)
+    return Training(first, w, metrics, ())
+
+
+REFERENCE_CASES = {
+    "untied": (0.0, ()),
+    "tied": (0.0, ("logits_via_embedding=True",)),
+    "grouped": (1e-2, ("base_num_kv_heads=2", "z_loss_multiplier=1e-2")),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCE_CASES)
+def test_reference(case):
+    """Every step is that of the definitions: forward, loss, gradient, clipping, AdamW."""
+    z_loss, arguments = REFERENCE_CASES[case]
+    config = make_config(
+        *("gradient_clipping_threshold=0.1", "adam_eps=1e-4", "adam_weight_decay=0.1"), *arguments
+    )
+    rows_NRS = random_rows(STEPS, ROWS)
+    training = train(config, rows_NRS, accumulation=2)
+    with jax.enable_x64(True):
+        expected = reference_training(
+            training.first, rows_NRS, config.base_num_kv_heads, z_loss, clip=0.1, eps=1e-4
+        )
+    assert_same(training, expected)
+
+
+def test_causality():
+    """The loss at a position depends on the embedding of every token up to it and of none after."""
+    config = make_config(*ADAM, devices=1)
+    tokens_1S = (
+        np.arange(LENGTH + 1, dtype=np.int32)[None] * 7
+    )  # all different: one row of the table
+
+    def loss_at(model, position):
+        targets_1T = jnp.where(jnp.arange(LENGTH) == position, tokens_1S[:, 1:], PADDING)
+        return cross_entropy_sums(
+            model.hidden(tokens_1S[:, :-1]), model.head(), targets_1T, 0.0, 0
+        )[0]
+
+    gradient = jax.jit(jax.grad(loss_at))
+    with jax.set_mesh(make_mesh(config)):
+        model = initial_state(config).model
+        for position in range(LENGTH):
+            table_VD = np.asarray(gradient(model, position).embedding_VD[...])
+            norms_T = np.linalg.norm(table_VD[tokens_1S[0, :-1]], axis=-1)
+            assert np.all(norms_T[: position + 1] > 1e-6)
+            assert np.all(norms_T[position + 1 :] == 0)
+
+
+@pytest.fixture(scope="module")
+def loss_and_gradients():
+    """Loss and gradients of the first weights, for settings of how they are computed."""
+
+    def objective(model, rows_RS):
+        return cross_entropy_sums(
+            model.hidden(rows_RS[:, :-1]), model.head(), rows_RS[:, 1:], 0.0, 0
+        )[0]
+
+    @functools.cache
+    def of(*arguments):
+        config = make_config(*arguments)
+        state, mesh = initial_state(make_config(*ADAM)), make_mesh(config)
+        with jax.set_mesh(mesh):
+            abstract = jax.eval_shape(functools.partial(init_state, config)).model
+            model = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state.model))
+            rows_RS = place(random_rows(1, ROWS), mesh)[0]
+            loss, gradients = jax.jit(jax.value_and_grad(objective))(model, rows_RS)
+        return {"loss": np.asarray(loss)} | by_name(gradients)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("remat_policy=full",),
+        ("remat_policy=minimal",),
+        ("scan_layers=False",),
+        ("scan_layers=False", "remat_policy=full"),
+    ),
+    ids="-".join,
+)
+def test_remat_and_scan(loss_and_gradients, arguments):
+    """What is recomputed and whether layers are unrolled changes no loss and no gradient."""
+    base = loss_and_gradients("remat_policy=none", "scan_layers=True")
+    assert deviation(loss_and_gradients(*arguments), base) < TOLERANCE
+
+
+def test_padding_rows_train_nothing():
+    """Rows of padding among a step's rows change neither its loss nor its update."""
+    rows_NRS = random_rows(STEPS, ROWS)
+    padded_NRS = np.full((STEPS, 2 * ROWS, LENGTH + 1), PADDING, np.int32)
+    real = np.sort(np.random.default_rng(0).permutation(2 * ROWS)[:ROWS])
+    padded_NRS[:, real] = rows_NRS
+    padded = train(make_config(*ADAM, f"per_device_batch_size={2 * ROWS // DEVICES}"), padded_NRS)
+    assert_same(padded, trained(*ADAM))
+
+
+def test_evaluation_of_a_padded_batch():
+    """Summed over batches of which the last is filled up, the loss is the mean over real tokens:
+    of the definition, on rows of which some end early."""
+    config = make_config()
+    rows_RS = random_rows(20)
+    rows_RS[3, 9:] = rows_RS[17, 2:] = PADDING
+    filled_RS = np.concatenate([rows_RS, np.full((4, LENGTH + 1), PADDING, np.int32)])
+    mesh, training = make_mesh(config), trained(*ADAM)
+    evaluate = jax.jit(functools.partial(eval_step, config=config))
+    with jax.set_mesh(mesh):
+        sums = jnp.float32(0), jnp.float32(0)
+        for batch_BS in np.split(filled_RS, 3):
+            sums = evaluate(training.states[1].model, sums, place(batch_BS[None], mesh))
+    with jax.enable_x64(True):
+        weights = {name: x.astype(np.float64) for name, x in training.last.items()}
+        expected = reference_sums(weights, rows_RS, config.base_num_kv_heads)
+        cross_entropy, _, tokens = map(float, expected)
+    assert tokens == 20 * LENGTH - 8 - 15
+    assert sums[1] == tokens
+    assert float(sums[0]) / tokens == pytest.approx(cross_entropy / tokens, rel=1e-6)
+
+
+def numpy_fingerprint(rows_RS):
+    def mix(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    tokens = rows_RS.ravel().astype(np.uint32)
+    position = np.arange(tokens.size, dtype=np.uint32)
+    # The two halves of 2^64 divided by the golden ratio.
+    return [
+        mix(mix(position + np.uint32(c)) ^ tokens).sum(dtype=np.uint32)
+        for c in (0x9E3779B9, 0x7F4A7C15)
+    ]
+
+
+def test_fingerprint():
+    """The hash of the docstring, for any split of the rows; another for any other rows."""
+    rows_RS = random_rows(ROWS)
+    rows_RS[5, 3:] = PADDING
+    config = make_config()
+    mesh, compute = make_mesh(config), jax.jit(fingerprint)
+
+    def of(rows_RS, accumulation=1):
+        batch_ABS = rows_RS.reshape(accumulation, -1, LENGTH + 1)
+        with jax.set_mesh(mesh):
+            return compute(place(batch_ABS, mesh)).tolist()
+
+    base = of(rows_RS)
+    assert base == numpy_fingerprint(rows_RS)
+    assert base == of(rows_RS, 2) == of(rows_RS, 8)
+
+    swapped_RS = rows_RS.copy()
+    swapped_RS[[10, 42]] = rows_RS[[42, 10]]
+    changed_RS = rows_RS.copy()
+    changed_RS[63, LENGTH] ^= 1
+    for other_RS in (swapped_RS, changed_RS, rows_RS[::-1]):
+        other = of(other_RS)
+        assert other == numpy_fingerprint(other_RS)
+        assert other[0] != base[0]
+        assert other[1] != base[1]
+
+
+def test_clock_passes_32_bits():
+    """Consumed samples carry into the high word, and the learning rate reads both: a schedule that
+    has ended does not start again."""
+    config = make_config(*SGD)
+    mesh, start, step = make_mesh(config), initial_state(config), compiled_step(config)
+    consumed = 2**32 - 3
+    with jax.set_mesh(mesh):
+        clock = jnp.array([consumed, 0], jnp.uint32)
+        state = dataclasses.replace(start, consumed_samples=clock)
+        for _ in range(2):
+            state, metrics = step(state, place(random_rows(1, ROWS), mesh))
+            assert metrics["learning_rate"] == 0
+            consumed += ROWS
+            assert state.consumed_samples.tolist() == [consumed % 2**32, consumed // 2**32]
+    np.testing.assert_equal(by_name(state.model), by_name(start.model))
+
+
+def test_bfloat16():
+    """Arithmetic in bfloat16 trains nearly as float32 does, on weights that stay float32."""
+    training, exact = trained(*ADAM, "dtype=bfloat16"), trained(*ADAM)
+    assert {x.dtype for x in jax.tree.leaves(training.states[1].model)} == {np.dtype("float32")}
+    # bfloat16 has 8 bits: 0.4% an operation.
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(training.metrics[name], exact.metrics[name], rtol=0.01)
+    assert np.any(training.metrics["loss"] != exact.metrics["loss"])  # it is another arithmetic
+    for name, x in exact.change.items():
+        y = training.change[name]
+        assert np.vdot(x, y) > 0.98 * np.linalg.norm(x) * np.linalg.norm(y), name
