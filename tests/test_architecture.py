@@ -100,11 +100,11 @@ def test_imports_go_down():
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},
-            "model.a (floor 3) imports",
+            "model.a (floor 4) imports",
         ),
         (
             {"model.a": "from maxramp.run.b import x", "run.b": ""},
-            "model.a (floor 3) imports run.b",
+            "model.a (floor 4) imports run.b",
         ),
         ({"rampup.a": "from maxramp.parallel import b", "parallel.b": ""}, "rampup.a (floor 3)"),
         (
