@@ -10,7 +10,7 @@ import time
 from figures import ROOT, parser, save
 
 from maxramp.compile import compile_stages
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 
 CONFIG = ROOT / "configs" / "pods" / "llama3-8b.yml"
 
@@ -19,7 +19,7 @@ def main() -> None:
     options = parser("compile", __doc__)
     options.add_argument("keys", nargs="*", help="key=value")
     arguments = options.parse_args()
-    loaded = config_lib.load([str(CONFIG), *arguments.keys])
+    loaded = load([str(CONFIG), *arguments.keys])
     wall, cpu = time.perf_counter(), time.process_time()
     result = compile_stages(loaded)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

@@ -30,7 +30,7 @@ import jax, jax.numpy as jnp, json, numpy as np
 from maxramp import config as config_lib, mesh as mesh_lib
 from maxramp.attention import causal_attention
 keys = ["dtype=bfloat16", "enable_rampup_batch_size=False", "per_device_batch_size=1"]
-config = config_lib.resolve(config_lib.load(["configs/base.yml", *keys]), 1, 1, 1)
+config = resolve(load(["configs/base.yml", *keys]), 1, 1, 1)
 random = np.random.default_rng(0)
 q, k, v = (jnp.asarray(random.normal(size=(2, 1024, n, 64)), jnp.bfloat16) for n in (8, 2, 2))
 segments = jnp.asarray(np.cumsum(random.random((2, 1024)) < 0.005, axis=1), jnp.int32)

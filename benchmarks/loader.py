@@ -19,10 +19,12 @@ import jax
 import numpy as np
 from figures import ROOT, parser, save
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
+from maxramp.keys.base import CONFIGS
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
@@ -40,8 +42,8 @@ GPUS, PEAK, MFU = 8, 989e12, 0.5  # H200, bfloat16
 
 
 def resolved(*arguments: str):
-    base = [str(config_lib.CONFIGS / "base.yml"), "eval_interval=-1", "eval_fraction=0"]
-    return config_lib.resolve(config_lib.load([*base, *arguments]), 1, 1, 1)
+    base = [str(CONFIGS / "base.yml"), "eval_interval=-1", "eval_fraction=0"]
+    return resolve(load([*base, *arguments]), 1, 1, 1)
 
 
 def write_texts(folder: pathlib.Path, megabytes: int) -> dict[str, tuple[str, ...]]:

@@ -29,7 +29,7 @@ from maxramp.rampup import RampupBatchManager
 from maxramp.stages import abstract_state, initial_state
 from maxramp.step import BATCH_ABS, train_step
 
-config = config_lib.resolve(config_lib.load(sys.argv[1:]), 1, 1, 1)
+config = resolve(load(sys.argv[1:]), 1, 1, 1)
 jax.set_mesh(mesh_lib.make_mesh(config))
 rate = LearningRate.of(config, RampupBatchManager(config))
 state = initial_state(config)

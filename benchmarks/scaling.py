@@ -15,7 +15,8 @@ from figures import ROOT, parser, save
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.optimizer import LearningRate
@@ -35,8 +36,8 @@ TOPOLOGIES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
 
 def resolved(devices: int, *keys: str):
     """A config for so many devices."""
-    loaded = config_lib.load([str(ROOT / "configs" / "base.yml"), *keys])
-    return config_lib.resolve(loaded, devices, 1, 1)
+    loaded = load([str(ROOT / "configs" / "base.yml"), *keys])
+    return resolve(loaded, devices, 1, 1)
 
 
 def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
@@ -67,7 +68,7 @@ def on_cpu(*keys: str, stage_index: int = -1) -> dict[str, float]:
 def on_pod(topology: str) -> dict[str, float]:
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     config = resolved(len(devices), *POD)
-    sizes = config_lib.mesh_sizes(config)
+    sizes = config.mesh.sizes
     shape = tuple(sizes.values())
     types = (mesh_lib.AXIS_TYPE,) * len(sizes)
     mesh = topologies.make_mesh(  # abstract chips in the order of their coordinates

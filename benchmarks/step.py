@@ -14,7 +14,9 @@ import jax
 import numpy as np
 from figures import parser, save
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.keys.base import CONFIGS
 from maxramp.parallel import cpu as heap
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
@@ -34,16 +36,16 @@ ROUNDS = 15
 
 def ours(size, batch):
     D, L, H, K, F, V, T, B, A = size
-    config = config_lib.load(
+    config = load(
         [
-            str(config_lib.CONFIGS / "base.yml"),
+            str(CONFIGS / "base.yml"),
             *(f"base_emb_dim={D}", f"base_num_decoder_layers={L}", f"base_num_query_heads={H}"),
             *(f"base_num_kv_heads={K}", f"base_mlp_dim={F}", f"vocab_size={V}", "head_dim=32"),
             *(f"max_target_length={T}", f"per_device_batch_size={B}", "jax_cache_dir="),
             *(f"gradient_accumulation_steps={A}", "enable_rampup_batch_size=False"),
         ]
     )
-    config = config_lib.resolve(config, 1, 1, 1)
+    config = resolve(config, 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config))
     ramp = RampupBatchManager(config)
     rate = LearningRate.of(config, ramp)
@@ -85,8 +87,8 @@ def seconds(run) -> float:
 
 def main() -> None:
     arguments = parser("step", __doc__).parse_args()
-    base = str(config_lib.CONFIGS / "base.yml")
-    mesh_lib.start_backend(config_lib.load([base, "jax_cache_dir="]))
+    base = str(CONFIGS / "base.yml")
+    mesh_lib.start_backend(load([base, "jax_cache_dir="]))
     heap.keep()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")

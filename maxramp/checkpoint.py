@@ -17,8 +17,8 @@ from typing import Any
 
 from maxramp.checkpoints import folder as saved_lib
 from maxramp.checkpoints.folder import Saved, TornError
-from maxramp.config import load as config_lib
 from maxramp.errors import EXIT_FAILED, ConfigError, report
+from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
 
 USAGE = """PATH is a checkpoint, a checkpoints folder or the folder of a run.
@@ -85,7 +85,7 @@ def show(path: pathlib.Path) -> int:
         raise ConfigError(f"{saved_lib.find(path)} is torn: {error}") from None
     stage, config = saved.stage(), saved.config
     tokens = saved.consumed_samples * config["max_target_length"]
-    defaults = read_yaml(config_lib.CONFIGS / "base.yml")
+    defaults = read_yaml(CONFIGS / "base.yml")
     own = [f"{name}={value}" for name, (value, _) in saved.differences(defaults).items()]
     print(f"path      {saved.path}")
     print(f"state     {saved.step:,} steps, {saved.consumed_samples:,} samples, {tokens:,} tokens")

@@ -22,15 +22,16 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.commandline import print_table, take_flag
-from maxramp.config import load as config_lib
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, report
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel import topology as topology_lib
 from maxramp.planning import hlo
 from maxramp.planning.cost import training_flops_per_token
 from maxramp.planning.memory import GIB, compiled_bytes
-from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.training.optimizer import LearningRate
 from maxramp.training.programs import lower_step
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         as_json = take_flag(arguments, "--json")
-        config = config_lib.load(arguments, "compile", USAGE)
+        config = load(arguments, "compile", USAGE)
         if not config.compile_topology:
             raise ConfigError(
                 "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
@@ -94,7 +95,7 @@ def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
     slices = config.compile_topology_num_slices
     jax.config.update("jax_platforms", "cpu")  # nothing runs; the pod is libtpu's description of it
     devices = topology_lib.describe(topology, slices).devices
-    target = config_lib.resolve(config, len(devices), slices, 1)
+    target = resolve(config, len(devices), slices, 1)
     ramp = RampupBatchManager(target, len(devices))
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
@@ -122,7 +123,7 @@ def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
         "compile_topology": str(topology),
         "num_slices": slices,
         "devices": len(devices),
-        "mesh": config_lib.mesh_sizes(target),
+        "mesh": target.mesh.sizes,
         "max_target_length": target.max_target_length,
         "peak_tflops_per_device": topology.chip.peak_tflops,
         "stages": entries,
@@ -171,7 +172,7 @@ class _Pod:
         self._limit = topology.chip.memory_gib
         if config.device_memory_gib != -1:
             self._limit = config.device_memory_gib
-        self._parallel = BatchKeys.of(config).model_parallel_size
+        self._parallel = BatchKeys.read(config).model_parallel_size
         # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             self._lower = lower_step(config, mesh, LearningRate.of(config, ramp))

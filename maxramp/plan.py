@@ -20,10 +20,12 @@ import jax
 import numpy as np
 
 from maxramp.commandline import print_table, take_flag, take_value
-from maxramp.config import load as config_lib
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
+from maxramp.config.load import load
+from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.errors import ConfigError, report
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.axes import AXES
 from maxramp.planning.cost import PassCost
 from maxramp.planning.fit import largest_per_device_batch_size
 from maxramp.planning.memory import estimate
@@ -46,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
         plot = take_value(arguments, "--plot")
         compiled = take_value(arguments, "--compiled")
-        config = config_lib.load(arguments, "plan", USAGE)
+        config = load(arguments, "plan", USAGE)
         if fit:
             mesh_lib.start_backend(config)
-            config = config_lib.resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
+            config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
             print(largest_per_device_batch_size(config))
             return 0
         plan = make_plan(config)
@@ -77,13 +79,11 @@ def make_plan(config: Any) -> dict[str, Any]:
       ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
     """
     if config.devices_per_node == -1:
-        config.devices_per_node = jax.local_device_count()
-    config.num_nodes = max(1, config.num_nodes)
+        config = config.replace(devices_per_node=jax.local_device_count())
+    config = config.replace(num_nodes=max(1, config.num_nodes))
     target = _resolve_for(config, config.num_nodes * config.devices_per_node)
     cost = PassCost(target)
-    ramp = RampupBatchManager(
-        target, usable=config_lib.mesh_checker(config), restart_passes=cost.restart
-    )
+    ramp = RampupBatchManager(target, usable=mesh_checker(config), restart_passes=cost.restart)
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     plan = plan_json(ramp) | {
@@ -168,9 +168,9 @@ def _shape(entry: dict[str, Any], length: int) -> tuple:
 
 def _resolve_for(config: Any, num_devices: int) -> Config:
     slices = 1
-    for axis in config_lib.AXES:
+    for axis in AXES:
         slices *= max(1, config[f"dcn_{axis}_parallelism"])
-    return config_lib.resolve(config, num_devices, slices, config.num_nodes)
+    return resolve(config, num_devices, slices, config.num_nodes)
 
 
 def _run_steps(stage: Stage, ramp: RampupBatchManager) -> int:

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp.config import load as config_lib
-from maxramp.data import mixture, tokenizer_keys, tokenizers
+from maxramp.config.load import load
+from maxramp.data import mixture, tokenizers
 from maxramp.data import shards as preparation
 from maxramp.data.files import formats, prepared, storage
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
+from maxramp.keys.base import CONFIGS
 
 KEYS = (
     *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "train_data_columns"),
@@ -96,13 +97,12 @@ def _is_key(text: str) -> bool:
 
 
 def _load_keys(arguments: list[str]) -> Any:
-    base = [str(config_lib.CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
-    config = config_lib.load([*base, *arguments], "prepare")
+    base = [str(CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
+    config = load([*base, *arguments], "prepare")
     for argument in arguments:
         if argument.partition("=")[0] not in KEYS:
             raise ConfigError(f"{argument}: preparing takes only {', '.join(KEYS)}")
-    config.tokenizer_type = tokenizer_keys.type_of(config)
-    return config
+    return config.replace(tokenizer_type=config.data.type_of_tokenizer)
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> None:
@@ -129,7 +129,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
                         f"another, {named}; leave one of them out"
                     )
                 path, trained = _train_bpe(given.train_bpe, output, inputs, manifest)
-                config.tokenizer_type, config.tokenizer_path = "huggingface", str(path)
+                config = config.replace(tokenizer_type="huggingface", tokenizer_path=str(path))
             tokenizer = tokenizers.load(
                 *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
             )

@@ -24,8 +24,9 @@ from maxramp.checkpoints.folder import Saved
 from maxramp.checkpoints.resume import Schedule, changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.commandline import print_note
-from maxramp.config import load as config_lib
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
+from maxramp.config.load import load
+from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.data.corpus import Corpus
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
@@ -41,7 +42,7 @@ from maxramp.parallel import cpu as heap
 from maxramp.parallel import lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
-from maxramp.rampup.notations import exact
+from maxramp.rampup.numbers import exact
 from maxramp.run.metrics import MetricsLog
 from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = config_lib.load(arguments, note=notes.append)
+        loaded = load(arguments, note=notes.append)
         with Watchdog(loaded.hang_timeout_seconds) as watchdog:
             return _run(loaded, notes, preemption, watchdog)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
@@ -71,12 +72,8 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
         print_note(line)
     watchdog.beat()
     preemption.begin(jax.process_count() > 1, lifeline.end_now)
-    config = config_lib.resolve(
-        loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count()
-    )
-    take_up = functools.partial(
-        Schedule, config, jax.device_count(), config_lib.mesh_checker(loaded)
-    )
+    config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
+    take_up = functools.partial(Schedule, config, jax.device_count(), mesh_checker(loaded))
     mesh = mesh_lib.make_mesh(config)
     jax.set_mesh(mesh)
     expansion = Expansion(mesh, config.expansion_factor_real_data)

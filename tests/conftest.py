@@ -13,7 +13,8 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 import jax
 import pytest
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.parallel import mesh as mesh_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,13 +37,13 @@ def cache_dir(tmp_path_factory) -> str:
 def make_config(*arguments: str, devices: int = DEVICES):
     """A resolved config of the tiny model for a job of `devices` devices; later arguments win."""
     merged = dict(argument.split("=", 1) for argument in (*TINY, *arguments))
-    loaded = config_lib.load([BASE, *(f"{name}={value}" for name, value in merged.items())])
-    return config_lib.resolve(loaded, devices, 1, 1)
+    loaded = load([BASE, *(f"{name}={value}" for name, value in merged.items())])
+    return resolve(loaded, devices, 1, 1)
 
 
 def make_mesh(config):
     """The mesh of a resolved config over the first devices of this process."""
-    sizes = config_lib.mesh_sizes(config)
+    sizes = config.mesh.sizes
     count = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
     types = (mesh_lib.AXIS_TYPE,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=jax.devices()[:count])

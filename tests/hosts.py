@@ -14,7 +14,8 @@ import sys
 import jax
 import numpy as np
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
@@ -38,7 +39,7 @@ def moved_bytes(program: str) -> int:
 
 
 def serve(first_step: int, loaded) -> dict:
-    config = config_lib.resolve(loaded, jax.device_count(), 1, jax.process_count())
+    config = resolve(loaded, jax.device_count(), 1, jax.process_count())
     mesh = mesh_lib.make_mesh(config)
     with jax.set_mesh(mesh):
         expansion = Expansion(mesh, config.expansion_factor_real_data)
@@ -75,7 +76,7 @@ def serve(first_step: int, loaded) -> dict:
 def main() -> None:
     requests = json.loads(sys.argv[1])
     for i, (first_step, arguments) in enumerate(requests):
-        loaded = config_lib.load(arguments)
+        loaded = load(arguments)
         if i == 0:
             mesh_lib.start_backend(loaded)
         print(json.dumps(serve(first_step, loaded)), flush=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from maxramp.checkpoints.folder import Saved
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager

@@ -28,7 +28,7 @@ from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as saved_lib
 from maxramp.checkpoints.folder import Saved
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.model.decoder import Decoder

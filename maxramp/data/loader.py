@@ -11,7 +11,7 @@ import grain
 import jax
 import numpy as np
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data.corpus import Corpus
 from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data import tokenizers
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.files import formats, prepared, storage

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data import packing
 from maxramp.data.corpus import Corpus
 from maxramp.data.prefetch import ReadAhead

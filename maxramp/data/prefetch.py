@@ -10,7 +10,7 @@ from typing import Any
 import grain
 from absl import flags
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError, TrainingError
 
 

@@ -8,7 +8,7 @@ import sysconfig
 
 import numpy as np
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data import mixture
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.rows import StreamRows, SyntheticRows

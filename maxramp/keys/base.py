@@ -43,6 +43,16 @@ def is_text(name: str) -> bool:
     return isinstance(_base().get(name), str)
 
 
+def unset(name: str) -> Any:
+    """What a key is where it is not given: by its type, False, "", -1 or None."""
+    value = _base()[name]
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return ""
+    return type(value)(-1) if isinstance(value, int | float) else None
+
+
 def typed(shown: str, value: Any, name: str) -> Any:
     """`value` as the type of the default of the key `name`; only lossless changes.
 

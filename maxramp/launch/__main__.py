@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from maxramp.commandline import count, take_flag, take_value
-from maxramp.config import load as config_lib
+from maxramp.config.keys import Config
+from maxramp.config.load import load
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
@@ -32,15 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = _take_cluster(arguments)
-        config = config_lib.load(arguments, "launch", USAGE)
+        config = load(arguments, "launch", USAGE)
         if config.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(
                     f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
                     "node; give devices_per_node"
                 )
-            config.devices_per_node = _local_devices(config)
-        config.num_nodes = max(1, config.num_nodes)
+            config = config.replace(devices_per_node=_local_devices(config))
+        config = config.replace(num_nodes=max(1, config.num_nodes))
         run = Run.of(config, arguments)
         if status:
             if cluster != "slurm":
@@ -73,7 +74,7 @@ def _take_cluster(arguments: list[str]) -> str:
     return cluster
 
 
-def _local_devices(config: config_lib.Config) -> int:
+def _local_devices(config: Config) -> int:
     """Devices of this machine, counted by a process of its own: counting takes hold of them."""
     if config.hardware == "cpu":
         return 1

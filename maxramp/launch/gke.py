@@ -187,10 +187,7 @@ def _dump(manifest: dict[str, Any]) -> str:
 
 def _config_file(run: Run) -> str:
     """The configuration as the jobs read it: what the command line would have changed is in it."""
-    config = run.config.copy_and_resolve_references()
-    for name, value in TRAINER_KEYS.items():
-        config[name] = value
-    return to_yaml(config)
+    return to_yaml(run.config.replace(**TRAINER_KEYS))
 
 
 def _check(run: Run) -> None:

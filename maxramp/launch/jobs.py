@@ -12,12 +12,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import ml_collections
-
 from maxramp.checkpoints import folder as saved
 from maxramp.checkpoints.resume import origin_of
-from maxramp.config import load as config_lib
+from maxramp.config.keys import Config
+from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.errors import ConfigError
+from maxramp.parallel.axes import AXES
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -37,13 +37,13 @@ class Run:
       stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
     """
 
-    config: ml_collections.ConfigDict
+    config: Config
     arguments: tuple[str, ...]
     folder: pathlib.Path
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of(cls, config: ml_collections.ConfigDict, arguments: Sequence[str]) -> "Run":
+    def of(cls, config: Config, arguments: Sequence[str]) -> "Run":
         """The run of a command line.
 
         Args:
@@ -53,7 +53,7 @@ class Run:
         Raises:
           ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
         """
-        config.run_name = config.run_name or config.model_name
+        config = config.replace(run_name=config.run_name or config.model_name)
         per_node = config.processes_per_node
         if per_node not in (1, config.devices_per_node):
             raise ConfigError(
@@ -141,20 +141,20 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _plan(config: ml_collections.ConfigDict, position: saved.Saved | None) -> RampupBatchManager:
+def _plan(config: Config, position: saved.Saved | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     target = _resolve(config, config.num_nodes)
     origin, _ = origin_of(target, config.num_nodes * config.devices_per_node, position)
     return RampupBatchManager(
         target,
-        usable=config_lib.mesh_checker(config),
+        usable=mesh_checker(config),
         restart_passes=PassCost(target).restart,
         **origin,
     )
 
 
-def _resolve(config: ml_collections.ConfigDict, nodes: int) -> config_lib.Config:
+def _resolve(config: Config, nodes: int) -> Config:
     slices = 1
-    for axis in config_lib.AXES:
+    for axis in AXES:
         slices *= max(1, config[f"dcn_{axis}_parallelism"])
-    return config_lib.resolve(config, nodes * config.devices_per_node, slices, nodes)
+    return resolve(config, nodes * config.devices_per_node, slices, nodes)

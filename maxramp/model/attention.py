@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.parallel.mesh import BATCH_AXES
 

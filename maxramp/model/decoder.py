@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.model.attention import RESIDUALS, causal_attention, rotary_angles, rotate, select
 from maxramp.parallel.mesh import BATCH_AXES, platform
 

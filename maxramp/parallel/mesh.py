@@ -18,9 +18,10 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from maxramp.config.load import AXES, Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.parallel import processes
+from maxramp.parallel.axes import AXES
 
 BATCH_AXES = ("data", "fsdp")
 

@@ -6,9 +6,9 @@ This module imports no jax.
 import math
 from fractions import Fraction
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
-from maxramp.rampup.notations import BatchKeys
 
 # The speed of steps beside a restart where planned_tflops_per_device is not given: 40% of an H100's
 # peak in bfloat16 (989, NVIDIA's data sheet). On slower devices stages last longer than that, so a
@@ -43,7 +43,7 @@ class PassCost:
     """
 
     def __init__(self, config: Config):
-        self._keys = BatchKeys.of(config)
+        self._keys = BatchKeys.read(config)
         self._limit = rows_per_device_limit(self._keys)
         flops = float(self._limit) * config.max_target_length * training_flops_per_token(config)
         known = config.planned_tflops_per_device != -1

@@ -5,11 +5,12 @@ from fractions import Fraction
 
 import jax
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.memory import GIB, compiled_bytes, device_memory
-from maxramp.rampup.notations import BatchKeys, plain_number
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.optimizer import LearningRate
 from maxramp.training.programs import lower_step
@@ -32,7 +33,7 @@ def largest_per_device_batch_size(config: Config) -> str:
         )
     mesh = mesh_lib.make_mesh(config)
     jax.set_mesh(mesh)
-    parallel = BatchKeys.of(config).model_parallel_size
+    parallel = BatchKeys.read(config).model_parallel_size
     ranks = mesh.size // parallel
     rate = LearningRate.of(config, RampupBatchManager(config, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.

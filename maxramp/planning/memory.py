@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from maxramp.config.load import Config, mesh_sizes
+from maxramp.config.keys import Config
 from maxramp.parallel.mesh import AXIS_TYPE
 from maxramp.rampup.schedule import Stage
 from maxramp.training.step import TrainState, init_state
@@ -18,7 +18,7 @@ GIB = 2**30
 
 def abstract_train_state(config: Config) -> tuple[TrainState, dict[str, int]]:
     """Shapes and shardings of the train state on the mesh of a resolved config, without devices."""
-    sizes = mesh_sizes(config)
+    sizes = config.mesh.sizes
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.eval_shape(functools.partial(init_state, config)), sizes

@@ -16,7 +16,9 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from maxramp.errors import ConfigError
-from maxramp.rampup.notations import BatchKeys, Threshold, exact, show
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.notations import Threshold
+from maxramp.rampup.numbers import exact, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Layout:
 
 def rows_per_device_limit(config: Any) -> Fraction:
     """The most rows that a device may hold in one pass."""
-    keys = BatchKeys.of(config)
+    keys = BatchKeys.read(config)
     if keys.micro_batch_size != -1:
         return Fraction(keys.micro_batch_size, keys.model_parallel_size)
     return exact(keys.per_device_batch_size)
@@ -39,7 +41,7 @@ def rows_per_device_limit(config: Any) -> Fraction:
 
 def whole_rows_per_device(config: Any) -> Fraction:
     """The same in whole rows of a rank, at least one: a size that any mesh of the job divides."""
-    keys = BatchKeys.of(config)
+    keys = BatchKeys.read(config)
     rows = max(1, int(rows_per_device_limit(keys) * keys.model_parallel_size))
     return Fraction(rows, keys.model_parallel_size)
 
@@ -86,7 +88,7 @@ def refusal(
             )
         return ConfigError(
             f"stage {index} with a global batch of {batch}: no number of nodes from "
-            f"{keys.min_nodes} to num_nodes={keys.num_nodes} {what}; {remedy}"
+            f"{keys.min_nodes} to num_nodes={keys.nodes} {what}; {remedy}"
         )
     devices = num_devices or keys.num_devices
     ranks, rest = divmod(devices, parallel)
@@ -142,7 +144,7 @@ def schedule_nodes(
     Returns:
       A layout per stage; None where no number of nodes divides its batch.
     """
-    nodes, devices = keys.num_nodes, keys.num_devices
+    nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, usable)
     if keys.node_schedule == "best":
@@ -156,7 +158,7 @@ def schedule_nodes(
 
 def _options(keys: BatchKeys, threshold: Threshold, usable: Callable[[int], bool]) -> list[Layout]:
     found = []
-    for nodes in range(min(keys.min_nodes, keys.num_nodes), keys.num_nodes + 1):
+    for nodes in range(min(keys.min_nodes, keys.nodes), keys.nodes + 1):
         devices = nodes * keys.devices_per_node
         layout = spread(keys, threshold, nodes, devices)
         if layout and usable(devices):
@@ -186,7 +188,7 @@ def _cheapest(
     def weighted(time: float, nodes: int) -> float:
         return time * nodes / (1 + keys.node_time_tolerance) ** math.log2(nodes)
 
-    restart = weighted(restart_passes, keys.num_nodes)
+    restart = weighted(restart_passes, keys.nodes)
     plans = [_Plan((0, 0.0, 0.0), 0, None, None)]
     for layouts, count in zip(options, steps, strict=True):
         if not layouts:  # it is refused elsewhere, if it is to run
@@ -225,7 +227,7 @@ def _nemo_schedule(
     """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
     largest number up to that of the next larger one that gives whole micro batches to every
     rank. Numbers of which the model's mesh cannot be made are passed over."""
-    most, layouts = keys.num_nodes, []
+    most, layouts = keys.nodes, []
     for threshold in reversed(thresholds):
         layout = None
         for nodes in range(most, 0, -1):

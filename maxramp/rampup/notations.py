@@ -6,121 +6,14 @@ the notation also says how that batch is split over devices, the threshold carri
 This module imports no jax.
 """
 
-import contextlib
 import dataclasses
 import decimal
 import math
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.keys import base as defaults
-from maxramp.keys import peers
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchKeys:
-    """The keys that describe the batch.
-
-    What an object leaves out has base.yml's default, but for the keys that shape the batch and the
-    length of the run: there the default means "not given", for the default job's ramp is not one
-    that a program asks for by leaving it out.
-    """
-
-    per_device_batch_size: float = 1
-    gradient_accumulation_steps: int = 1
-    # MaxText
-    enable_rampup_batch_size: bool = False
-    per_device_batch_size_start: float = 0
-    per_device_batch_size_increment: float = 0
-    global_rampup_samples: int = 0
-    # NeMo / Megatron
-    global_batch_size: int = -1
-    micro_batch_size: int = -1
-    rampup_batch_size: Sequence[int] | None = None
-    # Megatron since 2026
-    step_batch_size_schedule: str = ""
-    step_batch_size_unit: str = "tokens"
-    max_target_length: int = 1
-    # what it runs on
-    num_nodes: int = 1
-    devices_per_node: int = -1
-    min_nodes: int = 1
-    node_schedule: str = "best"
-    node_time_tolerance: float = 0.05
-    planned_pass_overhead: float = 0.25
-    ici_tensor_parallelism: int = 1
-    dcn_tensor_parallelism: int = 1
-    # how long
-    steps: int = -1
-    total_samples: int = -1
-    total_tokens: int = -1
-
-    @classmethod
-    def of(cls, config: Any) -> "BatchKeys":
-        """The batch keys of a mapping, or of any object that has some of them as attributes.
-
-        Raises:
-          ConfigError: no key gives a batch size; or a mapping has a key that does not exist, or a
-            value of another type. What else an object has as attributes is its own affair.
-        """
-        if isinstance(config, cls):
-            return config
-        if isinstance(config, Mapping):
-            given = _from_mapping(config)
-        else:
-            given = {}
-            for field in dataclasses.fields(cls):
-                # MaxText's own configuration raises a ValueError for what it does not have.
-                with contextlib.suppress(AttributeError, KeyError, ValueError):
-                    given[field.name] = getattr(config, field.name)
-        if all(given.get(name) in (None, "", -1) for name in _SIZES):
-            raise ConfigError(
-                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
-                "describes them)"
-            )
-        return cls(**given | {"num_nodes": max(1, given.get("num_nodes", 1))})
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Devices that together hold one row."""
-        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that the keys describe."""
-        if self.devices_per_node < 1:
-            raise ConfigError(
-                f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
-                "devices_per_node, or num_devices to RampupBatchManager"
-            )
-        return self.num_nodes * self.devices_per_node
-
-
-# Each of them makes a batch.
-_SIZES = (
-    *("per_device_batch_size", "global_batch_size", "rampup_batch_size"),
-    "step_batch_size_schedule",
-)
-
-
-def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch keys of a mapping, checked as those of a config file are."""
-    names = {field.name for field in dataclasses.fields(BatchKeys)}
-    found, unknown = {}, []
-    for name, value in config.items():
-        peer = peers.look_up(name, value)
-        key, value = (peer.key, peer.value) if peer else (name, value)
-        given = f"{name}={value}"
-        if not peer and not defaults.is_key(name):
-            unknown.append((given, name))
-        elif key in names:
-            value = list(value) if isinstance(value, tuple) else value
-            found[key] = defaults.typed(given, value, key)
-    if unknown:
-        raise ConfigError(defaults.unknown_keys(unknown, "configs/base.yml"))
-    return found
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.numbers import exact, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +28,6 @@ class Threshold:
     global_batch_size: int
     rows_per_device: Fraction | None = None
     accumulation: int | None = None
-
-
-def exact(value: float | int | Fraction) -> Fraction:
-    """The number that was written: 0.1 is 1/10, not the nearest binary fraction."""
-    return value if isinstance(value, Fraction) else Fraction(str(value))
-
-
-def plain_number(value: Fraction) -> int | float:
-    """A Fraction as JSON and a person see it: an integer where it is one."""
-    return value.numerator if value.denominator == 1 else float(value)
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
@@ -420,12 +303,6 @@ def _limited(increments: int, key: str) -> int:
 
 
 # --- Words for errors ----------------------------------------------------------------------------
-
-
-def show(value: float | Fraction) -> str:
-    """The number as it would be written in a config, or as a fraction where it has no end."""
-    number = plain_number(exact(value))
-    return str(number) if Fraction(str(number)) == exact(value) else str(value)
 
 
 def _divisors(rise: Fraction) -> str:

@@ -27,7 +27,9 @@ from typing import Any
 from maxramp.errors import ConfigError
 from maxramp.rampup import layout as layout_lib
 from maxramp.rampup import notations
-from maxramp.rampup.notations import BatchKeys, Threshold, plain_number
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.notations import Threshold
+from maxramp.rampup.numbers import plain_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class RampupBatchManager:
     ):
         """
         Args:
-          config: a mapping of batch keys (`notations.BatchKeys`), or any object that has them as
+          config: a mapping of batch keys (`BatchKeys`), or any object that has them as
             attributes; a configuration of MaxText's is one.
           num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
             `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
@@ -93,7 +95,7 @@ class RampupBatchManager:
             `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
             not divide over its devices is refused by `check`.
         """
-        keys = BatchKeys.of(config)
+        keys = BatchKeys.read(config)
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
         thresholds = notations.thresholds(keys)
@@ -120,7 +122,7 @@ class RampupBatchManager:
                 devices = num_devices or keys.num_devices
                 passes = threshold.accumulation or 1
                 size = Fraction(threshold.global_batch_size, devices * passes)
-                layout = layout_lib.Layout(nodes or keys.num_nodes, devices, size, passes)
+                layout = layout_lib.Layout(nodes or keys.nodes, devices, size, passes)
             self.stages.append(
                 Stage(
                     index=index,

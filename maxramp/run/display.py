@@ -3,7 +3,7 @@
 import sys
 import time
 
-from maxramp.rampup.notations import plain_number
+from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import Record
 

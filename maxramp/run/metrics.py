@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import TrainingError
 from maxramp.planning.cost import training_flops_per_token
-from maxramp.rampup.notations import plain_number
+from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import Stage
 
 Record = dict[str, Any]

@@ -18,14 +18,15 @@ import yaml
 from jax.experimental import multihost_utils
 
 from maxramp.checkpoints.resume import Schedule
-from maxramp.config.load import Config, mesh_sizes, to_yaml
+from maxramp.config.keys import Config
+from maxramp.config.load import to_yaml
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.locking import lock
-from maxramp.rampup.notations import plain_number
+from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
@@ -239,7 +240,7 @@ class Output:
         config, ramp = self._config, schedule.ramp
         count = len(ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps))
         device = mesh.devices.flat[0]
-        axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(config).items() if size > 1)
+        axes = " x ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         self.say(
             f"model    {config.model_name}: {num_parameters(model):,} weights, {config.dtype}, on "

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 
 
 class Profiler:

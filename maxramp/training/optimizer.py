@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 

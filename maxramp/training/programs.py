@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError, reason_of
 from maxramp.model.decoder import Decoder

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from maxramp.config.load import Config
+from maxramp.config.keys import Config
 from maxramp.data.marks import PADDING, START
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import BATCH_AXES, after

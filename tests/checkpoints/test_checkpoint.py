@@ -17,7 +17,7 @@ from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as saved_lib
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, stored_arrays, versions
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -543,7 +543,7 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
 )
 def test_keys_that_make_no_sense(keys, names):
     with pytest.raises(ConfigError) as refused:
-        config_lib.load([BASE, *keys])
+        load([BASE, *keys])
     line = str(refused.value)
     assert len(line.splitlines()) == 1 and all(name in line for name in names), line
 

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from conftest import BASE, ROOT, run
 
-from maxramp.config import load as config_lib
-from maxramp.config.load import AXES, load, resolve, to_yaml
+from maxramp.config.load import load, to_yaml
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
+from maxramp.parallel.axes import AXES
 
 # Read by PyYAML itself: an answer that the loader under test has no part in.
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
@@ -211,7 +212,7 @@ def test_open_axis_is_filled_in(devices, axis):
     assert {a: config[f"ici_{a}_parallelism"] for a in AXES} == {
         a: devices if a == axis else 1 for a in AXES
     }
-    assert config_lib.mesh_sizes(config)[axis] == devices
+    assert config.mesh.sizes[axis] == devices
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_open_axis_is_filled_in(devices, axis):
 def test_mesh_sizes(devices, slices, arguments, expected):
     """Each group multiplies to its own number: dcn to the slices, ici to a slice's devices."""
     config = resolved(*arguments, devices=devices, slices=slices)
-    assert tuple(config_lib.mesh_sizes(config)[axis] for axis in AXES) == expected
+    assert tuple(config.mesh.sizes[axis] for axis in AXES) == expected
 
 
 @pytest.mark.parametrize(

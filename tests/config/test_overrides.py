@@ -7,7 +7,7 @@ import yaml
 from conftest import BASE, run
 
 from maxramp.commandline import take_flag, take_value
-from maxramp.config import load as config_lib
+from maxramp.config import load as loading
 from maxramp.config import overrides
 from maxramp.errors import ConfigError
 from maxramp.keys import peers
@@ -18,14 +18,14 @@ BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
 def load(*arguments, config=BASE):
     """The keys that differ from base.yml, and the notes."""
     notes = []
-    values = config_lib.load([str(config), *arguments], note=notes.append).to_dict()
+    values = loading.load([str(config), *arguments], note=notes.append).to_dict()
     return {k: v for k, v in values.items() if v != BASE_VALUES[k]}, notes
 
 
 def refusal(*arguments, config=BASE):
     notes = []
     with pytest.raises(ConfigError, match="^.*$") as caught:  # `.` is no newline: one line
-        config_lib.load([str(config), *arguments], note=notes.append)
+        loading.load([str(config), *arguments], note=notes.append)
     assert not notes  # the error alone
     return str(caught.value)
 

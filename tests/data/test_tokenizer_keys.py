@@ -10,7 +10,7 @@ from test_formats import TEXTS, write_file, write_megatron
 from maxramp import prepare
 from maxramp.checkpoints.folder import Saved
 from maxramp.checkpoints.resume import changes_since
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
@@ -38,7 +38,7 @@ def f(tmp_path_factory):
 
 
 def loaded(*keys: str):
-    return config_lib.load([BASE, *keys])
+    return load([BASE, *keys])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import BASE, TINY, run
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.launch import gke
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
@@ -37,7 +37,7 @@ TPU = [
 def manifests(*arguments: str) -> dict[str, str]:
     merged = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
     line = [BASE, *(f"{name}={value}" for name, value in merged.items())]
-    return gke.manifests(Run.of(config_lib.load(line), line))
+    return gke.manifests(Run.of(load(line), line))
 
 
 def jobsets(files: dict[str, str]) -> list[dict]:
@@ -114,7 +114,7 @@ def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
     text = yaml.safe_load(manifests()["config.yaml"])["data"]["config.yml"]
     path = tmp_path / "config.yml"
     path.write_text(text)
-    config = config_lib.load([str(path)])
+    config = load([str(path)])
     assert config.run_name == HARMLESS and config.stop_at_node_change
     assert config.step_batch_size_schedule == "0:16 800:32 2000:64" and config.num_nodes == 4
 

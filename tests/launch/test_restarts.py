@@ -15,7 +15,7 @@ import pytest
 from conftest import BASE, TINY
 
 from maxramp.checkpoints.folder import Saved
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.launch import local, slurm
 from maxramp.launch.jobs import Run
 
@@ -64,7 +64,7 @@ def told(folder: pathlib.Path, entries: list[tuple]) -> Told:
     saved = Saved(pathlib.Path(), 1, 2, [], "", {}, {})
     (folder / "metadata").write_text(json.dumps({"custom_metadata": saved.metadata()}))
     line = [BASE, *CONFIG, f"base_output_directory={folder}"]
-    return Told.of(config_lib.load(line), line)
+    return Told.of(load(line), line)
 
 
 def ends(folder: pathlib.Path) -> list[int]:

@@ -10,8 +10,10 @@ import pytest
 from conftest import BASE, ROOT, make_config, make_mesh
 from jax.sharding import AbstractMesh, AxisType
 
-from maxramp.config import load as config_lib
+from maxramp.config import load as loading
+from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.parallel.axes import AXES
 from maxramp.planning.cost import training_flops_per_token
 from maxramp.training.loss import cross_entropy_sums
 
@@ -35,13 +37,13 @@ SMALL = (
 
 
 def load(*arguments):
-    return config_lib.resolve(config_lib.load([BASE, *arguments]), 1, 1, 1)
+    return resolve(loading.load([BASE, *arguments]), 1, 1, 1)
 
 
 def no_devices():
     """A mesh without devices: enough to trace a model of any size."""
-    types = (AxisType.Explicit,) * len(config_lib.AXES)
-    mesh = AbstractMesh((1,) * len(config_lib.AXES), config_lib.AXES, axis_types=types)
+    types = (AxisType.Explicit,) * len(AXES)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=types)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import BASE, ROOT, TINY, environment, run
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import read_records
 
@@ -191,7 +191,7 @@ REFUSED = {
 @pytest.mark.parametrize(("argument", "reason"), REFUSED.items(), ids=REFUSED)
 def test_keys_that_are_refused(argument, reason):
     with pytest.raises(ConfigError) as caught:
-        config_lib.load([BASE, argument])
+        load([BASE, argument])
     name, _, value = argument.partition("=")
     assert str(caught.value).startswith(f"{name}={value.removeprefix('.')}") and reason in str(
         caught.value

@@ -8,8 +8,10 @@ from conftest import BASE, TINY, run
 
 from maxramp.compile import compile_stages
 from maxramp.compile import main as compile_main
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
+from maxramp.keys.base import CONFIGS
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
 from maxramp.planning import hlo
@@ -66,7 +68,7 @@ def test_every_stage_is_compiled_for_the_pod(compiled):
 def test_loops_are_counted_as_often_as_they_run(compiled):
     """The products of a whole step are the analytic count, and the half of the scores that a causal
     mask leaves out, which plain attention makes. XLA's own count has each loop once."""
-    config = config_lib.load(arguments())
+    config = load(arguments())
     attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
     for s in compiled[0]["stages"]:
         tokens = s["global_batch_size"] * 256 / 8
@@ -113,7 +115,7 @@ def test_a_stage_that_does_not_fit(tmp_path):
     """One that the compiler refuses by itself; and with what the same batch fits."""
     more = ("per_device_batch_size=512", "attention=dot_product", "max_target_length=2048")
     more += ("step_batch_size_schedule=0:4096", "steps=1", "loss_block_tokens=0", "dtype=float32")
-    result = compile_stages(config_lib.load(arguments(*more)))
+    result = compile_stages(load(arguments(*more)))
     stage = result["stages"][0]
     assert not stage["fits"] and stage["memory_gib"]["peak"] > stage["memory_gib"]["limit"]
     near = stage["nearest_fit"]
@@ -232,11 +234,11 @@ def test_a_loop_that_does_not_say_how_often_it_runs():
 
 def test_shipped_pods_resolve():
     """Every stage of every pod's config, on its pod."""
-    for path in sorted((config_lib.CONFIGS / "pods").glob("*.yml")):
-        loaded = config_lib.load([str(path)])
+    for path in sorted((CONFIGS / "pods").glob("*.yml")):
+        loaded = load([str(path)])
         chips = topology.parse(loaded.compile_topology).chips
         assert chips == loaded.num_nodes * loaded.devices_per_node == 1024
-        config = config_lib.resolve(loaded, chips, 1, 1)
+        config = resolve(loaded, chips, 1, 1)
         ramp = RampupBatchManager(config, chips)
         ramp.check(ramp.stages)
         assert len(ramp.stages) > 1

@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 
 from maxramp.checkpoints.folder import Saved
 from maxramp.checkpoints.resume import Schedule
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import make_plan, print_plan
 from maxramp.planning.memory import compiled_bytes, estimate
-from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
@@ -83,7 +83,7 @@ def test_the_table_and_the_picture(tmp_path):
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
 def test_the_table_fits_the_terminal(width, capsys, monkeypatch):
     """Columns that do not fit are left out and named; what stays is whole."""
-    plan = make_plan(config_lib.load([BASE, *NEMO_8B]))
+    plan = make_plan(load([BASE, *NEMO_8B]))
     print_plan(plan)
     whole = capsys.readouterr().out.splitlines()
     monkeypatch.setenv("COLUMNS", str(width))
@@ -117,7 +117,7 @@ def test_a_terminal_of_its_own_width():
 
 
 def test_one_device_has_no_columns_of_nodes(capsys):
-    print_plan(make_plan(config_lib.load([BASE, "num_nodes=1", "devices_per_node=1"])))
+    print_plan(make_plan(load([BASE, "num_nodes=1", "devices_per_node=1"])))
     printed = capsys.readouterr().out
     heads = " ".join(printed.partition("──")[0].split())
     expected = "first global share of GiB per stage step steps samples tokens batch time device"

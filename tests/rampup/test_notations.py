@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import mesh_checker
 from maxramp.errors import ConfigError
-from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -283,7 +284,7 @@ def test_nemos_rule_passes_over_nodes_that_the_mesh_refuses():
         *("rampup_batch_size=[32,32,10000]", "global_batch_size=128", "micro_batch_size=4"),
         *("num_nodes=4", "devices_per_node=8", "node_schedule=nemo"),
     )
-    ramp = RampupBatchManager(config, usable=config_lib.mesh_checker(config))
+    ramp = RampupBatchManager(config, usable=mesh_checker(config))
     # 128 columns do not divide over the 24 devices of 3 nodes, and 96 rows fill none of 2 nodes.
     assert [s.nodes for s in ramp.stages] == [1, 1, 1, 4]
 
@@ -342,8 +343,8 @@ def test_every_schedule_file_is_compared():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_schedules(name):
     """Batch sizes and switch points as published, to within one step."""
-    config = config_lib.load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
-    config.num_nodes, config.devices_per_node = max(1, config.num_nodes), 8
+    config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
+    config = config.replace(num_nodes=max(1, config.num_nodes), devices_per_node=8)
     ramp = RampupBatchManager(config)
     length, switches = PUBLISHED[name]
     assert config.max_target_length == length
@@ -361,28 +362,28 @@ def test_published_node_counts():
         ("nemotron-4-15b", [96, 192, 288]),
         ("nemo-gpt3-5b", [8, 8, 8, 8, 10, 12, 14, 16]),
     ):
-        config = config_lib.load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
+        config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
         assert [s.nodes for s in RampupBatchManager(config).stages] == nodes
 
 
 def test_palm_switches_at_the_published_steps():
-    config = config_lib.load([str(ROOT / "configs" / "schedules" / "palm-540b.yml")])
-    config.devices_per_node = 8
+    config = load([str(ROOT / "configs" / "schedules" / "palm-540b.yml")])
+    config = config.replace(devices_per_node=8)
     ramp = RampupBatchManager(config)
     assert [s.first_step for s in ramp.stages] == [0, 50_000, 115_000]
 
 
 def test_olmo_saves_the_published_steps():
     """43% fewer than the constant batch of 1024; the file's length was set by this figure."""
-    config = config_lib.load([str(ROOT / "configs" / "schedules" / "olmo-1b.yml")])
-    config.devices_per_node = 8
+    config = load([str(ROOT / "configs" / "schedules" / "olmo-1b.yml")])
+    config = config.replace(devices_per_node=8)
     ramp = RampupBatchManager(config)
     assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
     assert config.batch_size_lr_scaling == "sqrt"
 
 
 def loaded(*arguments):
-    return config_lib.load([str(ROOT / "configs" / "base.yml"), *arguments])
+    return load([str(ROOT / "configs" / "base.yml"), *arguments])
 
 
 def sizes(config, devices=8):
@@ -404,7 +405,7 @@ def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
     file.write_text("rampup_batch_size: [8, 8, 100]\nglobal_batch_size: 32\nmicro_batch_size: 2\n")
 
     def over(*arguments):
-        return config_lib.load([str(file), *arguments])
+        return load([str(file), *arguments])
 
     assert [b for b, _ in sizes(over())] == [8, 16, 24, 32]
     assert [b for b, _ in sizes(over("global_batch_size=16"))] == [8, 16]
@@ -416,7 +417,7 @@ def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
     assert maxtext.rampup_batch_size is None and maxtext.micro_batch_size == -1
     maxtext_file = tmp_path / "maxtext.yml"
     maxtext_file.write_text("gradient_accumulation_steps: 4\nglobal_rampup_samples: 99\n")
-    nemo = config_lib.load([str(maxtext_file), "global_batch_size=64"])
+    nemo = load([str(maxtext_file), "global_batch_size=64"])
     assert nemo.gradient_accumulation_steps == 1 and not nemo.enable_rampup_batch_size
 
 

@@ -10,7 +10,7 @@ import yaml
 from conftest import BASE
 
 from maxramp.errors import ConfigError
-from maxramp.rampup.notations import BatchKeys
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -130,7 +130,7 @@ def test_what_is_left_out_is_as_in_base_yml():
     """But for what shapes the batch and ends the run: there base.yml describes the default job."""
     with open(BASE) as file:
         base = yaml.safe_load(file)
-    left_out = BatchKeys.of({"per_device_batch_size": 1})
+    left_out = BatchKeys.read({"per_device_batch_size": 1})
     differ = {name for name in vars(left_out) if getattr(left_out, name) != base[name]}
     assert differ == {
         *("enable_rampup_batch_size", "per_device_batch_size_start", "global_rampup_samples"),

@@ -4,7 +4,8 @@ import pytest
 import yaml
 from conftest import make_config
 
-from maxramp.config import load as config_lib
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -24,7 +25,7 @@ def start(folder, *keys, first_step=0, records=()):
 
 
 def resolved(path):
-    return config_lib.resolve(config_lib.load([str(path)]), 8, 1, 1)
+    return resolve(load([str(path)]), 8, 1, 1)
 
 
 def test_its_own_config_is_replaced(tmp_path, capsys):

@@ -15,8 +15,8 @@ from conftest import DEVICES, make_mesh
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
-from maxramp.config import load as config_lib
 from maxramp.data.marks import PADDING
+from maxramp.parallel.axes import AXES
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.loss import cross_entropy_sums
 from maxramp.training.optimizer import LearningRate
@@ -159,7 +159,7 @@ UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
 def test_meshes(sizes):
     """Eight devices in any arrangement train as one does, and each holds only its shard of the
     weights and of the optimizer's moments, from the first state on."""
-    axes = dict(zip(config_lib.AXES, sizes, strict=True))
+    axes = dict(zip(AXES, sizes, strict=True))
     # (1, 8, 1) is what the config fills in by itself.
     given = [f"ici_{axis}_parallelism={size}" for axis, size in axes.items()]
     spread = trained(*ADAM, *(given if sizes != (1, 8, 1) else ()))

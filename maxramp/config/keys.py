@@ -1,0 +1,67 @@
+"""The configuration: every section, put together."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Self
+
+from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.data.keys import DataKeys, ReadingKeys
+from maxramp.launch.keys import LaunchKeys
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.planning.keys import PlanKeys
+from maxramp.rampup.keys import BatchKeys
+from maxramp.run.keys import EvalKeys, ProfilerKeys, RunKeys
+from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every section, for the commands, which hand each room its own.
+
+    Attributes:
+      values: all keys by their name, in the order of base.yml.
+    """
+
+    values: Mapping[str, Any]
+    batch: BatchKeys
+    backend: BackendKeys
+    mesh: MeshKeys
+    model: ModelKeys
+    data: DataKeys
+    reading: ReadingKeys
+    objective: ObjectiveKeys
+    optimizer: OptimizerKeys
+    schedule: LearningRateKeys
+    checkpoints: CheckpointKeys
+    run: RunKeys
+    evaluation: EvalKeys
+    profiling: ProfilerKeys
+    planning: PlanKeys
+    launch: LaunchKeys
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The sections of the values of all keys."""
+        values = types.MappingProxyType(dict(values))
+        sections = {field.name: field.type for field in dataclasses.fields(cls)}
+        del sections["values"]
+        return cls(values, **{name: section.of(values) for name, section in sections.items()})
+
+    def replace(self, **values: Any) -> Self:
+        """The same with other values of some keys."""
+        return self.of({**self.values, **values})
+
+    # Until every room takes its section.
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)

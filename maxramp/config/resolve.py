@@ -1,0 +1,120 @@
+"""What the devices of a job decide about a configuration."""
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from maxramp.commandline import count
+from maxramp.config.keys import Config
+from maxramp.errors import ConfigError
+from maxramp.rampup import layout
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.numbers import exact, show
+
+
+def resolve(config: Config, num_devices: int, num_slices: int, num_processes: int) -> Config:
+    """Fills in what the devices decide and checks what depends on them.
+
+    Args:
+      config: from `load`.
+      num_devices: devices of the whole job.
+      num_slices: groups of devices joined by the slow network (TPU slices; 1 elsewhere).
+      num_processes: processes of the job.
+
+    Returns:
+      A config in which no key is left open: every -1 and "" that stands for something known is
+      replaced by it.
+
+    Raises:
+      ConfigError: the job has other devices than the keys say, or a batch, a stage or a weight does
+        not divide over them.
+    """
+    dcn = _filled(
+        config.mesh.group("dcn"), num_slices, f"this job has {count(num_slices, 'slice')}"
+    )
+    inside = num_devices // math.prod(dcn.values())
+    ici = _filled(config.mesh.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
+    factor = config.data.expansion_factor_real_data
+    config = config.replace(
+        run_name=config.run.run_name or config.run.model_name,
+        expansion_factor_real_data=1.0 if factor == -1 else factor,
+        mu_dtype=config.optimizer.mu_dtype or config.model.weight_dtype,
+        tokenizer_type=config.data.type_of_tokenizer,
+        **_nodes(config.batch, num_devices, num_processes),
+        **dcn,
+        **ici,
+    )
+    if config.evaluation.eval_per_device_batch_size == 0:
+        rows = layout.whole_rows_per_device(config.batch)
+        config = config.replace(eval_per_device_batch_size=float(rows))
+    _check_divides(config, num_devices)
+    return config
+
+
+def mesh_checker(config: Config) -> Callable[[int], bool]:
+    """Whether a loaded config resolves for a number of devices: its mesh, and its weights on it."""
+    slices = math.prod(max(1, size) for size in config.mesh.group("dcn").values())
+
+    @functools.cache
+    def usable(num_devices: int) -> bool:
+        try:
+            resolve(config, num_devices, slices, 1)
+        except ConfigError:
+            return False
+        return True
+
+    return usable
+
+
+def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:
+    nodes, per_node = keys.num_nodes, keys.devices_per_node
+    if nodes == -1:
+        nodes = num_processes if per_node == -1 else max(1, num_devices // per_node)
+    if per_node == -1:
+        per_node = max(1, num_devices // nodes)
+    return {"num_nodes": nodes, "devices_per_node": per_node}
+
+
+def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
+    """A group of axes with its -1 replaced so that the product is `wanted`."""
+    known = math.prod(size for size in sizes.values() if size != -1)
+    is_open = -1 in sizes.values()
+    if is_open and wanted and wanted % known == 0:
+        return {name: wanted // known if size == -1 else size for name, size in sizes.items()}
+    if not is_open and known == wanted:
+        return sizes
+    shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if not is_open:
+        remedy = "let one of them be -1"
+    elif wanted == 1:
+        remedy = "give 1 or -1"
+    else:
+        remedy = f"give sizes whose product divides {wanted}"
+    raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")
+
+
+def _check_divides(config: Config, num_devices: int) -> None:
+    """Rows over data x fsdp, weights over fsdp and tensor: every shard is of equal size.
+
+    The batches of the stages are checked when it is known which of them will run.
+    """
+    sizes = config.mesh.sizes
+    ranks = sizes["data"] * sizes["fsdp"]
+    eval_size = config.evaluation.eval_per_device_batch_size
+    eval_rows = exact(eval_size) * num_devices
+    if eval_rows % ranks:
+        raise ConfigError(
+            f"eval_per_device_batch_size={eval_size:g} is {show(eval_rows)} rows on "
+            f"{count(num_devices, 'device')}, which do not divide over data={sizes['data']} x "
+            f"fsdp={sizes['fsdp']} = {ranks} groups of devices; use a multiple of "
+            f"{show(Fraction(ranks, num_devices))}"
+        )
+    for axis, widths in config.model.sharded_widths.items():
+        for name, width in widths.items():
+            if width % sizes[axis]:
+                raise ConfigError(
+                    f"{name}={width} does not divide over the {axis} axis of {sizes[axis]} "
+                    f"devices; change it, or ici_{axis}_parallelism"
+                )

@@ -1,0 +1,110 @@
+"""The sections of the data: what to read, and how far ahead."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from maxramp.data import tokenizer_keys
+from maxramp.errors import ConfigError
+from maxramp.keys.section import Keys, at_least, below_one, one_of, seed
+
+
+@dataclasses.dataclass(frozen=True)
+class DataKeys(Keys):
+    """Which text a run trains on, as which tokens, in which order."""
+
+    dataset_type: str = one_of("text", "synthetic", "grain")
+    text_files: str
+    grain_train_files: str
+    grain_eval_files: str
+    grain_file_type: str = one_of(
+        "", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"
+    )
+    train_data_columns: Sequence[str]
+    tokenizer_type: str = one_of("", "bytes", "huggingface", "sentencepiece", "tiktoken")
+    tokenizer_path: str
+    tokenize_train_data: bool
+    add_bos: bool
+    add_eos: bool
+    vocab_size: int
+    eval_fraction: float = below_one()
+    eval_interval: int
+    max_target_length: int
+    packing: bool
+    grain_packing_type: str = one_of("concat_then_split", "best_fit")
+    num_epoch: int = at_least(1)
+    enable_data_shuffling: bool
+    data_shuffle_seed: int = seed()
+    expansion_factor_real_data: float
+
+    def check(self) -> None:
+        """Checks each key, and that files, columns and the kind of data go together.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if self.dataset_type == "text" and self.vocab_size < 258:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} is too small for dataset_type=text: 256 bytes and "
+                "two marks make 258; use 320 (a multiple of 64) or more"
+            )
+        for name in ("grain_train_files", "grain_eval_files"):
+            if getattr(self, name) and self.dataset_type != "grain":
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} goes with dataset_type=grain, not "
+                    f"{self.dataset_type}"
+                )
+        if self.dataset_type == "grain" and not self.grain_train_files:
+            raise ConfigError(
+                "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
+                "or glob,weight;glob,weight"
+            )
+        columns = self.train_data_columns
+        if len(columns) != 1 or not isinstance(columns[0], str):
+            raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
+        from_fraction = self.dataset_type != "synthetic" and not self.grain_eval_files
+        if self.eval_interval > 0 and from_fraction and self.eval_fraction == 0:
+            raise ConfigError(
+                f"eval_interval={self.eval_interval} asks for evaluation, but eval_fraction=0 "
+                "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
+            )
+        _ = self.type_of_tokenizer
+        _check_expansion(self.expansion_factor_real_data)
+
+    @property
+    def type_of_tokenizer(self) -> str:
+        """`tokenizer_type` as given, or what the name of the tokenizer's file says.
+
+        Raises:
+          ConfigError: the keys contradict each other or the dataset, or the name says nothing.
+        """
+        return tokenizer_keys.type_of(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingKeys(Keys):
+    """How a process reads ahead."""
+
+    grain_worker_count: int = at_least(0)
+    grain_num_threads: int = at_least(1)
+    grain_prefetch_buffer_size: int = at_least(1)
+    grain_prefetch_buffer_gib: float = at_least(0)
+
+
+def _check_expansion(factor: float) -> None:
+    name = f"expansion_factor_real_data={factor:g}"
+    if factor <= 0 and factor != -1:
+        raise ConfigError(
+            f"{name} must be above 0, or -1 for 1: of so many processes one reads the data"
+        )
+    if factor > 1 and factor % 1:
+        near = f"{math.floor(factor)} or {math.ceil(factor)}"
+        raise ConfigError(f"{name} must be a whole number of processes; use {near}")
+    if 0 < factor < 1 and abs(round(1 / factor) * factor - 1) > 1e-6:
+        times = f"{1 / factor:.4g}"
+        raise ConfigError(
+            f"{name} stands for a checkpoint of 1/f = {times} times as many devices, which is no "
+            f"whole number; use 1/{round(1 / factor)} as a decimal, or leave it out: any "
+            "checkpoint reads on"
+        )

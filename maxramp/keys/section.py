@@ -1,0 +1,88 @@
+"""What the sections of the configuration are made of: one field a key, with its bound beside it.
+
+A section is a frozen dataclass, declared in the room that reads it; `config.keys` puts all of them
+together. Every field has its line, its default and its reason in configs/base.yml, and none here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from maxramp.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """What a value has to be, and how an error says so after "KEY=VALUE"."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+def one_of(*choices: str) -> Any:
+    """A key that takes one of these texts."""
+    listed = ", ".join(choice or '""' for choice in choices)
+    return _key(lambda value: value in choices, f"is not one of {listed}")
+
+
+def at_least(bound: int) -> Any:
+    """A number from `bound` up, or unset where the key may be."""
+    return _key(lambda value: value is None or value >= bound, f"must be {bound} or more")
+
+
+def positive_or_open() -> Any:
+    """A number from 1 up, or -1, which leaves it open."""
+    return _key(lambda value: value >= 1 or value == -1, "must be 1 or more, or -1 (see --help)")
+
+
+def above_zero_or_open() -> Any:
+    """A number above 0, or -1, which leaves it open."""
+    return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help)")
+
+
+def fraction() -> Any:
+    """A number from 0 to 1."""
+    return _key(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
+
+
+def below_one() -> Any:
+    """A number from 0 to below 1."""
+    return _key(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+
+
+def local_path() -> Any:
+    """A path of the file system."""
+    text = (
+        "is the address of a storage, not a path: a run reads and writes its own files through the "
+        "file system; mount the storage (GCS FUSE, Mountpoint for S3) and give the path"
+    )
+    return _key(lambda value: "://" not in value, text)
+
+
+def seed() -> Any:
+    """An integer that a random generator of 32 bits takes."""
+    return _key(lambda value: 0 <= value < 2**32, f"must be 0 or more and below 2^32 = {2**32}")
+
+
+def _key(holds: Callable[[Any], bool], text: str) -> Any:
+    return dataclasses.field(metadata={"bound": _Bound(holds, text)})
+
+
+class Keys:
+    """A section of the configuration. Subclasses are frozen dataclasses."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The section, from the values of all keys by name."""
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+    def check(self) -> None:
+        """Checks each key alone; a section extends it with the relations between its own keys.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        for field in dataclasses.fields(self):
+            value, bound = getattr(self, field.name), field.metadata.get("bound")
+            if bound and not bound.holds(value):
+                raise ConfigError(f"{field.name}={value} {bound.text}")

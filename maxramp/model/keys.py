@@ -1,0 +1,65 @@
+"""The section of the model: its sizes, its family, and how it is computed. Imports no JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from maxramp.errors import ConfigError
+from maxramp.keys.section import Keys, at_least, one_of
+
+ACTIVATIONS = ("silu", "gelu", "relu", "linear")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelKeys(Keys):
+    """A decoder."""
+
+    decoder_block: str = one_of("llama2")
+    base_emb_dim: int = at_least(1)
+    base_num_query_heads: int = at_least(1)
+    base_num_kv_heads: int = at_least(1)
+    head_dim: int = at_least(1)
+    base_mlp_dim: int = at_least(1)
+    base_num_decoder_layers: int = at_least(1)
+    vocab_size: int = at_least(1)
+    mlp_activations: Sequence[str]
+    logits_via_embedding: bool
+    normalization_layer_epsilon: float = at_least(0)
+    rope_max_timescale: float
+    max_target_length: int = at_least(1)
+    dtype: str = one_of(*DTYPES)
+    weight_dtype: str = one_of(*DTYPES)
+    attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
+    scan_layers: bool
+    remat_policy: str = one_of("full", "minimal", "none")
+
+    def check(self) -> None:
+        """Checks each key, and that heads and pairs come out whole.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if self.rope_max_timescale <= 0:
+            raise ConfigError(f"rope_max_timescale={self.rope_max_timescale} must be above 0")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+        if self.base_num_query_heads % self.base_num_kv_heads:
+            raise ConfigError(
+                f"base_num_kv_heads={self.base_num_kv_heads} does not divide "
+                f"base_num_query_heads={self.base_num_query_heads}: every key and value head "
+                "serves equally many query heads; use a divisor"
+            )
+        names = self.mlp_activations
+        if len(names) != 2 or any(name not in ACTIVATIONS for name in names):
+            raise ConfigError(
+                f"mlp_activations={names} must be two of {', '.join(ACTIVATIONS)}: of the gate, "
+                "and of what it gates"
+            )
+
+    @property
+    def sharded_widths(self) -> dict[str, dict[str, int]]:
+        """The widths that are split over each mesh axis, by key."""
+        tensor = ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")
+        axes = {"fsdp": ("base_emb_dim",), "tensor": tensor}
+        return {axis: {name: getattr(self, name) for name in names} for axis, names in axes.items()}

@@ -1,0 +1,17 @@
+"""The section of plans: what a device does and holds, and the pod to compile for."""
+
+import dataclasses
+
+from maxramp.keys.section import Keys, above_zero_or_open, at_least
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanKeys(Keys):
+    """What a plan assumes of the devices."""
+
+    planned_tflops_per_device: float = above_zero_or_open()
+    planned_pass_overhead: float = at_least(0)
+    restart_minutes: float = at_least(0)
+    device_memory_gib: float = above_zero_or_open()
+    compile_topology: str
+    compile_topology_num_slices: int = at_least(1)

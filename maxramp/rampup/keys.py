@@ -1,0 +1,144 @@
+"""The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length.
+
+This module imports no jax.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from maxramp.errors import ConfigError
+from maxramp.keys import base, peers
+from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
+
+# Each of them makes a batch.
+_SIZES = (
+    "per_device_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
+# What a program does not ask for by leaving it out: base.yml has the default job's ramp and length.
+_NOT_BY_DEFAULT = (
+    "enable_rampup_batch_size",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "global_rampup_samples",
+    "steps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchKeys(Keys):
+    """The keys that describe the batch."""
+
+    per_device_batch_size: float
+    gradient_accumulation_steps: int
+    # MaxText
+    enable_rampup_batch_size: bool
+    per_device_batch_size_start: float
+    per_device_batch_size_increment: float
+    global_rampup_samples: int
+    # NeMo / Megatron
+    global_batch_size: int
+    micro_batch_size: int
+    rampup_batch_size: Sequence[int] | None
+    # Megatron since 2026
+    step_batch_size_schedule: str
+    step_batch_size_unit: str = one_of("tokens", "samples")
+    max_target_length: int = at_least(1)
+    # what it runs on
+    num_nodes: int = positive_or_open()
+    devices_per_node: int = positive_or_open()
+    min_nodes: int = at_least(1)
+    node_schedule: str = one_of("best", "nemo", "fixed")
+    node_time_tolerance: float = at_least(0)
+    planned_pass_overhead: float = at_least(0)
+    ici_tensor_parallelism: int
+    dcn_tensor_parallelism: int
+    # how long
+    steps: int = positive_or_open()
+    total_samples: int = positive_or_open()
+    total_tokens: int = positive_or_open()
+
+    @classmethod
+    def read(cls, config: Any) -> Self:
+        """The batch keys of a mapping, or of any object that has some of them as attributes.
+
+        What is left out has base.yml's default, but for the ramp and the length of the run, which
+        count as not given.
+
+        Raises:
+          ConfigError: no key gives a batch size; or a mapping has a key that does not exist, or a
+            value of another type. What else an object has as attributes is its own affair.
+        """
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, Mapping):
+            given = _from_mapping(config)
+        else:
+            given = {}
+            for field in dataclasses.fields(cls):
+                # MaxText's own configuration raises a ValueError for what it does not have.
+                with contextlib.suppress(AttributeError, KeyError, ValueError):
+                    given[field.name] = getattr(config, field.name)
+        if all(given.get(name) in (None, "", -1) for name in _SIZES):
+            raise ConfigError(
+                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
+                "describes them)"
+            )
+        left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
+        # Without a row's length, Megatron takes thresholds for samples: a row is one token.
+        return cls.of(left_out | {"max_target_length": 1} | given)
+
+    def check(self) -> None:
+        """Checks each key, and that the run has a length; `notations.check` checks the notation.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if self.steps == self.total_samples == self.total_tokens == -1:
+            raise ConfigError(
+                "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; "
+                "give one of them"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the keys describe, at least one."""
+        return max(1, self.num_nodes)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that together hold one row."""
+        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the keys describe."""
+        if self.devices_per_node < 1:
+            raise ConfigError(
+                f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
+                "devices_per_node, or num_devices to RampupBatchManager"
+            )
+        return self.nodes * self.devices_per_node
+
+
+def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch keys of a mapping, checked as those of a config file are."""
+    names = {field.name for field in dataclasses.fields(BatchKeys)}
+    found, unknown = {}, []
+    for name, value in config.items():
+        peer = peers.look_up(name, value)
+        key, value = (peer.key, peer.value) if peer else (name, value)
+        given = f"{name}={value}"
+        if not peer and not base.is_key(name):
+            unknown.append((given, name))
+        elif key in names:
+            value = list(value) if isinstance(value, tuple) else value
+            found[key] = base.typed(given, value, key)
+    if unknown:
+        raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
+    return found

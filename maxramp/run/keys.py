@@ -1,0 +1,59 @@
+"""The sections of a run: its folder and what it shows, its evaluations, its profile."""
+
+import dataclasses
+
+from maxramp.errors import ConfigError
+from maxramp.keys.section import (
+    Keys,
+    above_zero_or_open,
+    at_least,
+    local_path,
+    one_of,
+    positive_or_open,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunKeys(Keys):
+    """The run's folder, what it shows, and when it is given up."""
+
+    run_name: str
+    base_output_directory: str = local_path()
+    model_name: str
+    log_period: int = at_least(1)
+    enable_tensorboard: bool
+    abort_on_nan_loss: bool
+    abort_on_inf_loss: bool
+    skip_bad_steps: int
+    hang_timeout_seconds: float = above_zero_or_open()
+
+    def check(self) -> None:
+        """Checks each key, and that the run's name is that of a folder.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if self.run_name in (".", "..") or "/" in self.run_name:
+            raise ConfigError(
+                f"run_name={self.run_name} must name one folder below base_output_directory; put "
+                "the path into base_output_directory"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalKeys(Keys):
+    """When to evaluate, and on how much."""
+
+    eval_interval: int = positive_or_open()
+    eval_steps: int = positive_or_open()
+    eval_per_device_batch_size: float = at_least(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfilerKeys(Keys):
+    """Which steps to trace."""
+
+    profiler: str = one_of("", "xplane")
+    skip_first_n_steps_for_profiler: int = at_least(0)
+    profiler_steps: int = at_least(1)
