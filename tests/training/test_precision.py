@@ -12,8 +12,8 @@ from conftest import ROOT, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.mesh import BATCH_AXES
-from maxramp.step import _objective, init_state
+from maxramp.parallel.mesh import BATCH_AXES
+from maxramp.training.step import _objective, init_state
 
 ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264
 
