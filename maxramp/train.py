@@ -38,8 +38,7 @@ from maxramp.errors import (
     TrainingError,
     report,
 )
-from maxramp.parallel import cpu as heap
-from maxramp.parallel import lifeline
+from maxramp.parallel import cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
 from maxramp.rampup.numbers import exact
@@ -48,8 +47,10 @@ from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
 from maxramp.run.profiling import Profiler
 from maxramp.run.watchdog import Watchdog
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import HeldState, Programs, abstract_state, initial_state
+from maxramp.training.device_memory import device_memory
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import Programs
+from maxramp.training.state import HeldState, abstract_state, initial_state
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         loaded = load(arguments, note=notes.append)
-        with Watchdog(loaded.hang_timeout_seconds) as watchdog:
+        with Watchdog(loaded.run.hang_timeout_seconds) as watchdog:
             return _run(loaded, notes, preemption, watchdog)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
@@ -67,14 +68,14 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
     """Starts the backend, opens the data and trains."""
-    mesh_lib.start_backend(loaded)
+    mesh_lib.start_backend(loaded.backend)
     for line in notes if jax.process_index() == 0 else ():
         print_note(line)
     watchdog.beat()
     preemption.begin(jax.process_count() > 1, lifeline.end_now)
     config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
     take_up = functools.partial(Schedule, config, jax.device_count(), mesh_checker(loaded))
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     jax.set_mesh(mesh)
     expansion = Expansion(mesh, config.expansion_factor_real_data)
     corpus = open_rows(config, expansion.reads, watchdog.beat)
@@ -134,14 +135,18 @@ def train(
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
         loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows, checkpoints.shuffle)
         closing.callback(loader.close)
-        abstract = abstract_state(config, mesh)
+        abstract = abstract_state(config.recipe, mesh)
         if position:
             checkpoints.compare(position, abstract)
         programs = Programs(
-            *(config, expansion, LearningRate.of(config, ramp), abstract),
+            config.recipe,
+            expansion,
+            LearningRate.of(config.schedule, ramp),
+            abstract,
             stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
             packed=corpus.packed,
+            memory_limit=device_memory(config.planning.device_memory_gib),
             say=output.say,
             on_failure=preemption.ask,
         )
@@ -150,12 +155,12 @@ def train(
         if position:
             state = checkpoints.restore(position, abstract)
         else:
-            state = initial_state(config)
+            state = initial_state(config.recipe)
             if config.load_parameters_path:
                 model = checkpoints.load_parameters(abstract.model)
                 state = dataclasses.replace(state, model=model)
         state = HeldState(state)
-        heap.keep()
+        cpu.keep()
 
         checkpoints.start_saving()
         log = MetricsLog(config, output.open_files(ramp, first_step))

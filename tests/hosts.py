@@ -21,7 +21,7 @@ from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.step import fingerprint
+from maxramp.training.fingerprint import fingerprint
 
 _MOVE = re.compile(
     r"s32\[([\d,]+)\]\S* collective-permute(?:-start)?\("
@@ -40,7 +40,7 @@ def moved_bytes(program: str) -> int:
 
 def serve(first_step: int, loaded) -> dict:
     config = resolve(loaded, jax.device_count(), 1, jax.process_count())
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         expansion = Expansion(mesh, config.expansion_factor_real_data)
         corpus = open_rows(config, expansion.reads, lambda: None)
@@ -78,7 +78,7 @@ def main() -> None:
     for i, (first_step, arguments) in enumerate(requests):
         loaded = load(arguments)
         if i == 0:
-            mesh_lib.start_backend(loaded)
+            mesh_lib.start_backend(loaded.backend)
         print(json.dumps(serve(first_step, loaded)), flush=True)
 
 

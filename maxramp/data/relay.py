@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
-from maxramp.parallel.mesh import BATCH_AXES
-from maxramp.training.step import BATCH_ABS
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.sharding import BATCH_ABS
 
 
 class Expansion:

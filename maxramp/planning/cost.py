@@ -7,6 +7,7 @@ import math
 from fractions import Fraction
 
 from maxramp.config.keys import Config
+from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 
@@ -14,25 +15,6 @@ from maxramp.rampup.layout import pass_price, rows_per_device_limit
 # peak in bfloat16 (989, NVIDIA's data sheet). On slower devices stages last longer than that, so a
 # plan has too few changes of nodes rather than too many.
 _ASSUMED_TFLOPS = 400.0
-
-
-def training_flops_per_token(config: Config) -> float:
-    """Floating-point operations of a training step per token: the model's, without remat.
-
-    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
-    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
-    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
-    """
-    D, h, H, K = (
-        config.base_emb_dim,
-        config.head_dim,
-        config.base_num_query_heads,
-        config.base_num_kv_heads,
-    )
-    layer = D * h * (2 * H + 2 * K) + 3 * D * config.base_mlp_dim
-    products = config.base_num_decoder_layers * layer + D * config.vocab_size
-    attention = config.base_num_decoder_layers * H * h * config.max_target_length
-    return 6.0 * products + 6.0 * attention
 
 
 class PassCost:
@@ -45,7 +27,9 @@ class PassCost:
     def __init__(self, config: Config):
         self._keys = BatchKeys.read(config)
         self._limit = rows_per_device_limit(self._keys)
-        flops = float(self._limit) * config.max_target_length * training_flops_per_token(config)
+        flops = (
+            float(self._limit) * config.max_target_length * training_flops_per_token(config.model)
+        )
         known = config.planned_tflops_per_device != -1
         tflops = config.planned_tflops_per_device if known else _ASSUMED_TFLOPS
         hours = flops / (tflops * 1e12) / 3600
