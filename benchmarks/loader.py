@@ -26,10 +26,11 @@ from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.keys.base import CONFIGS
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, init_state, train_step
+from maxramp.training.step import init_state, train_step
 
 BATCH = 64
 WARM_UP = 8
