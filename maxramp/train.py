@@ -77,8 +77,8 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
     take_up = functools.partial(Schedule, config, jax.device_count(), mesh_checker(loaded))
     mesh = mesh_lib.make_mesh(config.mesh)
     jax.set_mesh(mesh)
-    expansion = Expansion(mesh, config.expansion_factor_real_data)
-    corpus = open_rows(config, expansion.reads, watchdog.beat)
+    expansion = Expansion(mesh, config.data.expansion_factor_real_data)
+    corpus = open_rows(config.data, config.reading, expansion.reads, watchdog.beat)
     return train(config, corpus, expansion, take_up, preemption, watchdog)
 
 
@@ -133,7 +133,17 @@ def train(
 
         with_eval = config.eval_interval > 0
         eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows, checkpoints.shuffle)
+        loader = Loader(
+            config.data,
+            config.reading,
+            corpus,
+            ramp,
+            expansion,
+            first_step,
+            eval_rows,
+            config.evaluation.eval_steps,
+            checkpoints.shuffle,
+        )
         closing.callback(loader.close)
         abstract = abstract_state(config.recipe, mesh)
         if position:

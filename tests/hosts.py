@@ -42,11 +42,20 @@ def serve(first_step: int, loaded) -> dict:
     config = resolve(loaded, jax.device_count(), 1, jax.process_count())
     mesh = mesh_lib.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        expansion = Expansion(mesh, config.expansion_factor_real_data)
-        corpus = open_rows(config, expansion.reads, lambda: None)
-        ramp = RampupBatchManager(config, jax.device_count())
-        eval_rows = int(config.eval_per_device_batch_size * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
+        expansion = Expansion(mesh, config.data.expansion_factor_real_data)
+        corpus = open_rows(config.data, config.reading, expansion.reads)
+        ramp = RampupBatchManager(config.batch, jax.device_count())
+        eval_rows = int(config.evaluation.eval_per_device_batch_size * jax.device_count())
+        loader = Loader(
+            config.data,
+            config.reading,
+            corpus,
+            ramp,
+            expansion,
+            first_step,
+            eval_rows,
+            config.evaluation.eval_steps,
+        )
 
         @functools.cache
         def program(shape, sharding):

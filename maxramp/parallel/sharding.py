@@ -7,13 +7,14 @@ width, F MLP width, V vocabulary.
 
 from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.axes import AXES, BATCH_AXES
 
 REPLICATED = P()
 
 # The batch and what follows from it
 BATCH_ABS = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
+SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
 
 # Activations: rows over data x fsdp; heads, MLP and vocabulary over tensor
 X_BTD = P(BATCH_AXES, None, None)  # the residual stream

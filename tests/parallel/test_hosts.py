@@ -19,9 +19,13 @@ TRAIN = [sys.executable, "-m", "maxramp.train"]
 
 # Eight steps on batches of 16, 32 and 48 rows, and held-out rows that no batch divides.
 RAMP = [
-    *("step_batch_size_schedule=0:16, 48:32, 144:48", "step_batch_size_unit=samples"),
-    *("total_samples=240", "text_files=text", "eval_interval=4", "eval_steps=-1"),
-    *("eval_fraction=0.1",),
+    "step_batch_size_schedule=0:16, 48:32, 144:48",
+    "step_batch_size_unit=samples",
+    "total_samples=240",
+    "text_files=text",
+    "eval_interval=4",
+    "eval_steps=-1",
+    "eval_fraction=0.1",
 ]
 
 
