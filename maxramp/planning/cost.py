@@ -6,7 +6,9 @@ This module imports no jax.
 import math
 from fractions import Fraction
 
-from maxramp.config.keys import Config
+from maxramp.model.keys import ModelKeys
+from maxramp.model.size import training_flops_per_token
+from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 
@@ -16,25 +18,6 @@ from maxramp.rampup.layout import pass_price, rows_per_device_limit
 _ASSUMED_TFLOPS = 400.0
 
 
-def training_flops_per_token(config: Config) -> float:
-    """Floating-point operations of a training step per token: the model's, without remat.
-
-    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
-    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
-    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
-    """
-    D, h, H, K = (
-        config.base_emb_dim,
-        config.head_dim,
-        config.base_num_query_heads,
-        config.base_num_kv_heads,
-    )
-    layer = D * h * (2 * H + 2 * K) + 3 * D * config.base_mlp_dim
-    products = config.base_num_decoder_layers * layer + D * config.vocab_size
-    attention = config.base_num_decoder_layers * H * h * config.max_target_length
-    return 6.0 * products + 6.0 * attention
-
-
 class PassCost:
     """What a forward and backward pass takes, in passes of the largest micro batch.
 
@@ -42,19 +25,19 @@ class PassCost:
       restart: how long a change of nodes takes (restart_minutes), in such passes.
     """
 
-    def __init__(self, config: Config):
-        self._keys = BatchKeys.read(config)
-        self._limit = rows_per_device_limit(self._keys)
-        flops = float(self._limit) * config.max_target_length * training_flops_per_token(config)
-        known = config.planned_tflops_per_device != -1
-        tflops = config.planned_tflops_per_device if known else _ASSUMED_TFLOPS
+    def __init__(self, batch: BatchKeys, plan: PlanKeys, model: ModelKeys):
+        self._batch = batch
+        self._limit = rows_per_device_limit(batch)
+        flops = float(self._limit) * model.max_target_length * training_flops_per_token(model)
+        known = plan.planned_tflops_per_device != -1
+        tflops = plan.planned_tflops_per_device if known else _ASSUMED_TFLOPS
         hours = flops / (tflops * 1e12) / 3600
         self._full_hours = hours if known else None
-        self.restart = config.restart_minutes / 60 / hours
+        self.restart = plan.restart_minutes / 60 / hours
 
     def of(self, rows_per_device: float | Fraction) -> float:
         """A pass with so many rows per device."""
-        return float(pass_price(self._keys, Fraction(rows_per_device)))
+        return float(pass_price(self._batch, Fraction(rows_per_device)))
 
     def hours(self, passes: float) -> float | None:
         """Hours of so many passes; None where planned_tflops_per_device is not given."""

@@ -1,0 +1,49 @@
+"""What a model takes: weights, arithmetic, and the memory of a pass. Imports no JAX."""
+
+from maxramp.model.keys import ModelKeys
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def training_flops_per_token(keys: ModelKeys) -> float:
+    """Floating-point operations of a training step per token: the model's, without remat.
+
+    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
+    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
+    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
+    """
+    D, h = keys.base_emb_dim, keys.head_dim
+    H, K = keys.base_num_query_heads, keys.base_num_kv_heads
+    layer = D * h * (2 * H + 2 * K) + 3 * D * keys.base_mlp_dim
+    products = keys.base_num_decoder_layers * layer + D * keys.vocab_size
+    attention = keys.base_num_decoder_layers * H * h * keys.max_target_length
+    return 6.0 * products + 6.0 * attention
+
+
+def pass_bytes(keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int) -> float:
+    """What a device keeps of a pass for its backward pass, and a block of logits: an estimate.
+
+    Args:
+      keys: the model.
+      rows: of the pass on the device.
+      tensor: devices that share heads, MLP and vocabulary.
+      loss_block_tokens: tokens whose logits exist at a time; 0 = all.
+    """
+    itemsize = _BYTES[keys.dtype]
+    T, D, F = keys.max_target_length, keys.base_emb_dim, keys.base_mlp_dim / tensor
+    heads = keys.base_num_query_heads / tensor
+    kv_heads = keys.base_num_kv_heads / tensor
+    tokens = rows * T
+    stream = tokens * D * itemsize
+    products = tokens * ((2 * heads + 2 * kv_heads) * keys.head_dim + 2 * F) * itemsize
+    # A kernel makes no scores; autoselected is taken to find one for an accelerator's dtype.
+    kernel = keys.attention in ("cudnn_flash", "splash")
+    kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
+    scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
+    everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
+    kept = {"full": stream, "minimal": 3 * stream + products, "none": everything}
+    one_layer = 0 if keys.remat_policy == "none" else everything
+    block = min(tokens, loss_block_tokens or tokens)
+    logits = (block * (2 * 4 + itemsize) + D * 4) * keys.vocab_size / tensor
+    layers = keys.base_num_decoder_layers
+    return layers * kept[keys.remat_policy] + max(one_layer, logits)
