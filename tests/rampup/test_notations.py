@@ -431,7 +431,7 @@ def test_the_length_of_a_run_in_three_ways():
         ([f"total_tokens={5040 * 128 + 1}"], 321),
         (["total_samples=1"], 1),
     ):
-        ramp = RampupBatchManager(loaded(*arguments), 1)
+        ramp = RampupBatchManager(loaded(*arguments).batch, 1)
         assert ramp.total_steps == steps
         assert ramp.total_samples == ramp.samples_before(steps)
 
@@ -447,5 +447,6 @@ def test_the_global_batch_does_not_depend_on_the_job():
 
 
 def test_an_object_without_the_plans_keys_is_planned_as_base_yml_says():
-    for name in ("node_time_tolerance", "planned_pass_overhead"):
-        assert getattr(BatchKeys(), name) == loaded()[name]
+    few = BatchKeys.read(SimpleNamespace(per_device_batch_size=1))
+    for name in ("node_time_tolerance", "planned_pass_overhead", "node_schedule"):
+        assert getattr(few, name) == getattr(loaded().batch, name)
