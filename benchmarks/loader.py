@@ -25,12 +25,13 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.keys.base import CONFIGS
+from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABS
-from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import init_state, train_step
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import init_state
+from maxramp.training.step import make_train_step
 
 BATCH = 64
 WARM_UP = 8
@@ -188,19 +189,19 @@ def step_eats() -> float:
     """Tokens per second of the default model's step on this machine, at its largest batch."""
     config = resolved()
     with jax.set_mesh(mesh_lib.make_mesh(config)):
-        ramp = RampupBatchManager(config, 1)
-        rate = LearningRate.of(config, ramp)
-        state = jax.jit(functools.partial(init_state, config))()
-        shape = (1, ramp.stages[-1].global_batch_size, config.max_target_length + 1)
+        ramp = RampupBatchManager(config.batch, 1)
+        rate = LearningRate.of(config.schedule, ramp)
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        shape = (1, ramp.stages[-1].global_batch_size, config.batch.max_target_length + 1)
         batch = jax.device_put(np.zeros(shape, np.int32), BATCH_ABS)
-        step = functools.partial(train_step, config=config, learning_rate=rate)
+        step = make_train_step(config.recipe, rate)
         compiled = jax.jit(step).lower(state, batch).compile()
         seconds = []
         for _ in range(6):
             start = time.perf_counter()
             jax.block_until_ready(compiled(state, batch))
             seconds.append(time.perf_counter() - start)
-    return shape[1] * config.max_target_length / statistics.median(seconds)
+    return shape[1] * config.batch.max_target_length / statistics.median(seconds)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Saved, TornError
 from maxramp.errors import EXIT_FAILED, ConfigError, report
 from maxramp.keys.base import CONFIGS
@@ -55,7 +55,7 @@ def ls(path: pathlib.Path) -> int:
     for checkpoint in checkpoints:
         size = _bytes(checkpoint)
         try:
-            saved = saved_lib.read(checkpoint)
+            saved = folder_lib.read(checkpoint)
         except TornError as error:
             print(f"{checkpoint.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error})")
             continue
@@ -71,8 +71,8 @@ def ls(path: pathlib.Path) -> int:
             + (f"; from here on {changes}" if changes else "")
         )
         before = saved
-    folder = saved_lib.find(path).parent
-    for other in sorted(p for p in folder.iterdir() if not saved_lib.is_step(p.name)):
+    folder = folder_lib.find(path).parent
+    for other in sorted(p for p in folder.iterdir() if not folder_lib.is_step(p.name)):
         print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
     return 0
 
@@ -80,9 +80,9 @@ def ls(path: pathlib.Path) -> int:
 def show(path: pathlib.Path) -> int:
     """Prints what is known of one checkpoint."""
     try:
-        saved = saved_lib.read(saved_lib.find(path))
+        saved = folder_lib.read(folder_lib.find(path))
     except TornError as error:
-        raise ConfigError(f"{saved_lib.find(path)} is torn: {error}") from None
+        raise ConfigError(f"{folder_lib.find(path)} is torn: {error}") from None
     stage, config = saved.stage(), saved.config
     tokens = saved.consumed_samples * config["max_target_length"]
     defaults = read_yaml(CONFIGS / "base.yml")
@@ -105,7 +105,7 @@ def verify(path: pathlib.Path) -> int:
     status = 0
     for checkpoint in _checkpoints(path):
         try:
-            saved_lib.read(checkpoint)
+            folder_lib.read(checkpoint)
             arrays, values, strange = _read_all(checkpoint)
         except TornError as error:
             print(f"{checkpoint}: torn ({error})")
@@ -122,10 +122,10 @@ def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
     import numpy as np
 
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
-    from maxramp.checkpoints import store as saving
+    from maxramp.checkpoints.store import stored_arrays
 
     arrays, values, strange = 0, 0, 0
-    for array in saving.stored_arrays(checkpoint):
+    for array in stored_arrays(checkpoint):
         arrays, values = arrays + 1, values + array.size
         if not np.issubdtype(array.dtype, np.integer):
             strange += array.size - int(np.isfinite(array.astype(np.float32)).sum())
@@ -133,17 +133,17 @@ def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
 
 
 def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
-    found = saved_lib.find(path)
+    found = folder_lib.find(path)
     if found == path.expanduser().absolute():
         return [found]
-    return [found.parent / str(step) for step in saved_lib.steps_in(found.parent)]
+    return [found.parent / str(step) for step in folder_lib.steps_in(found.parent)]
 
 
 def _described(path: pathlib.Path) -> str:
     return {
-        saved_lib.UNFINISHED: "a save that is going on, or was killed",
-        saved_lib.TORN: "torn, moved aside by a restart",
-        saved_lib.DELETING: "being removed",
+        folder_lib.UNFINISHED: "a save that is going on, or was killed",
+        folder_lib.TORN: "torn, moved aside by a restart",
+        folder_lib.DELETING: "being removed",
     }.get(path.suffix, "not a checkpoint")
 
 

@@ -50,6 +50,14 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def short(number: float) -> str:
+    """A number in three digits, as the field writes it: 250B for 250000000000, 1.23M."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
+
+
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:

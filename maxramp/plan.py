@@ -19,20 +19,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxramp.commandline import print_table, take_flag, take_value
+from maxramp.commandline import count, print_table, short, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.config.resolve import mesh_checker, resolve, resolve_planned
 from maxramp.errors import ConfigError, report
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.axes import AXES
 from maxramp.planning.cost import PassCost
 from maxramp.planning.fit import largest_per_device_batch_size
 from maxramp.planning.memory import estimate
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.output import plan_json
 from maxramp.run.picture import draw_plan
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
 Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest
@@ -50,9 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled = take_value(arguments, "--compiled")
         config = load(arguments, "plan", USAGE)
         if fit:
-            mesh_lib.start_backend(config)
-            config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
-            print(largest_per_device_batch_size(config))
+            mesh_lib.start_backend(config.backend)
+            config = resolve(config, jax.devicecount(), mesh_lib.num_slices(), 1)
+            print(
+                largest_per_device_batch_size(
+                    config.recipe,
+                    config.mesh,
+                    config.batch,
+                    config.schedule,
+                    config.planning.device_memory_gib,
+                )
+            )
             return 0
         plan = make_plan(config)
         if compiled:
@@ -68,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def make_plan(config: Any) -> dict[str, Any]:
+def make_plan(config: Config) -> dict[str, Any]:
     """The plan of a loaded config for the nodes that it describes (default: this machine).
 
     Returns:
@@ -78,41 +86,40 @@ def make_plan(config: Any) -> dict[str, Any]:
     Raises:
       ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
     """
-    if config.devices_per_node == -1:
+    if config.batch.devices_per_node == -1:
         config = config.replace(devices_per_node=jax.local_device_count())
-    config = config.replace(num_nodes=max(1, config.num_nodes))
-    target = _resolve_for(config, config.num_nodes * config.devices_per_node)
-    cost = PassCost(target)
-    ramp = RampupBatchManager(target, usable=mesh_checker(config), restart_passes=cost.restart)
+    config = config.replace(num_nodes=config.batch.nodes)
+    target = resolve_planned(config, config.batch.num_devices)
+    keys, cost = target.batch, PassCost(target.batch, target.planning, target.model)
+    ramp = RampupBatchManager(keys, usable=mesh_checker(config), restart_passes=cost.restart)
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     plan = plan_json(ramp) | {
-        "num_nodes": target.num_nodes,
-        "devices_per_node": target.devices_per_node,
-        "max_target_length": target.max_target_length,
-        "restart_minutes": target.restart_minutes,
+        "num_nodes": keys.num_nodes,
+        "devices_per_node": keys.devices_per_node,
+        "max_target_length": keys.max_target_length,
+        "restart_minutes": target.planning.restart_minutes,
         "warnings": [ramp.cut_short] if ramp.cut_short else [],
     }
     plan["stages"] = plan["stages"][: len(stages)]
-    passes = [_run_steps(s, ramp) * s.gradient_accumulation_steps for s in stages]
     times = [
-        count * cost.of(float(s.per_device_batch_size))
-        for count, s in zip(passes, stages, strict=True)
+        ramp.run_steps(s) * s.gradient_accumulation_steps * cost.of(float(s.per_device_batch_size))
+        for s in stages
     ]
     node_time = sum(time * s.nodes for time, s in zip(times, stages, strict=True))
     for stage, entry, time in zip(stages, plan["stages"], times, strict=True):
-        steps = _run_steps(stage, ramp)
+        steps = ramp.run_steps(stage)
         entry |= {
             "run_steps": steps,
             "run_samples": steps * stage.global_batch_size,
-            "run_tokens": steps * stage.global_batch_size * target.max_target_length,
+            "run_tokens": steps * stage.global_batch_size * keys.max_target_length,
             "share_of_node_time": time * stage.nodes / node_time,
             "hours": cost.hours(time),
             "node_hours": cost.hours(time * stage.nodes),
-            **_against_all_nodes(stage, steps, time, target, cost),
+            **_against_all_nodes(stage, steps, time, keys, cost),
         }
         try:
-            entry["memory_gib"] = estimate(_resolve_for(config, stage.devices), stage)
+            entry["memory_gib"] = _memory_of(stage, resolve_planned(config, stage.devices))
         except ConfigError as error:
             entry["memory_gib"] = None
             plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
@@ -121,10 +128,10 @@ def make_plan(config: Any) -> dict[str, Any]:
         "node_time": node_time,
         "hours": cost.hours(sum(times)),
         "node_hours": cost.hours(node_time),
-        "constant_first_batch": _constant(ramp, stages[0], target, cost),
-        "constant_final_batch": _constant(ramp, stages[-1], target, cost),
+        "constant_first_batch": _constant(ramp, stages[0], cost),
+        "constant_final_batch": _constant(ramp, stages[-1], cost),
     }
-    rate = LearningRate.of(target, ramp)
+    rate = LearningRate.of(target.schedule, ramp)
     points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]
@@ -166,46 +173,33 @@ def _shape(entry: dict[str, Any], length: int) -> tuple:
     return (*(entry[name] for name in names), length)
 
 
-def _resolve_for(config: Any, num_devices: int) -> Config:
-    slices = 1
-    for axis in AXES:
-        slices *= max(1, config[f"dcn_{axis}_parallelism"])
-    return resolve(config, num_devices, slices, config.num_nodes)
-
-
-def _run_steps(stage: Stage, ramp: RampupBatchManager) -> int:
-    end = ramp.total_steps
-    if stage.steps is not None:
-        end = min(end, stage.first_step + stage.steps)
-    return end - stage.first_step
+def _memory_of(stage: Stage, config: Config) -> dict[str, float]:
+    return estimate(config.recipe, config.mesh.sizes, stage)
 
 
 def _against_all_nodes(
-    stage: Stage, steps: int, time: float, config: Config, cost: PassCost
+    stage: Stage, steps: int, time: float, keys: BatchKeys, cost: PassCost
 ) -> dict[str, float]:
     """What a stage's choice of nodes costs and saves, against all nodes (if its rows divided)."""
-    all_nodes = config.num_nodes
-    rows = stage.global_batch_size / (all_nodes * config.devices_per_node)
+    rows = stage.global_batch_size / keys.num_devices
     time_of_all = steps * cost.of_step(rows)
     return {
         "hours_against_all_nodes": time / time_of_all,
-        "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * all_nodes),
+        "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
     }
 
 
-def _constant(
-    ramp: RampupBatchManager, stage: Stage, config: Config, cost: PassCost
-) -> dict[str, Any]:
+def _constant(ramp: RampupBatchManager, stage: Stage, cost: PassCost) -> dict[str, Any]:
     """The same samples at the batch size of one stage throughout, on all nodes."""
     steps = -(-ramp.total_samples // stage.global_batch_size)
-    devices = config.num_nodes * config.devices_per_node
-    time = steps * cost.of_step(stage.global_batch_size / devices)
+    nodes = ramp.keys.nodes
+    time = steps * cost.of_step(stage.global_batch_size / ramp.keys.num_devices)
     return {
         "global_batch_size": stage.global_batch_size,
         "steps": steps,
-        "node_time": time * config.num_nodes,
+        "node_time": time * nodes,
         "hours": cost.hours(time),
-        "node_hours": cost.hours(time * config.num_nodes),
+        "node_hours": cost.hours(time * nodes),
     }
 
 
@@ -222,8 +216,8 @@ def print_plan(plan: dict[str, Any]) -> None:
     memory = last["memory_gib"]
     print(
         f"run       {plan['total_steps']:,} steps, {plan['total_samples']:,} samples, "
-        f"{_short(plan['total_tokens'])} tokens on up to {_count(plan['num_nodes'], 'node')} of "
-        f"{_count(plan['devices_per_node'], 'device')}"
+        f"{short(plan['total_tokens'])} tokens on up to {count(plan['num_nodes'], 'node')} of "
+        f"{count(plan['devices_per_node'], 'device')}"
     )
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     print(
@@ -272,8 +266,14 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 
 _EXPENDABLE = (
-    *("devices", "samples", "first\nstep", "cost, time of\nall nodes", "accum.", "per\ndevice"),
-    *("tokens", "GiB per\ndevice"),
+    "devices",
+    "samples",
+    "first\nstep",
+    "cost, time of\nall nodes",
+    "accum.",
+    "per\ndevice",
+    "tokens",
+    "GiB per\ndevice",
 )
 
 
@@ -298,8 +298,8 @@ def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
         "stage": str(s["index"]),
         "first\nstep": f"{s['first_step']:,}",
         "steps": f"{s['run_steps']:,}",
-        "samples": _short(s["run_samples"]),
-        "tokens": _short(s["run_tokens"]),
+        "samples": short(s["run_samples"]),
+        "tokens": short(s["run_tokens"]),
         "global\nbatch": f"{s['global_batch_size']:,}",
         "per\ndevice": f"{s['per_device_batch_size']:g}",
         "accum.": str(s["gradient_accumulation_steps"]),
@@ -312,23 +312,11 @@ def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s'[: count > 1]}"
-
-
 def _change(value: float, reference: float, less: str = "fewer") -> str:
     change = value / reference - 1
     if abs(change) < 5e-4:
         return f"no {less}"
     return f"{abs(change):.1%} {less if change < 0 else 'more'}"
-
-
-def _short(count: float) -> str:
-    """1234567 -> 1.23M."""
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
 
 
 if __name__ == "__main__":

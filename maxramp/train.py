@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints.folder import Saved
-from maxramp.checkpoints.resume import Schedule, changes_since
+from maxramp.checkpoints.resume import changes_since, take_up
 from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
-from maxramp.config.load import load
+from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.data.corpus import Corpus
 from maxramp.data.loader import Loader
@@ -38,9 +37,11 @@ from maxramp.errors import (
     TrainingError,
     report,
 )
+from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
+from maxramp.planning.cost import PassCost
 from maxramp.rampup.numbers import exact
 from maxramp.run.metrics import MetricsLog
 from maxramp.run.output import Output
@@ -74,19 +75,18 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
     watchdog.beat()
     preemption.begin(jax.process_count() > 1, lifeline.end_now)
     config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-    take_up = functools.partial(Schedule, config, jax.device_count(), mesh_checker(loaded))
     mesh = mesh_lib.make_mesh(config.mesh)
     jax.set_mesh(mesh)
     expansion = Expansion(mesh, config.data.expansion_factor_real_data)
     corpus = open_rows(config.data, config.reading, expansion.reads, watchdog.beat)
-    return train(config, corpus, expansion, take_up, preemption, watchdog)
+    return train(config, corpus, expansion, mesh_checker(loaded), preemption, watchdog)
 
 
 def train(
     config: Config,
     corpus: Corpus,
     expansion: Expansion,
-    take_up: Callable[[Saved | None], Schedule],
+    usable: Callable[[int], bool],
     preemption: Preemption,
     watchdog: Watchdog,
 ) -> int:
@@ -96,9 +96,9 @@ def train(
       config: a resolved config.
       corpus: the rows.
       expansion: which processes read them.
-      take_up: where a checkpoint stands -> the schedule from there.
+      usable: whether the model's mesh can be made of so many devices, in a later job.
       preemption: whether somebody asked the run to stop.
-      watchdog: told of every step.
+      watchdog: gets a beat at every step.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -110,19 +110,25 @@ def train(
     """
     mesh = jax.sharding.get_mesh()
     with contextlib.ExitStack() as closing:
-        output = closing.enter_context(Output(config))
+        output = closing.enter_context(Output(config.run, to_yaml(config)))
         if jax.process_index() == 0:
             preemption.say = output.say
+        folder = output.folder / "checkpoints"
         checkpoints = closing.enter_context(
-            Checkpoints(config, output.folder / "checkpoints", corpus.hash, output.warn)
+            Checkpoints(config.checkpoints, folder, corpus.hash, config.values, output.warn)
         )
         closing.enter_context(mesh_lib.noticing_lost_peers())
         position = checkpoints.latest()
         first_step = position.step if position else 0
+        changes = ""
         if position:
             checkpoints.shuffle = position.shuffle  # a run stays with the one that it began with
-        changes = changes_since(position, config, corpus.hash, versions()) if position else ""
-        schedule = take_up(position)
+            allowed = config.checkpoints.allow_changed
+            changes = changes_since(position, config.values, allowed, corpus.hash, versions())
+        restart = PassCost(config.batch, config.planning, config.model).restart
+        schedule = take_up(
+            config.batch, config.checkpoints, jax.device_count(), usable, restart, position
+        )
         ramp, last_step = schedule.ramp, schedule.last_step
         if first_step >= ramp.total_steps:
             output.say_finished(first_step, ramp)
@@ -131,8 +137,8 @@ def train(
             output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
 
-        with_eval = config.eval_interval > 0
-        eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
+        with_eval = config.evaluation.eval_interval > 0
+        eval_rows = int(exact(config.evaluation.eval_per_device_batch_size) * jax.device_count())
         loader = Loader(
             config.data,
             config.reading,
@@ -161,21 +167,28 @@ def train(
             on_failure=preemption.ask,
         )
         closing.callback(programs.close)
-        output.say_start(corpus, abstract.model, mesh, schedule, first_step, changes)
+        output.say_start(
+            corpus, abstract.model, config.model.dtype, mesh, schedule, first_step, changes
+        )
         if position:
             state = checkpoints.restore(position, abstract)
         else:
             state = initial_state(config.recipe)
-            if config.load_parameters_path:
+            if config.checkpoints.load_parameters_path:
                 model = checkpoints.load_parameters(abstract.model)
                 state = dataclasses.replace(state, model=model)
         state = HeldState(state)
         cpu.keep()
 
         checkpoints.start_saving()
-        log = MetricsLog(config, output.open_files(ramp, first_step))
+        log = MetricsLog(
+            config.run,
+            training_flops_per_token(config.model),
+            config.model.max_target_length,
+            output.open_files(ramp, first_step),
+        )
         closing.callback(log.close)
-        profiler = Profiler(config, output.folder / "tensorboard", first_step, log.flush)
+        profiler = Profiler(config.profiling, output.folder / "tensorboard", first_step, log.flush)
         closing.callback(profiler.close)
         no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
         for step in range(first_step, last_step):
@@ -194,7 +207,9 @@ def train(
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
+            if with_eval and (
+                done % config.evaluation.eval_interval == 0 or done == ramp.total_steps
+            ):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model

@@ -11,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 
 import jax
+import numpy as np
 import pytest
 
 from maxramp.config.load import load
@@ -47,6 +48,23 @@ def make_mesh(config):
     count = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
     types = (mesh_lib.AXIS_TYPE,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=jax.devices()[:count])
+
+
+def numpy_fingerprint(rows_RS: np.ndarray) -> list[int]:
+    """The batch fingerprint as docs define it, in numpy."""
+
+    def mix(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    tokens = rows_RS.ravel().astype(np.uint32)
+    position = np.arange(tokens.size, dtype=np.uint32)
+    # The two halves of 2^64 divided by the golden ratio.
+    return [
+        mix(mix(position + np.uint32(c)) ^ tokens).sum(dtype=np.uint32)
+        for c in (0x9E3779B9, 0x7F4A7C15)
+    ]
 
 
 def command(*arguments: str, module: str = "train") -> list[str]:

@@ -1,8 +1,8 @@
 """What a checkpoint folder holds, read without JAX and without devices.
 
 checkpoints/
-  100/                       100 steps done; `saving` gives it this name when it is whole
-    _CHECKPOINT_METADATA     Orbax's; custom_metadata in it is what `saving` put there
+  100/                       100 steps done; `store` gives it this name when it is whole
+    _CHECKPOINT_METADATA     Orbax's; custom_metadata in it is what `store` put there
     files.json               the size of every other file, written after them
     model/ optimizer/        the arrays
   150.orbax-checkpoint-tmp/  a save that is going on, or was killed
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
@@ -39,7 +40,7 @@ class Saved:
     consumed_samples: int
     stages: list[dict[str, Any]]  # of the schedule it was trained with, as in plan.json
     corpus_hash: str
-    config: dict[str, Any]  # resolved
+    config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
@@ -47,14 +48,13 @@ class Saved:
         """The stage of the next step."""
         return [stage for stage in self.stages if stage["first_step"] <= self.step][-1]
 
-    def differences(self, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Keys that both configurations have and whose values differ: (there, in `config`)."""
-        there, here = self.config, json.loads(json.dumps(config))
-        shared = there.keys() & here.keys()
+    def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Keys that the checkpoint and `values` both have with different values: (there, here)."""
+        there, here = self.config, json.loads(json.dumps(dict(values)))
         return {
             name: (there[name], here[name])
             for name in here
-            if name in shared and there[name] != here[name]
+            if name in there and there[name] != here[name]
         }
 
     def metadata(self) -> dict[str, Any]:

@@ -1,28 +1,46 @@
 """What a start of a run takes up: its schedule, and the history that it must fit."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from maxramp.checkpoints.folder import Saved
-from maxramp.config.keys import Config
+from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
-from maxramp.planning.cost import PassCost
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
-    *("dataset_type", "max_target_length", "eval_fraction", "enable_data_shuffling"),
-    *("data_shuffle_seed", "init_weights_seed", "tokenizer_type", "tokenizer_path"),
-    *("add_bos", "add_eos", "packing", "grain_packing_type"),
+    "dataset_type",
+    "max_target_length",
+    "eval_fraction",
+    "enable_data_shuffling",
+    "data_shuffle_seed",
+    "init_weights_seed",
+    "tokenizer_type",
+    "tokenizer_path",
+    "add_bos",
+    "add_eos",
+    "packing",
+    "grain_packing_type",
 )
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
-def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict[str, str]) -> str:
+def changes_since(
+    saved: Saved,
+    values: Mapping[str, Any],
+    allow_changed: Sequence[str],
+    corpus_hash: str,
+    versions: Mapping[str, str],
+) -> str:
     """What a start changes against the checkpoint that it goes on from.
 
     Args:
       saved: the checkpoint.
-      config: a resolved config.
+      values: of all keys, resolved.
+      allow_changed: the keys that may differ although they decide what the run has seen.
       corpus_hash: of today's data.
       versions: of today's packages.
 
@@ -32,7 +50,7 @@ def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict
     Raises:
       ConfigError: a change makes the run another one, and `allow_changed` does not name it.
     """
-    pairs = saved.differences(config.to_dict())
+    pairs = saved.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
     if saved.corpus_hash != corpus_hash:
@@ -41,7 +59,7 @@ def changes_since(saved: Saved, config: Config, corpus_hash: str, versions: dict
         # Bytes have no file: a path beside them used to be ignored, and the data is the same.
         for name in ("tokenizer_type", "tokenizer_path"):
             refused.pop(name, None)
-    refused = {name: pair for name, pair in refused.items() if name not in config.allow_changed}
+    refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
             f"{saved.path}: trained with {_listed(refused)}, which would change what the run has "
@@ -59,6 +77,7 @@ def _listed(pairs: dict[str, tuple]) -> str:
     return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
 
 
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The stages of a run as this job takes them up.
 
@@ -71,53 +90,61 @@ class Schedule:
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        num_devices: int,
-        usable: Callable[[int], bool],
-        position: Saved | None = None,
-    ):
-        """
-        Args:
-          config: a resolved config.
-          num_devices: devices of this job.
-          usable: whether the model's mesh can be made of so many devices, in a later job.
-          position: the checkpoint to go on from.
+    ramp: RampupBatchManager
+    planned: RampupBatchManager
+    last_step: int
+    change: str
 
-        Raises:
-          ConfigError: a stage that would run cannot be split over its devices.
-        """
-        step = position.step if position else 0
-        origin, self.change = origin_of(config, num_devices, position)
-        self.ramp = RampupBatchManager(config, num_devices, **origin)
-        self.planned = RampupBatchManager(
-            config, usable=usable, restart_passes=PassCost(config).restart, **origin
-        )
-        self.last_step = self.ramp.total_steps
-        if step >= self.last_step:
-            return
-        here = self.ramp.stages.index(self.ramp.stage_at_step(step))
-        nodes = [stage.nodes for stage in self.planned.stages]
-        end = next(
-            (
-                index
-                for index in range(here + 1, len(nodes))
-                if config.stop_at_stage_end
-                or (config.stop_at_node_change and nodes[index] != nodes[here])
-            ),
-            len(nodes),
-        )
-        if config.stop_at_node_change and num_devices < self.planned.stages[here].devices:
-            end = here  # the stage may not fit into this job; a larger one takes it
-        self.ramp.check(self.ramp.stages[here:end])
-        self.planned.check(self.planned.stages[end:])
-        if end < len(nodes):
-            self.last_step = min(self.last_step, max(step, self.ramp.stages[end].first_step))
+
+def take_up(
+    batch: BatchKeys,
+    keys: CheckpointKeys,
+    num_devices: int,
+    usable: Callable[[int], bool],
+    restart_passes: float,
+    position: Saved | None = None,
+) -> Schedule:
+    """The schedule of a job, from where its run stands.
+
+    Args:
+      batch: resolved.
+      keys: where a job ends before its run does.
+      num_devices: devices of this job.
+      usable: whether the model's mesh can be made of so many devices, in a later job.
+      restart_passes: how long a change of nodes takes (`PassCost.restart`).
+      position: the checkpoint to go on from.
+
+    Raises:
+      ConfigError: a stage that would run cannot be split over its devices.
+    """
+    step = position.step if position else 0
+    origin, change = origin_of(batch, num_devices, position)
+    ramp = RampupBatchManager(batch, num_devices, **origin)
+    planned = RampupBatchManager(batch, usable=usable, restart_passes=restart_passes, **origin)
+    last_step = ramp.total_steps
+    if step < last_step:
+        here = ramp.stages.index(ramp.stage_at_step(step))
+        end = _end(keys, planned.stages, here, num_devices)
+        ramp.check(ramp.stages[here:end])
+        planned.check(planned.stages[end:])
+        if end < len(ramp.stages):
+            last_step = min(last_step, max(step, ramp.stages[end].first_step))
+    return Schedule(ramp, planned, last_step, change)
+
+
+def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:
+    """The first stage, by its place in the list, that a job in stage `here` leaves to another."""
+    if keys.stop_at_node_change and num_devices < planned[here].devices:
+        return here  # the stage may not fit into this job; a larger one takes it
+    for index in range(here + 1, len(planned)):
+        changes_nodes = planned[index].nodes != planned[here].nodes
+        if keys.stop_at_stage_end or (keys.stop_at_node_change and changes_nodes):
+            return index
+    return len(planned)
 
 
 def origin_of(
-    config: Config, num_devices: int, position: Saved | None
+    batch: BatchKeys, num_devices: int, position: Saved | None
 ) -> tuple[dict[str, int], str]:
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 
@@ -127,8 +154,8 @@ def origin_of(
     next otherwise.
 
     Args:
-      config: a resolved config.
-      num_devices: any that the config describes; batch sizes do not depend on it.
+      batch: resolved.
+      num_devices: any that the keys describe; batch sizes do not depend on it.
       position: the checkpoint; None for a run that begins.
 
     Returns:
@@ -145,12 +172,12 @@ def origin_of(
         "first_index": first["index"],
     }
     step, consumed = position.step, position.consumed_samples
-    ramp = RampupBatchManager(config, num_devices, **origin)
+    ramp = RampupBatchManager(batch, num_devices, **origin)
     before = _sizes_from(position.stages, consumed)
     same = _sizes_from(_json(ramp), consumed) == before
     if same and ramp.samples_before(step) == consumed:
         return origin, ""
-    ramp = RampupBatchManager(config, num_devices, first_step=step, first_sample=consumed)
+    ramp = RampupBatchManager(batch, num_devices, first_step=step, first_sample=consumed)
     trained = [stage for stage in position.stages if stage["first_step"] < step]
     if trained:
         new = ramp.stages[0].global_batch_size != trained[-1]["global_batch_size"]

@@ -2,7 +2,7 @@
 
 Checkpoint n means "n steps done". What a restart needs before anything is built (the consumed
 samples, the stages, the configuration, what identifies the data) stands beside its arrays, where
-`saved` reads it.
+`folder` reads it.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,9 +26,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Saved
-from maxramp.config.keys import Config
+from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.model.decoder import Decoder
@@ -41,17 +41,32 @@ from maxramp.training.step import TrainState
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 # What TensorStore says of them stands among paths and line numbers of its own.
-_DISK_ERRORS = ("No space left on device", "Read-only file system", "Disk quota exceeded")
-_DISK_ERRORS += ("File too large", "Input/output error", "Permission denied")
+_DISK_ERRORS = (
+    "No space left on device",
+    "Read-only file system",
+    "Disk quota exceeded",
+    "File too large",
+    "Input/output error",
+    "Permission denied",
+)
 
 # Orbax writes into the folder that it is given: it gets its name here, when it is whole.
 _IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 # Keys that decide which arrays there are and of what shape.
 _SHAPE_KEYS = (
-    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"),
-    *("base_num_decoder_layers", "vocab_size", "logits_via_embedding", "decoder_block"),
-    *("weight_dtype", "mu_dtype", "opt_type"),
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "head_dim",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
+    "vocab_size",
+    "logits_via_embedding",
+    "decoder_block",
+    "weight_dtype",
+    "mu_dtype",
+    "opt_type",
 )
 
 
@@ -65,20 +80,22 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: Config,
+        keys: CheckpointKeys,
         folder: pathlib.Path,
         corpus_hash: str,
+        values: Mapping[str, Any],
         warn: Callable[[str], None],
     ):
         """
         Args:
-          config: a resolved config.
+          keys: when to save, what to keep, where to start.
           folder: of the checkpoints; every process of the job sees it.
           corpus_hash: what identifies the data.
-          warn: told in one line what went wrong and is no reason to stop.
+          values: of all keys, resolved; every checkpoint keeps them.
+          warn: takes a line about what went wrong and is no reason to stop.
         """
-        self._config, self._folder, self._warn = config, folder.absolute(), warn
-        self._corpus_hash = corpus_hash
+        self._keys, self._folder, self._warn = keys, folder.absolute(), warn
+        self._corpus_hash, self._values = corpus_hash, values
         self.shuffle = SHUFFLE
         self._is_first = jax.process_index() == 0
         self._torn: list[int] = []
@@ -100,14 +117,14 @@ class Checkpoints:
         self._last_good = None if newest < 0 else newest
         if newest >= 0:
             return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
-        if path := self._config.load_full_state_path:
-            return mesh_lib.together(lambda: self._read(saved_lib.find(pathlib.Path(path))))
+        if path := self._keys.load_full_state_path:
+            return mesh_lib.together(lambda: self._read(folder_lib.find(pathlib.Path(path))))
         return None
 
     def _newest_whole(self) -> int:
         """The newest step whose checkpoint is whole, -1 without any checkpoint."""
-        reason, steps = "", saved_lib.steps_in(self._folder) if self._is_first else []
-        if steps and not self._config.enable_checkpointing:
+        reason, steps = "", folder_lib.steps_in(self._folder) if self._is_first else []
+        if steps and not self._keys.enable_checkpointing:
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
                 f"after {steps[-1]:,} steps, and this start would overwrite that run's metrics; "
@@ -115,10 +132,10 @@ class Checkpoints:
             )
         for step in reversed(steps):
             try:
-                saved_lib.read(self._folder / str(step))
-            except saved_lib.TornError as error:
+                folder_lib.read(self._folder / str(step))
+            except folder_lib.TornError as error:
                 self._torn.append(step)
-                if saved_lib.unfinished(self._folder / str(step)).exists():
+                if folder_lib.unfinished(self._folder / str(step)).exists():
                     continue  # a save that was killed, where folders are renamed file by file
                 reason = reason or f"{self._folder / str(step)} is torn ({error})"
             else:
@@ -134,8 +151,8 @@ class Checkpoints:
 
     def _read(self, path: pathlib.Path) -> Saved:
         try:
-            return saved_lib.read(path)
-        except saved_lib.TornError as error:
+            return folder_lib.read(path)
+        except folder_lib.TornError as error:
             raise ConfigError(
                 f"{path}: {error}; the checkpoint must be whole, and every host must see it"
             ) from None
@@ -154,8 +171,8 @@ class Checkpoints:
         with _reading(saved.path):
             stored = ocp.checkpointables_metadata(saved.path).metadata
         there, wanted = _leaves(stored, items), _leaves(items, items)
-        changed = [k for k in _SHAPE_KEYS if saved.config.get(k) != self._config[k]]
-        keys = ", ".join(f"{k}={self._config[k]} (there {saved.config.get(k)})" for k in changed)
+        changed = [k for k in _SHAPE_KEYS if saved.config.get(k) != self._values[k]]
+        keys = ", ".join(f"{k}={self._values[k]} (there {saved.config.get(k)})" for k in changed)
         for path in sorted(there.keys() | wanted.keys()):
             if there.get(path) != wanted.get(path):
                 raise ConfigError(
@@ -187,43 +204,43 @@ class Checkpoints:
         Raises:
           ConfigError: there is no such checkpoint, or it holds other weights.
         """
-        saved = self._read(saved_lib.find(pathlib.Path(self._config.load_parameters_path)))
+        saved = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
         self.compare(saved, {"model": model})
         with _reading(saved.path):
             return ocp.load_checkpointables(saved.path, {"model": model})["model"]
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
-        self._timer = _Timer(self._config.checkpoint_period_minutes)
-        if not (self._config.enable_checkpointing and self._is_first):
+        self._timer = _Timer(self._keys.checkpoint_period_minutes)
+        if not (self._keys.enable_checkpointing and self._is_first):
             return
         for step in self._torn:
-            aside = self._folder / f"{step}{saved_lib.TORN}"
+            aside = self._folder / f"{step}{folder_lib.TORN}"
             for again in itertools.count(2):
                 if not aside.exists():
                     break
-                aside = self._folder / f"{step}-{again}{saved_lib.TORN}"
+                aside = self._folder / f"{step}-{again}{folder_lib.TORN}"
             (self._folder / str(step)).rename(aside)
         self._remove_leftovers()  # last: they tell which checkpoints are half renamed
 
     def _remove_leftovers(self) -> None:
         """Removes the parts of saves that failed or were killed; none is going on."""
         for path in self._folder.iterdir():
-            ours = path.suffix in (saved_lib.UNFINISHED, saved_lib.DELETING)
-            if ours and saved_lib.is_step(path.stem):
+            ours = path.suffix in (folder_lib.UNFINISHED, folder_lib.DELETING)
+            if ours and folder_lib.is_step(path.stem):
                 shutil.rmtree(path, ignore_errors=True)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
-        config = self._config
-        if not config.enable_checkpointing:
+        keys = self._keys
+        if not keys.enable_checkpointing:
             return False
         before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
-        steps, samples = config.checkpoint_period, config.checkpoint_period_samples
+        steps, samples = keys.checkpoint_period, keys.checkpoint_period_samples
         return (
             (steps != -1 and step % steps == 0)
             or (samples != -1 and after // samples > before // samples)
-            or (config.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
+            or (keys.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
             or self._timer.is_due()
         )
 
@@ -250,7 +267,7 @@ class Checkpoints:
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
-        if not self._config.enable_checkpointing:
+        if not self._keys.enable_checkpointing:
             return
         self._finish_save()
         if step == self._last_good:
@@ -261,7 +278,7 @@ class Checkpoints:
             consumed_samples=ramp.samples_before(step),
             stages=[stage.to_json() for stage in ramp.stages],
             corpus_hash=self._corpus_hash,
-            config=self._config.to_dict(),
+            config=dict(self._values),
             versions=versions(),
             shuffle=self.shuffle,
         )
@@ -272,7 +289,7 @@ class Checkpoints:
             try:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
-                        saved_lib.unfinished(saved.path),
+                        folder_lib.unfinished(saved.path),
                         _items(state),
                         custom_metadata=saved.metadata(),
                     ).result
@@ -280,7 +297,7 @@ class Checkpoints:
                 writing = _raiser(raised)
         self._timer.stop()
         self._saving = step, _in_thread(lambda: self._write(saved.path, writing))
-        if last or not self._config.async_checkpointing:
+        if last or not self._keys.async_checkpointing:
             self._finish_save(last)
 
     def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
@@ -299,12 +316,12 @@ class Checkpoints:
         try:
             writing()
             if self._is_first:
-                unfinished = saved_lib.unfinished(path)
-                saved_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
+                unfinished = folder_lib.unfinished(path)
+                folder_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
                 unfinished.rename(path)
                 self._remove_leftovers()
                 for old in self._not_kept():
-                    gone = self._folder / f"{old}{saved_lib.DELETING}"
+                    gone = self._folder / f"{old}{folder_lib.DELETING}"
                     (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
                     shutil.rmtree(gone, ignore_errors=True)
         finally:
@@ -312,10 +329,10 @@ class Checkpoints:
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
-        steps, newest = saved_lib.steps_in(self._folder), self._config.max_num_checkpoints_to_keep
+        steps, newest = folder_lib.steps_in(self._folder), self._keys.max_num_checkpoints_to_keep
         if newest is None:
             return []
-        period, kept = self._config.checkpoint_keep_period, {}
+        period, kept = self._keys.checkpoint_keep_period, {}
         if period != -1:
             for step in steps:
                 kept.setdefault(step // period, step)
@@ -325,8 +342,8 @@ class Checkpoints:
     def _is_ours(self, step: int) -> bool:
         """Whether a folder holds this checkpoint, and not what somebody put there."""
         try:
-            saved_lib.read(self._folder / str(step))
-        except (saved_lib.TornError, ConfigError):
+            folder_lib.read(self._folder / str(step))
+        except (folder_lib.TornError, ConfigError):
             return False
         return True
 
@@ -349,10 +366,10 @@ class Checkpoints:
             self._last_good, self._failed_in_a_row = step, 0
             return
         if self._is_first:  # for room; what other threads still write goes after the next save
-            unfinished = saved_lib.unfinished(self._folder / str(step))
+            unfinished = folder_lib.unfinished(self._folder / str(step))
             shutil.rmtree(unfinished, ignore_errors=True)
         self._failed_in_a_row += 1
-        most = self._config.max_failed_saves
+        most = self._keys.max_failed_saves
         stands = (
             "there is none before it"
             if self._last_good is None
@@ -375,7 +392,7 @@ class Checkpoints:
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._saving
         if failed := saving.exception():
-            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
+            self._warn(f"{self._folder / str(step)} was not saved: {_reason_of(failed)}")
 
 
 def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
@@ -395,7 +412,7 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
                 loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
                 yield np.asarray(jax.tree.leaves(loaded)[i])
     except Exception as error:
-        raise saved_lib.TornError(reason_of(error)) from None
+        raise folder_lib.TornError(_reason_of(error)) from None
 
 
 class _Timer:
@@ -443,7 +460,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def reason_of(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     """What a library raised, in a line that a person can read."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -466,8 +483,8 @@ class _reading:
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, Exception):
             raise ConfigError(
-                f"{self._path}: cannot be read: {reason_of(error)}; move it away to go on from the "
-                "one before"
+                f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
+                "the one before"
             ) from None
 
 
@@ -518,12 +535,12 @@ def _agreed(saving: concurrent.futures.Future) -> str:
         own = None  # not yet done
         if saving.done():
             error = saving.exception()
-            own = reason_of(error) if error else ""
-        told = mesh_lib.exchange(own)
-        for process, reason in enumerate(told):
+            own = _reason_of(error) if error else ""
+        reasons = mesh_lib.exchange(own)
+        for process, reason in enumerate(reasons):
             if reason:
                 return f"process {process}: {reason}" if several else reason
-        if None not in told:
+        if None not in reasons:
             return ""
 
 

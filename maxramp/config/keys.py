@@ -57,16 +57,3 @@ class Config:
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
         return self.of({**self.values, **values})
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All keys."""
-        return dict(self.values)

@@ -53,14 +53,23 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
     return config
 
 
+def resolve_planned(config: Config, num_devices: int) -> Config:
+    """`resolve` for a job of so many devices that is still to come, on the slices that keys give.
+
+    Raises:
+      ConfigError: as `resolve`.
+    """
+    slices = math.prod(max(1, size) for size in config.mesh.group("dcn").values())
+    return resolve(config, num_devices, slices, 1)
+
+
 def mesh_checker(config: Config) -> Callable[[int], bool]:
     """Whether a loaded config resolves for a number of devices: its mesh, and its weights on it."""
-    slices = math.prod(max(1, size) for size in config.mesh.group("dcn").values())
 
     @functools.cache
     def usable(num_devices: int) -> bool:
         try:
-            resolve(config, num_devices, slices, 1)
+            resolve_planned(config, num_devices)
         except ConfigError:
             return False
         return True

@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = _take_cluster(arguments)
         config = load(arguments, "launch", USAGE)
-        if config.devices_per_node == -1:
+        if config.batch.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(
                     f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
                     "node; give devices_per_node"
                 )
             config = config.replace(devices_per_node=_local_devices(config))
-        config = config.replace(num_nodes=max(1, config.num_nodes))
+        config = config.replace(num_nodes=config.batch.nodes)
         run = Run.of(config, arguments)
         if status:
             if cluster != "slurm":
@@ -76,7 +76,7 @@ def _take_cluster(arguments: list[str]) -> str:
 
 def _local_devices(config: Config) -> int:
     """Devices of this machine, counted by a process of its own: counting takes hold of them."""
-    if config.hardware == "cpu":
+    if config.backend.hardware == "cpu":
         return 1
     program = "import jax; print(jax.local_device_count())"
     counted = subprocess.run(

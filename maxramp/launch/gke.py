@@ -116,7 +116,6 @@ def manifests(run: Run) -> dict[str, str]:
     Raises:
       ConfigError: a key does not fit the cluster.
     """
-    config = run.config
     launch = _launch_name(run)
     labels = {"maxramp/run": _run_label(run), "maxramp/launch": launch}
     config_map = _config_map(run)
@@ -129,7 +128,7 @@ def manifests(run: Run) -> dict[str, str]:
         files[f"{names[-1]}.yaml"] = _dump(jobset)
     values = {
         "NAMES": " ".join(names),
-        "NAMESPACE": shlex.quote(config.gke_namespace),
+        "NAMESPACE": shlex.quote(run.keys.gke_namespace),
         "RUN": labels["maxramp/run"],
         "LAUNCH": launch,
     }
@@ -141,14 +140,14 @@ def _launch_name(run: Run) -> str:
     """The run's name with a hash of all that is applied: another configuration, another name."""
     _check(run)
     content = json.dumps([_config_map(run), *_jobsets(run, "")], sort_keys=True)
-    return _hashed(run.config.run_name, content)
+    return _hashed(run.name, content)
 
 
 def _run_label(run: Run) -> str:
     """A run is a folder of a storage: what all jobs that write there have in common."""
-    config = run.config
-    storage = [config.gke_namespace, config.gke_bucket, config.gke_volume_claim]
-    return _hashed(config.run_name, json.dumps([*storage, str(run.folder)]))
+    keys = run.keys
+    storage = [keys.gke_namespace, keys.gke_bucket, keys.gke_volume_claim]
+    return _hashed(run.name, json.dumps([*storage, str(run.folder)]))
 
 
 def _hashed(name: str, content: str) -> str:
@@ -166,7 +165,7 @@ def _config_map(run: Run) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"namespace": run.config.gke_namespace},
+        "metadata": {"namespace": run.keys.gke_namespace},
         "data": {"config.yml": _config_file(run)},
     }
 
@@ -191,50 +190,51 @@ def _config_file(run: Run) -> str:
 
 
 def _check(run: Run) -> None:
-    config = run.config
+    keys, output = run.keys, run.config.run.base_output_directory
     for name in ("container_image", "gke_accelerator"):
-        if not config[name]:
+        if not getattr(keys, name):
             raise ConfigError(f"{name} is not given; --cluster gke needs it")
-    if config.processes_per_node != 1:
+    if keys.processes_per_node != 1:
         raise ConfigError(
-            f"processes_per_node={config.processes_per_node}: a pod of --cluster gke is one "
+            f"processes_per_node={keys.processes_per_node}: a pod of --cluster gke is one "
             "process; use 1"
         )
     for name in ("gke_namespace", "gke_queue", "gke_service_account", "gke_volume_claim"):
-        if config[name] and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", config[name]):
+        value = getattr(keys, name)
+        if value and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", value):
             raise ConfigError(
-                f"{name}={config[name]} is no Kubernetes name (lower-case letters, digits, - and .)"
+                f"{name}={value} is no Kubernetes name (lower-case letters, digits, - and .)"
             )
-    if bool(config.gke_bucket) == bool(config.gke_volume_claim):
+    if bool(keys.gke_bucket) == bool(keys.gke_volume_claim):
         raise ConfigError(
-            f"gke_bucket={config.gke_bucket} and gke_volume_claim={config.gke_volume_claim}: "
+            f"gke_bucket={keys.gke_bucket} and gke_volume_claim={keys.gke_volume_claim}: "
             "give one of them, the storage that all pods share"
         )
-    mount = pathlib.PurePosixPath(config.gke_mount_path)
-    if mount not in (path := pathlib.PurePosixPath(config.base_output_directory), *path.parents):
+    mount = pathlib.PurePosixPath(keys.gke_mount_path)
+    if mount not in (path := pathlib.PurePosixPath(output), *path.parents):
         raise ConfigError(
-            f"base_output_directory={config.base_output_directory} does not lie below "
-            f"gke_mount_path={config.gke_mount_path}, where the pods see the storage that they "
+            f"base_output_directory={output} does not lie below "
+            f"gke_mount_path={keys.gke_mount_path}, where the pods see the storage that they "
             "share"
         )
-    if config.gke_accelerator.startswith("tpu") and config.gke_accelerator not in _TPUS:
+    if keys.gke_accelerator.startswith("tpu") and keys.gke_accelerator not in _TPUS:
         raise ConfigError(
-            f"gke_accelerator={config.gke_accelerator} is not one of {', '.join(_TPUS)}"
+            f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(_TPUS)}"
         )
 
 
 def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice."""
-    config = run.config
-    tpu = config.gke_accelerator in _TPUS
+    keys = run.keys
+    tpu = keys.gke_accelerator in _TPUS
     slices = _slices(run, nodes) if tpu else 1
-    selector = {"cloud.google.com/gke-accelerator": config.gke_accelerator}
+    selector = {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
     environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     annotations = {}
     if tpu:  # GKE tells the pods of a slice about each other, and JAX reads it
         selector = {
-            "cloud.google.com/gke-tpu-accelerator": config.gke_accelerator,
-            "cloud.google.com/gke-tpu-topology": config.gke_topology,
+            "cloud.google.com/gke-tpu-accelerator": keys.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": keys.gke_topology,
         }
         annotations = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
@@ -245,32 +245,32 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
             {"name": "MAXRAMP_NUM_PROCESSES", "value": str(nodes)},
         ]
     kind = "google.com/tpu" if tpu else "nvidia.com/gpu"
-    storage: dict[str, Any] = {"persistentVolumeClaim": {"claimName": config.gke_volume_claim}}
-    if config.gke_bucket:
+    storage: dict[str, Any] = {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
+    if keys.gke_bucket:
         storage = {
             "csi": {
                 "driver": "gcsfuse.csi.storage.gke.io",
-                "volumeAttributes": {"bucketName": config.gke_bucket},
+                "volumeAttributes": {"bucketName": keys.gke_bucket},
             }
         }
     entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
     container = {
         "name": "train",
-        "image": config.container_image,
-        "command": ["/bin/sh", "-c", "\n".join([*map(str, config.setup_lines), entry]), "maxramp"],
+        "image": keys.container_image,
+        "command": ["/bin/sh", "-c", "\n".join([*map(str, keys.setup_lines), entry]), "maxramp"],
         "args": ["python", "-m", "maxramp.train", "/etc/maxramp/config.yml"],
         "env": environment,
         "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": {kind: config.devices_per_node}},
+        "resources": {"limits": {kind: run.devices_per_node}},
         "volumeMounts": [
             {"name": "config", "mountPath": "/etc/maxramp"},
-            {"name": "shared", "mountPath": config.gke_mount_path},
+            {"name": "shared", "mountPath": keys.gke_mount_path},
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
     pod = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": config.grace_seconds,
+        "terminationGracePeriodSeconds": keys.grace_seconds,
         "nodeSelector": selector,
         "containers": [container],
         "volumes": [
@@ -279,8 +279,8 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    if config.gke_service_account:
-        pod["serviceAccountName"] = config.gke_service_account
+    if keys.gke_service_account:
+        pod["serviceAccountName"] = keys.gke_service_account
     on_exit = {"containerName": "train", "operator": "In"}
     job = {
         "parallelism": nodes // slices,
@@ -301,16 +301,14 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
             ]
         },
         "template": {
-            "metadata": {
-                "annotations": {"gke-gcsfuse/volumes": "true"} if config.gke_bucket else {}
-            },
+            "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}},
             "spec": pod,
         },
     }
-    metadata: dict[str, Any] = {"name": name, "namespace": config.gke_namespace}
-    metadata["annotations"] = annotations | {"maxramp/run-name": config.run_name}
-    if config.gke_queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": config.gke_queue}
+    metadata: dict[str, Any] = {"name": name, "namespace": keys.gke_namespace}
+    metadata["annotations"] = annotations | {"maxramp/run-name": run.name}
+    if keys.gke_queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": keys.gke_queue}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -318,7 +316,7 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {
-                "maxRestarts": config.max_restarts,
+                "maxRestarts": keys.max_restarts,
                 "rules": [
                     {
                         "name": "wrong-configuration",
@@ -334,20 +332,20 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
 
 def _slices(run: Run, nodes: int) -> int:
     """TPU slices of a job: jobs grow by whole ones."""
-    config = run.config
-    version = _TPUS[config.gke_accelerator]
-    if not config.gke_topology:
+    keys = run.keys
+    version = _TPUS[keys.gke_accelerator]
+    if not keys.gke_topology:
         raise ConfigError(
-            f"gke_topology is not given; gke_accelerator={config.gke_accelerator} needs it"
+            f"gke_topology is not given; gke_accelerator={keys.gke_accelerator} needs it"
         )
-    chips = topology.parse(f"{version}:{config.gke_topology}").chips
-    slices, rest = divmod(nodes * config.devices_per_node, chips)
-    if rest or chips % config.devices_per_node:
-        taken = nodes * config.devices_per_node
+    chips = topology.parse(f"{version}:{keys.gke_topology}").chips
+    slices, rest = divmod(nodes * run.devices_per_node, chips)
+    if rest or chips % run.devices_per_node:
+        taken = nodes * run.devices_per_node
         raise ConfigError(
             f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
-            f"{count(config.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
-            f"{config.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
-            f"{chips // config.devices_per_node}"
+            f"{count(run.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
+            f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
+            f"{chips // run.devices_per_node}"
         )
     return slices

@@ -12,12 +12,13 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from maxramp.checkpoints import folder as saved
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import Saved
 from maxramp.checkpoints.resume import origin_of
 from maxramp.config.keys import Config
-from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.parallel.axes import AXES
+from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -53,38 +54,31 @@ class Run:
         Raises:
           ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
         """
-        config = config.replace(run_name=config.run_name or config.model_name)
-        per_node = config.processes_per_node
-        if per_node not in (1, config.devices_per_node):
+        config = config.replace(run_name=config.run.run_name or config.run.model_name)
+        nodes, devices_per_node = config.batch.num_nodes, config.batch.devices_per_node
+        processes = config.launch.processes_per_node
+        if processes not in (1, devices_per_node):
             raise ConfigError(
-                f"processes_per_node={per_node} must be 1, or devices_per_node="
-                f"{config.devices_per_node} for one process a device"
+                f"processes_per_node={processes} must be 1, or devices_per_node={devices_per_node} "
+                "for one process a device"
             )
-        if not config.enable_checkpointing:
+        if not config.checkpoints.enable_checkpointing:
             raise ConfigError(
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        folder = pathlib.Path(config.base_output_directory).expanduser().absolute()
-        folder /= config.run_name
+        folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
+        folder /= config.run.run_name
         ramp = _plan(config, _newest(folder))
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         ramp.check(stages)
-        for nodes in {stage.nodes for stage in stages}:
-            _resolve(config, nodes)
-        ours = {
-            "num_nodes": config.num_nodes,
-            "devices_per_node": config.devices_per_node,
-            **TRAINER_KEYS,
-        }
+        for count in {stage.nodes for stage in stages}:
+            resolve_planned(config, count * devices_per_node)
+        ours = {"num_nodes": nodes, "devices_per_node": devices_per_node} | TRAINER_KEYS
         given = [a for a in arguments if a.partition("=")[0] not in ours]
-        return cls(
-            config,
-            (*given, *(f"{name}={value}" for name, value in ours.items())),
-            folder,
-            tuple(stages),
-        )
+        given += [f"{name}={value}" for name, value in ours.items()]
+        return cls(config, tuple(given), folder, tuple(stages))
 
     def next_nodes(self) -> int:
         """The nodes of the stage that the run's next step is in.
@@ -110,23 +104,38 @@ class Run:
 
     def processes(self, nodes: int) -> int:
         """Processes of a job."""
-        return nodes * self.config.processes_per_node
+        return nodes * self.keys.processes_per_node
+
+    @property
+    def name(self) -> str:
+        """The run's name, given or its model's."""
+        return self.config.run.run_name
+
+    @property
+    def keys(self) -> LaunchKeys:
+        """The keys of launches."""
+        return self.config.launch
 
     @property
     def devices_per_process(self) -> int:
-        """Devices of each."""
-        return self.config.devices_per_node // self.config.processes_per_node
+        """Devices of each process."""
+        return self.devices_per_node // self.keys.processes_per_node
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of each node."""
+        return self.config.batch.devices_per_node
 
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _newest(folder: pathlib.Path) -> saved.Saved | None:
+def _newest(folder: pathlib.Path) -> Saved | None:
     """The newest whole checkpoint of a run's folder."""
-    for step in reversed(saved.steps_in(folder / "checkpoints")):
-        with contextlib.suppress(saved.TornError):  # as a restart does
-            return saved.read(folder / "checkpoints" / str(step))
+    for step in reversed(folder_lib.steps_in(folder / "checkpoints")):
+        with contextlib.suppress(folder_lib.TornError):  # as a restart does
+            return folder_lib.read(folder / "checkpoints" / str(step))
     return None
 
 
@@ -141,20 +150,14 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _plan(config: Config, position: saved.Saved | None) -> RampupBatchManager:
+def _plan(config: Config, position: Saved | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
-    target = _resolve(config, config.num_nodes)
-    origin, _ = origin_of(target, config.num_nodes * config.devices_per_node, position)
+    devices = config.batch.num_devices
+    target = resolve_planned(config, devices)
+    origin, _ = origin_of(target.batch, devices, position)
     return RampupBatchManager(
-        target,
+        target.batch,
         usable=mesh_checker(config),
-        restart_passes=PassCost(target).restart,
+        restart_passes=PassCost(target.batch, target.planning, target.model).restart,
         **origin,
     )
-
-
-def _resolve(config: Config, nodes: int) -> Config:
-    slices = 1
-    for axis in AXES:
-        slices *= max(1, config[f"dcn_{axis}_parallelism"])
-    return resolve(config, nodes * config.devices_per_node, slices, nodes)

@@ -32,12 +32,12 @@ def run(launch: Run) -> int:
     """
     stop = _Stop()
     nodes = launch.next_nodes()
-    failures, most = 0, launch.config.max_restarts  # since a job left a newer checkpoint
+    failures, most = 0, launch.keys.max_restarts  # since a job left a newer checkpoint
     while True:
         before = launch.steps_done()
         _say(
             f"{count(launch.processes(nodes), 'process')} for {count(nodes, 'node')} of "
-            f"{count(launch.config.devices_per_node, 'device')}"
+            f"{count(launch.devices_per_node, 'device')}"
         )
         status = _run_job(launch, nodes, stop)
         if status in (0, EXIT_CONFIG) or stop.asked:
@@ -95,7 +95,7 @@ def _run_job(launch: Run, nodes: int, stop: _Stop) -> int:
                 printer = threading.Thread(target=_print, args=(stream, out, place), daemon=True)
                 printer.start()
                 printers.append(printer)
-        return _wait(processes, launch.config.grace_seconds, stop)
+        return _wait(processes, launch.keys.grace_seconds, stop)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
     Returns:
       0 if every process ended so, else the status of the first that crashed, else of the first.
     """
-    told, ended, deadline = 0, [], float("inf")
+    passed_on, ended, deadline = 0, [], float("inf")
     while len(ended) < len(processes):
         for process in processes:
             if process not in ended and process.poll() is not None:
@@ -119,9 +119,9 @@ def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
                 orderly = process.returncode in (0, EXIT_STAGE_END, EXIT_PREEMPTED)
                 wait = grace if orderly else _CRASH_GRACE
                 deadline = min(deadline, time.monotonic() + wait)
-        if stop.asked > told:
-            told = stop.asked
-            deadline = time.monotonic() + (grace if told == 1 else 0)
+        if stop.asked > passed_on:
+            passed_on = stop.asked
+            deadline = time.monotonic() + (grace if passed_on == 1 else 0)
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)

@@ -122,7 +122,7 @@ def submit(run: Run, dry_run: bool) -> int:
     _find("sbatch")
     if running := [entry["job"] for entry in _chain(folder) if entry["state"] in _ALIVE]:
         raise ConfigError(
-            f"run_name={run.config.run_name}: job {running[0]} of this run is in SLURM's queue; "
+            f"run_name={run.name}: job {running[0]} of this run is in SLURM's queue; "
             f"scancel {running[0]} ends it, another run_name starts another run"
         )
     try:
@@ -131,7 +131,7 @@ def submit(run: Run, dry_run: bool) -> int:
             write_private(folder / name, text, mode=0o700)
     except OSError as error:
         raise ConfigError(
-            f"base_output_directory={run.config.base_output_directory}: cannot write to "
+            f"base_output_directory={run.config.run.base_output_directory}: cannot write to "
             f"{error.filename}: {error.strerror}"
         ) from None
     done = subprocess.run(
@@ -153,7 +153,9 @@ def print_status(run: Run) -> None:
     entries = _chain(run.folder / "slurm")
     rows = (
         [
-            *(str(e["job"]), str(e["nodes"]), run.stages_on(e["nodes"])),
+            str(e["job"]),
+            str(e["nodes"]),
+            run.stages_on(e["nodes"]),
             f"{e['from']:,} - {e['to']:,}" if e["started"] else "",
             time.strftime("%m-%d %H:%M:%S", time.localtime(e["started"])) if e["started"] else "",
             f"{e['ended'] - e['started']} s" if e["ended"] else "",
@@ -186,8 +188,13 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
         e = json.loads(line)
         if e["event"] == "start":
             jobs[e["job"]] = {
-                **{"job": e["job"], "nodes": e["nodes"], "started": e["time"], "ended": 0},
-                **{"from": e["samples"], "to": e["samples"], "state": "RUNNING"},
+                "job": e["job"],
+                "nodes": e["nodes"],
+                "started": e["time"],
+                "ended": 0,
+                "from": e["samples"],
+                "to": e["samples"],
+                "state": "RUNNING",
             }
         elif e["job"] in jobs:
             state = e["event"]
@@ -239,22 +246,21 @@ def _find(program: str) -> None:
 
 def _script(run: Run, nodes: int) -> str:
     """The batch script of the jobs on so many nodes."""
-    config = run.config
-    python, srun = sys.executable, []
-    if config.container_image:
+    keys, python, srun = run.keys, sys.executable, []
+    if keys.container_image:
         python = "python"
-        mounts = config.container_mounts
-        if config.container_runtime == "pyxis":
-            srun = [f"--container-image={config.container_image}", "--no-container-mount-home"]
+        mounts = keys.container_mounts
+        if keys.container_runtime == "pyxis":
+            srun = [f"--container-image={keys.container_image}", "--no-container-mount-home"]
             srun += [f"--container-mounts={mounts}"] if mounts else []
             srun += [f"--container-workdir={pathlib.Path.cwd()}"]
     command = run.command(python)
-    if config.container_image and config.container_runtime == "apptainer":
-        binds = ["--bind", config.container_mounts] if config.container_mounts else []
-        command = ["apptainer", "exec", "--nv", *binds, config.container_image, *command]
+    if keys.container_image and keys.container_runtime == "apptainer":
+        binds = ["--bind", keys.container_mounts] if keys.container_mounts else []
+        command = ["apptainer", "exec", "--nv", *binds, keys.container_image, *command]
     environment = [f"export JAX_NUM_CPU_DEVICES={run.devices_per_process}"]
-    if config.processes_per_node == 1:  # else JAX gives every process the one of SLURM_LOCALID
-        devices = ",".join(map(str, range(config.devices_per_node)))
+    if keys.processes_per_node == 1:  # else JAX gives every process the one of SLURM_LOCALID
+        devices = ",".join(map(str, range(run.devices_per_node)))
         environment.append(f"export JAX_LOCAL_DEVICE_IDS={devices}")
     values = {
         "STAGES": run.stages_on(nodes) or "(of an earlier plan)",
@@ -264,50 +270,50 @@ def _script(run: Run, nodes: int) -> str:
         "COMMAND": quoted(command),
         "NODES": nodes,
         "PROCESSES": run.processes(nodes),
-        "PER_NODE": config.processes_per_node,
-        "ENVIRONMENT": "\n".join([*environment, *config.setup_lines]),
-        "GRACE": config.grace_seconds,
+        "PER_NODE": keys.processes_per_node,
+        "ENVIRONMENT": "\n".join([*environment, *keys.setup_lines]),
+        "GRACE": keys.grace_seconds,
         "SRUN": quoted(srun),
         "CONFIG": EXIT_CONFIG,
         "STAGE_END": EXIT_STAGE_END,
         "PREEMPTED": EXIT_PREEMPTED,
-        "MAX_RESTARTS": config.max_restarts,
+        "MAX_RESTARTS": keys.max_restarts,
     }
     return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), _SCRIPT)
 
 
 def _options(run: Run, nodes: int) -> list[str]:
     """Options of sbatch. Its own reading of quotes is not a shell's, so nothing here needs any."""
-    config = run.config
+    keys = run.keys
     if set(str(run.folder)) & {"%", "\\"}:
         raise ConfigError(
             f"{run.folder}: SLURM reads % and \\ in the path of a job's output as its own signs; "
             "take another run_name or base_output_directory"
         )
     options = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', config.run_name)}",
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', run.name)}",
         f"--nodes={nodes}",
-        f"--ntasks-per-node={config.processes_per_node}",
-        f"--signal=TERM@{config.grace_seconds}",  # to the trainer, which saves and exits with 76
+        f"--ntasks-per-node={keys.processes_per_node}",
+        f"--signal=TERM@{keys.grace_seconds}",  # to the trainer, which saves and exits with 76
         "--output=%j.log",
         "--open-mode=append",
         "--requeue",  # when a node fails; the same script goes on from the newest checkpoint
     ]
     for name in ("account", "partition", "qos", "time"):
-        value = config[f"slurm_{name}"]
+        value = getattr(keys, f"slurm_{name}")
         if value and not re.fullmatch(r"[A-Za-z0-9._:,@+-]+", value):
             raise ConfigError(
                 f"slurm_{name}={value} holds characters that no {name} of SLURM has; leave them out"
             )
         options += [f"--{name}={value}"] if value else []
-    for option in config.slurm_options:
+    for option in keys.slurm_options:
         if not re.fullmatch(r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*", str(option)):
             raise ConfigError(
                 f"slurm_options: {option!r} is not one option of sbatch of the form --name=value, "
                 "without blanks or quotes"
             )
         options.append(option)
-    for line in config.setup_lines:
+    for line in keys.setup_lines:
         if not isinstance(line, str):
             raise ConfigError(f"setup_lines: {line!r} is not a line of shell; quote it")
     return options

@@ -6,8 +6,9 @@ This module imports no jax.
 import math
 from fractions import Fraction
 
-from maxramp.config.keys import Config
+from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
+from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 
@@ -24,21 +25,19 @@ class PassCost:
       restart: how long a change of nodes takes (restart_minutes), in such passes.
     """
 
-    def __init__(self, config: Config):
-        self._keys = BatchKeys.read(config)
-        self._limit = rows_per_device_limit(self._keys)
-        flops = (
-            float(self._limit) * config.max_target_length * training_flops_per_token(config.model)
-        )
-        known = config.planned_tflops_per_device != -1
-        tflops = config.planned_tflops_per_device if known else _ASSUMED_TFLOPS
+    def __init__(self, batch: BatchKeys, plan: PlanKeys, model: ModelKeys):
+        self._batch = batch
+        self._limit = rows_per_device_limit(batch)
+        flops = float(self._limit) * model.max_target_length * training_flops_per_token(model)
+        known = plan.planned_tflops_per_device != -1
+        tflops = plan.planned_tflops_per_device if known else _ASSUMED_TFLOPS
         hours = flops / (tflops * 1e12) / 3600
         self._full_hours = hours if known else None
-        self.restart = config.restart_minutes / 60 / hours
+        self.restart = plan.restart_minutes / 60 / hours
 
     def of(self, rows_per_device: float | Fraction) -> float:
         """A pass with so many rows per device."""
-        return float(pass_price(self._keys, Fraction(rows_per_device)))
+        return float(pass_price(self._batch, Fraction(rows_per_device)))
 
     def hours(self, passes: float) -> float | None:
         """Hours of so many passes; None where planned_tflops_per_device is not given."""

@@ -164,6 +164,13 @@ class RampupBatchManager:
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
+    def run_steps(self, stage: Stage) -> int:
+        """Steps of a stage before the end of the run."""
+        end = self.total_steps
+        if stage.steps is not None:
+            end = min(end, stage.first_step + stage.steps)
+        return end - stage.first_step
+
     @property
     def total_steps(self) -> int:
         """Steps of the whole run: `steps`, or those that reach `total_samples` or

@@ -3,6 +3,7 @@
 import sys
 import time
 
+from maxramp.commandline import count
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import Record
@@ -15,7 +16,7 @@ def describe_stage(stage: Stage, last: int) -> str:
     return (
         f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
         f"{stage.global_batch_size} = "
-        f"{per_device} per device x {stage.devices} device{'s'[: stage.devices > 1]} x "
+        f"{per_device} per device x {count(stage.devices, 'device')} x "
         f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
     )
 
@@ -128,7 +129,7 @@ class Display:
             return "no step was left to do"
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         return (
-            f"{self._steps_done} step{'s'[: self._steps_done > 1]}, {self._tokens:,} tokens in "
+            f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens in "
             f"{duration(time.perf_counter() - self._started)}; loss {self._first_loss:.4f} -> "
             f"{self._last_loss:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

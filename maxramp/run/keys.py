@@ -21,6 +21,7 @@ class RunKeys(Keys):
     base_output_directory: str = local_path()
     model_name: str
     log_period: int = at_least(1)
+    enable_checkpointing: bool
     enable_tensorboard: bool
     abort_on_nan_loss: bool
     abort_on_inf_loss: bool

@@ -13,16 +13,15 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from maxramp.config.keys import Config
 from maxramp.errors import TrainingError
-from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import Stage
+from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
@@ -34,10 +33,23 @@ class MetricsLog:
     start-up) to the end of this one, waiting for data and compiles included.
     """
 
-    def __init__(self, config: Config, writers: list[Callable[[Record], None]]):
-        self._config, self._writers = config, writers
+    def __init__(
+        self,
+        keys: RunKeys,
+        flops_per_token: float,
+        max_target_length: int,
+        writers: Sequence[Callable[[Record], None]],
+    ):
+        """
+        Args:
+          keys: which records end the run.
+          flops_per_token: of a training step.
+          max_target_length: tokens of a row.
+          writers: what every record goes to.
+        """
+        self._keys, self._writers = keys, writers
+        self._flops_per_token, self._row_tokens = flops_per_token, max_target_length
         self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
-        self._flops_per_token = training_flops_per_token(config)
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._last_end = time.perf_counter()
         self._ended = False  # closed, or by a record that ends the run: none is written after it
@@ -77,7 +89,7 @@ class MetricsLog:
             else:
                 self._check_finite(step, read)
             high, low = (int(word) for word in read["batch_fingerprint"])
-            tokens = stage.global_batch_size * self._config.max_target_length
+            tokens = stage.global_batch_size * self._row_tokens
             flops = tokens * self._flops_per_token / stage.devices
             return {
                 "step": step,
@@ -86,7 +98,7 @@ class MetricsLog:
                 "gradient_accumulation_steps": stage.gradient_accumulation_steps,
                 "global_batch_size": stage.global_batch_size,
                 "consumed_samples": consumed_samples,
-                "consumed_tokens": consumed_samples * self._config.max_target_length,
+                "consumed_tokens": consumed_samples * self._row_tokens,
                 "loss": float(read["loss"]),
                 "grad_norm": float(read["grad_norm"]),
                 "learning_rate": float(read["learning_rate"]),
@@ -148,7 +160,7 @@ class MetricsLog:
                 write(record)
 
     def _check_bad_steps(self, step: int, bad_steps: int) -> None:
-        if bad_steps >= self._config.skip_bad_steps:
+        if bad_steps >= self._keys.skip_bad_steps:
             raise TrainingError(
                 f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
                 f"skip_bad_steps={bad_steps} in a row end the run{self._what_stands()}; lower "
@@ -162,7 +174,7 @@ class MetricsLog:
                 ("abort_on_nan_loss", math.isnan(value)),
                 ("abort_on_inf_loss", math.isinf(value)),
             ):
-                if bad and self._config[key]:
+                if bad and getattr(self._keys, key):
                     raise TrainingError(
                         f"{name}={value} at step {step}; {key}=True ends the "
                         f"run{self._what_stands()}; lower learning_rate, or look at the data of "
@@ -170,7 +182,7 @@ class MetricsLog:
                     )
 
     def _what_stands(self) -> str:
-        return ", the last checkpoint is from before" if self._config.enable_checkpointing else ""
+        return ", the last checkpoint is from before" if self._keys.enable_checkpointing else ""
 
 
 class JsonlWriter:

@@ -18,8 +18,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from maxramp.checkpoints.resume import Schedule
-from maxramp.config.keys import Config
-from maxramp.config.load import to_yaml
+from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
@@ -29,6 +28,7 @@ from maxramp.parallel.locking import lock
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
+from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.tensorboard import TensorBoardWriter
@@ -56,19 +56,23 @@ class Output:
     and prints the closing line.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, keys: RunKeys, config_text: str):
         """
+        Args:
+          keys: which folder, and what to show.
+          config_text: the resolved configuration, for config.yml.
+
         Raises:
           ConfigError: the folder cannot be written, is not the same on every host, holds files
             that are not a run's, or another run writes it.
         """
-        self._config = config
+        self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
-        self.folder = pathlib.Path(config.base_output_directory) / config.run_name
+        self.folder = pathlib.Path(keys.base_output_directory) / keys.run_name
         mesh_lib.together(self._take_folder)
         if jax.process_count() > 1:
             self._check_shared()
-        self._display = Display(config.log_period, quiet=not self._is_first)
+        self._display = Display(keys.log_period, quiet=not self._is_first)
         self._files: list[JsonlWriter | TensorBoardWriter] = []
 
     def _take_folder(self) -> None:
@@ -93,7 +97,7 @@ class Output:
         except BlockingIOError:
             self._lock.seek(0)
             raise ConfigError(
-                f"run_name={self._config.run_name}: {self.folder} is in use by "
+                f"run_name={self._keys.run_name}: {self.folder} is in use by "
                 f"{self._lock.read()}; wait until it ends, or take another run_name"
             ) from None
         except (OSError, RuntimeError) as error:
@@ -106,7 +110,7 @@ class Output:
         strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
         if strange:
             raise ConfigError(
-                f"run_name={self._config.run_name}: {self.folder} is not the folder of a run but "
+                f"run_name={self._keys.run_name}: {self.folder} is not the folder of a run but "
                 f"holds {', '.join(strange)}, which a run would overwrite; move them away, or take "
                 "another run_name"
             )
@@ -124,7 +128,7 @@ class Output:
 
     def _refusal(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"base_output_directory={self._config.base_output_directory}: cannot write to "
+            f"base_output_directory={self._keys.base_output_directory}: cannot write to "
             f"{getattr(error, 'filename', None) or self.folder}: "
             f"{getattr(error, 'strerror', None) or error}"
         )
@@ -146,7 +150,7 @@ class Output:
             mark.unlink(missing_ok=True)
         if len(blind):
             raise ConfigError(
-                f"base_output_directory={self._config.base_output_directory}: not the same folder "
+                f"base_output_directory={self._keys.base_output_directory}: not the same folder "
                 f"on every host: process {', '.join(map(str, blind[:8]))} of {jax.process_count()} "
                 f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
             )
@@ -172,19 +176,19 @@ class Output:
         if not self._is_first:
             return
         try:
-            text = to_yaml(self._config)
-            _replace(self._config_file, _HEADER.format(zlib.crc32(text.encode())) + text)
+            header = _HEADER.format(zlib.crc32(self._config_text.encode()))
+            _replace(self._config_file, header + self._config_text)
             _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
             (self.folder / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
                 self.say(
-                    f"again    {dropped} step{'s'[: dropped > 1]} that no checkpoint holds (now in "
+                    f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
                     "metrics.dropped.jsonl)"
                 )
             self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
         except OSError as error:
             raise self._refusal(error) from None
-        if self._config.enable_tensorboard:
+        if self._keys.enable_tensorboard:
             consumed = ramp.samples_before(first_step)
             folder = self.folder / "tensorboard"
             self._files.append(TensorBoardWriter(folder, first_step, consumed))
@@ -215,7 +219,7 @@ class Output:
         _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
-            f"{stage.nodes} node{'s'[: stage.nodes > 1]} of {stage.devices // stage.nodes}: "
+            f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "
             "start again (next_stage.json)"
         )
 
@@ -231,25 +235,24 @@ class Output:
         self,
         corpus: Corpus,
         model: Decoder,
+        dtype: str,
         mesh: jax.sharding.Mesh,
         schedule: Schedule,
         first_step: int,
         changes: str,
     ) -> None:
-        """What is about to run, and what changed since the checkpoint that it goes on from."""
-        config, ramp = self._config, schedule.ramp
-        count = len(ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps))
-        device = mesh.devices.flat[0]
-        axes = " x ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1)
+        """Says what is about to run, and what changed since the checkpoint that it goes on from."""
+        ramp, kind = schedule.ramp, mesh.devices.flat[0].device_kind
+        stages = ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps)
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         self.say(
-            f"model    {config.model_name}: {num_parameters(model):,} weights, {config.dtype}, on "
-            f"{mesh.size} {device.device_kind} device{'s'[: mesh.size > 1]}"
-            + (f" (mesh {axes})" if axes else "")
+            f"model    {self._keys.model_name}: {num_parameters(model):,} weights, {dtype}, on "
+            f"{count(mesh.size, f'{kind} device')}" + (f" (mesh {axes})" if axes else "")
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
-            f"samples of {config.max_target_length} tokens in {count} stage{'s'[: count > 1]}"
+            f"samples of {ramp.keys.max_target_length} tokens in {count(len(stages), 'stage')}"
         )
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
@@ -267,7 +270,7 @@ class Output:
         """Says that a signal ended the run after step `step`, and what is left of it."""
         left = (
             "saved; start again to go on"
-            if self._config.enable_checkpointing
+            if self._keys.enable_checkpointing
             else "not saved (enable_checkpointing=False); the next start begins at step 0"
         )
         self.say(f"stopped by a signal after step {step}, {left}")
@@ -291,12 +294,12 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(f"done     {self._display.summary()}")
-            config = self._config_file.name
-            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {config}, plan.json")
+            name = self._config_file.name
+            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {name}, plan.json")
 
     def _draw(self) -> None:
         records = read_records(self.folder / "metrics.jsonl")
-        title = f"{self._config.run_name}: batch size and loss"
+        title = f"{self._keys.run_name}: batch size and loss"
         draw_run(records, self.folder / "ramp.png", title)
 
 

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from maxramp.commandline import short
 from maxramp.run.metrics import Record
 
 
@@ -40,8 +41,9 @@ def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
         loss_axes.plot(
             [r["consumed_samples"] for r in evals],
             [r["eval_loss"] for r in evals],
-            *("o",),
             color="tab:red",
+            linestyle="none",
+            marker="o",
             markersize=5,
             clip_on=False,
             label="loss on held-out text",
@@ -62,6 +64,7 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     from matplotlib.ticker import FuncFormatter
 
     stages, rate = plan["stages"], plan["learning_rate"]
+    samples_or_tokens = FuncFormatter(lambda number, position: short(number))
     x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
     figure = Figure(figsize=(7, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -80,22 +83,14 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     learning_rate.set_ylabel("learning rate")
     learning_rate.set_xlabel("consumed samples")
     learning_rate.set_xlim(0, plan["total_samples"])
-    learning_rate.xaxis.set_major_formatter(FuncFormatter(_short))
+    learning_rate.xaxis.set_major_formatter(samples_or_tokens)
     learning_rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     length = plan["max_target_length"]
     tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
     tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(FuncFormatter(_short))
+    tokens.xaxis.set_major_formatter(samples_or_tokens)
     for axes in (batch, nodes, learning_rate):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.align_ylabels()
     figure.savefig(path, dpi=150)
-
-
-def _short(count: float, position: int) -> str:
-    """250000000000 -> 250B, as the field writes it."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:g}"

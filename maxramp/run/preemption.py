@@ -31,12 +31,12 @@ class Preemption:
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = False
         self._end: Callable[[int], NoReturn] = os._exit
-        ears, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self._listen, args=(ears,), name="signals", daemon=True).start()
+        threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
     def begin(self, several: bool, end: Callable[[int], NoReturn]) -> None:
         """The processes of the job have joined.
@@ -53,10 +53,10 @@ class Preemption:
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _listen(self, ears: int) -> None:
+    def _listen(self, read_end: int) -> None:
         heard = None  # when the first signal came
         while True:
-            number = os.read(ears, 1)[0]
+            number = os.read(read_end, 1)[0]
             if heard is None:
                 heard = time.monotonic()
                 if not (self._several or self._has_trained):

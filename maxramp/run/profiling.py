@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from maxramp.config.keys import Config
+from maxramp.run.keys import ProfilerKeys
 
 
 class Profiler:
@@ -16,23 +16,23 @@ class Profiler:
 
     def __init__(
         self,
-        config: Config,
+        keys: ProfilerKeys,
         folder: pathlib.Path,
         first_step: int,
         settle: Callable[[], None],
     ):
         """
         Args:
-          config: a resolved config.
+          keys: which steps to trace.
           folder: where the trace goes.
           first_step: of this start of the run; `skip_first_n_steps_for_profiler` counts from it.
           settle: waits for the devices, so that a trace holds whole steps and those alone.
         """
         self._folder, self._settle = folder, settle
         self._first = self._last = -1
-        if config.profiler:
-            self._first = first_step + config.skip_first_n_steps_for_profiler
-            self._last = self._first + config.profiler_steps
+        if keys.profiler:
+            self._first = first_step + keys.skip_first_n_steps_for_profiler
+            self._last = self._first + keys.profiler_steps
         self._running = False
 
     def before(self, step: int) -> jax.profiler.StepTraceAnnotation:

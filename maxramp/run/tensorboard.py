@@ -19,12 +19,21 @@ _BY_SAMPLE = "over_samples"
 _GROUPS = {
     "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
     "batch": (
-        *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        *("consumed_samples", "consumed_tokens", "eval_tokens"),
+        "stage",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_size",
+        "consumed_samples",
+        "consumed_tokens",
+        "eval_tokens",
     ),
     "speed": (
-        *("tokens_per_second", "tflops_per_device", "step_seconds", "data_seconds"),
-        *("compile_seconds", "eval_seconds"),
+        "tokens_per_second",
+        "tflops_per_device",
+        "step_seconds",
+        "data_seconds",
+        "compile_seconds",
+        "eval_seconds",
     ),
 }
 _TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}

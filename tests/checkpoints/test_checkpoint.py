@@ -14,15 +14,14 @@ from conftest import BASE, TINY, make_config, make_mesh, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, stored_arrays, versions
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training.programs import abstract_state
-from maxramp.training.step import init_state
+from maxramp.training.state import abstract_state, init_state
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
 RAMP = ("step_batch_size_schedule=0:8 80:16 160:24", "step_batch_size_unit=samples", "steps=40")
@@ -33,11 +32,12 @@ def config_of(*arguments, devices=8):
 
 
 @functools.cache
-def state_of(config):
+def first_state():
     """A first state, with a clock that stands where checkpoint 12 of the ramp does."""
+    config = config_of()
     with jax.set_mesh(make_mesh(config)):
-        state = jax.jit(functools.partial(init_state, config))()
-        clock = np.array([RampupBatchManager(config).samples_before(12), 0], np.uint32)
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        clock = np.array([RampupBatchManager(config.batch).samples_before(12), 0], np.uint32)
         return jax.tree.unflatten(
             jax.tree.structure(state), [jax.numpy.asarray(clock), *jax.tree.leaves(state)[1:]]
         )
@@ -49,14 +49,16 @@ class Folder:
     def __init__(self, path: pathlib.Path, config, corpus_hash="data"):
         self.path, self.config, self.said = path, config, []
         path.mkdir(exist_ok=True)
-        self.checkpoints = Checkpoints(config, path, corpus_hash, self.said.append)
-        self.ramp = RampupBatchManager(config, 8)
+        self.checkpoints = Checkpoints(
+            config.checkpoints, path, corpus_hash, config.values, self.said.append
+        )
+        self.ramp = RampupBatchManager(config.batch, 8)
 
     def save(self, *steps: int, state=None):
         with jax.set_mesh(make_mesh(self.config)), self.checkpoints:
             self.checkpoints.start_saving()
             for step in steps:
-                state = state or state_of(self.config)
+                state = state or first_state()
                 self.checkpoints.save(step, state, self.ramp, lambda: None, last=False)
         return self
 
@@ -64,13 +66,13 @@ class Folder:
         mesh = make_mesh(self.config)
         with jax.set_mesh(mesh):
             saved = self.checkpoints.latest()
-            abstract = abstract_state(self.config, mesh)
+            abstract = abstract_state(self.config.recipe, mesh)
             self.checkpoints.compare(saved, abstract)
             return saved, self.checkpoints.restore(saved, abstract), abstract
 
     @property
     def steps(self):
-        return saved_lib.steps_in(self.path)
+        return folder_lib.steps_in(self.path)
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +110,15 @@ def test_read_on_another_mesh_it_is_the_same_bits(saved_folder, there):
     folder = Folder(saved_folder.path, config_of(*keys, "micro_batch_size=1", devices=devices))
     saved, state, abstract = folder.restore()
     assert (saved.step, saved.consumed_samples) == (12, 80 + 2 * 16)
-    assert equal(state, state_of(saved_folder.config))
+    assert equal(state, first_state())
     wanted = [x.sharding for x in jax.tree.leaves(abstract)]
     assert [x.sharding for x in jax.tree.leaves(state)] == wanted
     assert not folder.said
 
 
 def test_what_stands_beside_the_arrays(saved_folder):
-    saved = saved_lib.read(saved_folder.path / "12")
-    assert saved.config == json.loads(json.dumps(saved_folder.config.to_dict()))
+    saved = folder_lib.read(saved_folder.path / "12")
+    assert saved.config == json.loads(json.dumps(dict(saved_folder.config.values)))
     assert saved.stages == [stage.to_json() for stage in saved_folder.ramp.stages]
     assert saved.stage()["global_batch_size"] == 16 and saved.corpus_hash == "data"
     assert saved.versions["jax"] == jax.__version__
@@ -136,8 +138,8 @@ def test_the_weights_alone(saved_folder, tmp_path):
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         assert folder.checkpoints.latest() is None
-        model = folder.checkpoints.load_parameters(abstract_state(config, mesh).model)
-    assert equal(model, state_of(saved_folder.config).model)
+        model = folder.checkpoints.load_parameters(abstract_state(config.recipe, mesh).model)
+    assert equal(model, first_state().model)
 
 
 # --- When one is written and how long it stays ---------------------------------------------------
@@ -194,9 +196,9 @@ def test_only_its_own_are_removed(copied):
 
 
 def test_what_a_kill_left_is_removed(copied):
-    (copied / f"14{saved_lib.UNFINISHED}" / "model").mkdir(parents=True)
-    (copied / "8").rename(copied / f"8{saved_lib.DELETING}")
-    mine = [f"notes{saved_lib.DELETING}", "012", "\N{SUPERSCRIPT TWO}", "13"]
+    (copied / f"14{folder_lib.UNFINISHED}" / "model").mkdir(parents=True)
+    (copied / "8").rename(copied / f"8{folder_lib.DELETING}")
+    mine = [f"notes{folder_lib.DELETING}", "012", "\N{SUPERSCRIPT TWO}", "13"]
     for name in mine[:-1]:
         (copied / name).mkdir()
     (copied / mine[-1]).write_text("a file")
@@ -211,20 +213,20 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
     """However long the files take: no save is due while one is written."""
     config = config_of("checkpoint_period=-1", "checkpoint_period_minutes=1e-9")
     folder = Folder(tmp_path / "c", config)
-    go_on, write_sizes = threading.Event(), saved_lib.write_sizes
+    go_on, write_sizes = threading.Event(), folder_lib.write_sizes
 
     def slow(path):
         go_on.wait(60)
         write_sizes(path)
 
-    monkeypatch.setattr(saved_lib, "write_sizes", slow)
+    monkeypatch.setattr(folder_lib, "write_sizes", slow)
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=False)
+        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=False)
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
-        checkpoints.save(4, state_of(config), folder.ramp, lambda: None, last=True)  # waits
+        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=True)  # waits
         assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
 
 
@@ -274,7 +276,7 @@ def test_a_torn_checkpoint_is_passed_over(copied, damage, capsys):
 
 def test_what_was_moved_aside_stays(copied):
     """Also when the same checkpoint is torn again."""
-    (copied / f"12{saved_lib.TORN}").mkdir()
+    (copied / f"12{folder_lib.TORN}").mkdir()
     truncate(largest(copied / "12"))
     folder = Folder(copied, config_of())
     with jax.set_mesh(make_mesh(folder.config)):
@@ -286,7 +288,7 @@ def test_what_was_moved_aside_stays(copied):
 def test_a_checkpoint_renamed_file_by_file(copied):
     """As on object storage mounted as a file system: killed on the way, it was never saved."""
     shutil.rmtree(copied / "8")
-    whole, partly = copied / "12", copied / f"12{saved_lib.UNFINISHED}"
+    whole, partly = copied / "12", copied / f"12{folder_lib.UNFINISHED}"
     names = sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
     whole.rename(partly)
     config = config_of()
@@ -313,7 +315,7 @@ def test_a_checkpoint_renamed_file_by_file(copied):
 
 
 def test_a_half_renamed_checkpoint_is_put_aside(copied):
-    partly = copied / f"12{saved_lib.UNFINISHED}"
+    partly = copied / f"12{folder_lib.UNFINISHED}"
     partly.mkdir()
     (copied / "12" / "model").rename(partly / "model")
     folder = Folder(copied, config_of())
@@ -337,8 +339,8 @@ def test_a_checkpoint_under_another_number(copied, capsys):
 @pytest.mark.parametrize("name, content", [("files.json", "[]"), ("_CHECKPOINT_METADATA", "[1]")])
 def test_json_that_is_no_object(copied, name, content):
     (copied / "12" / name).write_text(content)
-    with pytest.raises(saved_lib.TornError, match=f"{name}: not an object"):
-        saved_lib.read(copied / "12")
+    with pytest.raises(folder_lib.TornError, match=f"{name}: not an object"):
+        folder_lib.read(copied / "12")
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
@@ -351,7 +353,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
     os.seteuid(65534)
     try:
         with pytest.raises(ConfigError, match="12/_CHECKPOINT_METADATA: Permission denied; give"):
-            saved_lib.read(pathlib.Path("12"))
+            folder_lib.read(pathlib.Path("12"))
     finally:
         os.seteuid(0)
 
@@ -429,27 +431,28 @@ def test_other_arrays_are_refused(saved_folder, keys, names):
     }.items(),
 )
 def test_changes_of_history_are_refused(saved_folder, key, value):
-    saved = saved_lib.read(saved_folder.path / "12")
-    before = saved_folder.config[key]
+    saved = folder_lib.read(saved_folder.path / "12")
+    before, values = saved_folder.config.values[key], config_of(f"{key}={value}").values
     with pytest.raises(ConfigError, match=rf"{key}={before} \(now {value}\).*allow_changed="):
-        changes_since(saved, config_of(f"{key}={value}"), "data", versions())
-    allowed = config_of(f"{key}={value}", f"allow_changed=[{key}]")
-    assert changes_since(saved, allowed, "data", versions()) == f"{key}={before} (now {value})"
+        changes_since(saved, values, [], "data", versions())
+    changes = changes_since(saved, values, [key], "data", versions())
+    assert changes == f"{key}={before} (now {value})"
 
 
 def test_another_corpus_is_refused(saved_folder):
-    saved = saved_lib.read(saved_folder.path / "12")
+    saved = folder_lib.read(saved_folder.path / "12")
     with pytest.raises(ConfigError, match=r"corpus=data \(now other\).*allow_changed=\[corpus\]"):
-        changes_since(saved, saved_folder.config, "other", versions())
-    assert not changes_since(saved, config_of("allow_changed=[corpus]"), "other", versions())
+        changes_since(saved, saved_folder.config.values, [], "other", versions())
+    values = config_of("allow_changed=[corpus]").values
+    assert not changes_since(saved, values, ["corpus"], "other", versions())
 
 
 def test_other_changes_are_listed(saved_folder):
-    saved = saved_lib.read(saved_folder.path / "12")
-    assert not changes_since(saved, saved_folder.config, "data", versions())
-    config = config_of("learning_rate=2e-2", "eval_interval=7")
+    saved = folder_lib.read(saved_folder.path / "12")
+    assert not changes_since(saved, saved_folder.config.values, [], "data", versions())
+    values = config_of("learning_rate=2e-2", "eval_interval=7").values
     today = versions() | {"jax": "99.0"}
-    assert changes_since(saved, config, "data", today) == (
+    assert changes_since(saved, values, [], "data", today) == (
         f"eval_interval=80 (now 7), learning_rate=0.01 (now 0.02), jax={jax.__version__} (now 99.0)"
     )
 
@@ -468,11 +471,11 @@ def test_show_and_verify(saved_folder, capsys):
         assert part in shown
     assert command.main(["verify", str(saved_folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    size = sum(x.size for x in jax.tree.leaves(state_of(saved_folder.config)))
+    size = sum(x.size for x in jax.tree.leaves(first_state()))
     assert [f"complete, {size:,} values" in line for line in lines] == [True, True]
     arrays = list(stored_arrays(saved_folder.path / "12"))
     assert sorted(a.nbytes for a in arrays) == sorted(
-        x.nbytes for x in jax.tree.leaves(state_of(saved_folder.config))
+        x.nbytes for x in jax.tree.leaves(first_state())
     )
 
 
@@ -484,11 +487,11 @@ def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
     (run_folder / "checkpoints").rmdir()
     (run_folder / "checkpoints").symlink_to(saved_folder.path)
     for path in (run_folder, run_folder / "checkpoints", run_folder / "checkpoints" / "12"):
-        assert saved_lib.find(path).name == "12"
+        assert folder_lib.find(path).name == "12"
         assert command.main(["ls", str(path)]) == command.main(["verify", str(path)]) == 0
     assert "torn" not in capsys.readouterr().out
     (tmp_path / "100").symlink_to(saved_folder.path)  # a folder of checkpoints, too
-    assert saved_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
+    assert folder_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
 
 
 def test_another_programs_checkpoint_does_not_hide_the_others(copied, capsys):
@@ -523,7 +526,7 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     rest = start("rest", "steps=30", f"load_full_state_path={path}")
     for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
         assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
-    assert saved_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
+    assert folder_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
 
 
 @pytest.mark.parametrize(

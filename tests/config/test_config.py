@@ -1,14 +1,16 @@
 """Reading, checking, resolving and writing back the configuration."""
 
 import ast
+import dataclasses
 import pathlib
 import re
+import typing
 
-import ml_collections
 import pytest
 import yaml
 from conftest import BASE, ROOT, run
 
+from maxramp.config.keys import Config
 from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
@@ -30,7 +32,7 @@ def resolved(*arguments: str, devices: int = 8, slices: int = 1, processes: int 
 
 
 def test_defaults_are_base_yml():
-    assert load([BASE]).to_dict() == BASE_VALUES
+    assert dict(load([BASE]).values) == BASE_VALUES
 
 
 # --- Precedence ----------------------------------------------------------------------------------
@@ -45,15 +47,15 @@ def test_precedence(tmp_path):
         **{"base_mlp_dim": 16, "learning_rate": 0.5},
     )
     config = load([mine, "head_dim=32", "learning_rate=0.25"])
-    assert config.eval_steps == BASE_VALUES["eval_steps"]  # named nowhere
-    assert config.steps == 1  # only in the far file
-    assert config.log_period == 2  # in both files
-    assert (config.base_emb_dim, config.base_mlp_dim) == (
+    assert config.evaluation.eval_steps == BASE_VALUES["eval_steps"]  # named nowhere
+    assert config.batch.steps == 1  # only in the far file
+    assert config.run.log_period == 2  # in both files
+    assert (config.model.base_emb_dim, config.model.base_mlp_dim) == (
         4096,
         11008,
     )  # the model file is above both
-    assert config.head_dim == 32  # everywhere
-    assert config.learning_rate == 0.25
+    assert config.model.head_dim == 32  # everywhere
+    assert config.schedule.learning_rate == 0.25
 
 
 def test_model_name_on_the_command_line_wins(tmp_path):
@@ -70,13 +72,13 @@ def test_base_config_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch
     write(tmp_path / "top.yml", base_config="a/b/middle.yml")
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = load(["../top.yml"])
-    assert (config.steps, config.log_period) == (7, 7)
+    assert (config.batch.steps, config.run.log_period) == (7, 7)
 
 
 def test_base_config_finds_the_shipped_files(tmp_path):
     """A file beside the naming one comes first, and configs/ after it."""
     mine = write(tmp_path / "mine.yml", base_config="base.yml", steps=7)
-    assert load([mine]).to_dict() == BASE_VALUES | {"steps": 7}
+    assert dict(load([mine]).values) == BASE_VALUES | {"steps": 7}
     write(tmp_path / "base.yml", log_period=7)
     assert load([mine]).log_period == 7
 
@@ -91,7 +93,7 @@ def test_circle_of_base_configs(tmp_path, length):
 
 def test_empty_file_is_all_defaults(tmp_path):
     (tmp_path / "empty.yml").write_text("# nothing\n")
-    assert load([str(tmp_path / "empty.yml")]).to_dict() == BASE_VALUES
+    assert dict(load([str(tmp_path / "empty.yml")]).values) == BASE_VALUES
 
 
 # --- Values --------------------------------------------------------------------------------------
@@ -130,13 +132,13 @@ def test_empty_file_is_all_defaults(tmp_path):
     ],
 )
 def test_value_on_the_command_line(argument, expected):
-    value = load([BASE, argument])[argument.partition("=")[0]]
+    value = load([BASE, argument]).values[argument.partition("=")[0]]
     assert value == expected and type(value) is type(expected)
 
 
 @pytest.mark.parametrize("key", ["jax_cache_dir", "mu_dtype", "text_files", "run_name"])
 def test_none_unsets_where_base_yml_says_that_empty_means_something(key):
-    assert load([BASE, f"{key}=none"])[key] == ""
+    assert load([BASE, f"{key}=none"]).values[key] == ""
 
 
 def test_values_in_a_file(tmp_path):
@@ -146,10 +148,14 @@ def test_values_in_a_file(tmp_path):
         "max_num_checkpoints_to_keep: none\nmlp_activations:\n  - gelu\n  - linear\n"
     )
     config = load([str(path)])
-    assert config.learning_rate == 0.0003
-    assert (config.global_rampup_samples, config.steps, config.run_name) == (10**6, 10, "007")
-    assert config.max_num_checkpoints_to_keep is None
-    assert list(config.mlp_activations) == ["gelu", "linear"]
+    assert config.schedule.learning_rate == 0.0003
+    assert (config.batch.global_rampup_samples, config.batch.steps, config.run.run_name) == (
+        10**6,
+        10,
+        "007",
+    )
+    assert config.checkpoints.max_num_checkpoints_to_keep is None
+    assert list(config.model.mlp_activations) == ["gelu", "linear"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_open_axis_is_filled_in(devices, axis):
     sizes = [f"ici_{a}_parallelism={-1 if a == axis else 1}" for a in AXES]
     model = ["base_emb_dim=96", "base_num_query_heads=96", "base_num_kv_heads=96"]
     config = resolved(*sizes, *model, "base_mlp_dim=96", "vocab_size=288", devices=devices)
-    assert {a: config[f"ici_{a}_parallelism"] for a in AXES} == {
+    assert {a: config.values[f"ici_{a}_parallelism"] for a in AXES} == {
         a: devices if a == axis else 1 for a in AXES
     }
     assert config.mesh.sizes[axis] == devices
@@ -242,14 +248,21 @@ def test_mesh_sizes(devices, slices, arguments, expected):
 )
 def test_nodes(arguments, processes, expected):
     config = resolved(*arguments, processes=processes)
-    assert (config.num_nodes, config.devices_per_node) == expected
+    assert (config.batch.num_nodes, config.batch.devices_per_node) == expected
 
 
 def test_nothing_is_left_open():
     config = resolved("steps=123", "weight_dtype=bfloat16", "per_device_batch_size=16")
-    assert (config.run_name, config.num_nodes, config.devices_per_node) == ("default", 1, 8)
-    assert (config.mu_dtype, config.eval_per_device_batch_size) == ("bfloat16", 16.0)
-    left = {key for key in KEYS if config[key] == -1}
+    assert (config.run.run_name, config.batch.num_nodes, config.batch.devices_per_node) == (
+        "default",
+        1,
+        8,
+    )
+    assert (config.optimizer.mu_dtype, config.evaluation.eval_per_device_batch_size) == (
+        "bfloat16",
+        16.0,
+    )
+    left = {key for key in KEYS if config.values[key] == -1}
     # Alternatives that were not taken, and what a plan does not know.
     assert left == {
         *("total_samples", "total_tokens", "global_batch_size", "micro_batch_size"),
@@ -260,9 +273,9 @@ def test_nothing_is_left_open():
 
 def test_resolving_leaves_its_input_alone():
     config = load([BASE])
-    before = config.to_dict()
+    before = dict(config.values)
     resolve(config, 8, 1, 1)
-    assert config.to_dict() == before
+    assert config.values == before
 
 
 @pytest.mark.parametrize(
@@ -294,7 +307,7 @@ def test_written_config_gives_itself_again(tmp_path, arguments):
     assert list(yaml.safe_load(to_yaml(config))) == list(BASE_VALUES)  # the order of base.yml
     again = resolve(load([str(path)]), 8, 1, 1)
     # The sizes are written out in place of the name of their file.
-    assert again.to_dict() == config.to_dict() | {"model_name": "default"}
+    assert again.values == dict(config.values) | {"model_name": "default"}
 
 
 @pytest.mark.parametrize(
@@ -309,19 +322,19 @@ def test_the_address_of_a_storage_is_no_path(name, address):
 def test_config_is_frozen():
     config = resolved()
     for change in (
-        lambda: setattr(config, "steps", 1),
-        lambda: setattr(config, "stepz", 1),
-        lambda: config.update({"steps": 1}),
-        lambda: config.mlp_activations.append("silu"),
+        lambda: setattr(config, "batch", None),
+        lambda: setattr(config.batch, "steps", 1),
+        lambda: setattr(config.batch, "stepz", 1),
+        lambda: config.values.update({"steps": 1}),
     ):
         with pytest.raises((AttributeError, TypeError)):
             change()
-    assert config == resolved() and hash(config) == hash(resolved())  # static under jit
+    assert config.replace(steps=1).batch.steps == 1 != config.batch.steps
 
 
 def test_unknown_key_cannot_be_read():
     with pytest.raises(AttributeError):
-        _ = resolved().stepz
+        _ = resolved().batch.stepz
 
 
 # --- Model files ---------------------------------------------------------------------------------
@@ -360,85 +373,42 @@ def test_every_key_has_a_comment():
     assert not bare
 
 
-METHODS = set(dir(ml_collections.ConfigDict)) | {"model_parallel_size", "num_devices"}
+SECTIONS = {f.name: f.type for f in dataclasses.fields(Config) if f.name != "values"}
 
 
-def is_config(node: ast.expr) -> bool:
-    """`config`, `keys` (its batch keys), or `self.` and one of them; not `jax.config`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return node.value.id == "self" and node.attr in ("config", "_config", "keys")
-    return isinstance(node, ast.Name) and node.id in ("config", "keys")
+def test_every_field_has_its_line_and_every_line_its_field():
+    fields = {name for section in SECTIONS.values() for name in section.__dataclass_fields__}
+    assert fields == KEYS
 
 
-def attributes(source: str) -> set[str]:
-    """Attributes of a config that a source names and that are not those of any ConfigDict."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and is_config(node.value)
-    } - METHODS
+def test_base_yml_has_the_only_defaults():
+    for section in SECTIONS.values():
+        for field in dataclasses.fields(section):
+            assert field.default is field.default_factory is dataclasses.MISSING, field.name
 
 
-def subscripts(source: str) -> set[str]:
-    """Keys that a source reads as config[...].
-
-    By a constant; by an f-string, for every value of its holes; or by a loop's variable, for every
-    text that the loop goes over.
-    """
-    tree, found = ast.parse(source), set()
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Subscript) and is_config(node.value)):
-            continue
-        if not isinstance(node.ctx, ast.Load):
-            continue
-        if isinstance(node.slice, ast.Constant):
-            found.add(node.slice.value)
-        elif isinstance(node.slice, ast.JoinedStr):
-            pattern = "".join(
-                re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+"
-                for part in node.slice.values
-            )
-            found |= {key for key in KEYS if re.fullmatch(pattern, key)}
-        elif isinstance(node.slice, ast.Name):
-            for loop in ast.walk(tree):
-                if isinstance(loop, ast.For | ast.comprehension):
-                    targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-                    if node.slice.id in targets:
-                        texts = [n for n in ast.walk(loop.iter) if isinstance(n, ast.Constant)]
-                        found |= {n.value for n in texts if isinstance(n.value, str)} & KEYS
-    return found
+def test_fields_have_the_types_of_base_yml():
+    for section in SECTIONS.values():
+        for field in dataclasses.fields(section):
+            value = BASE_VALUES[field.name]
+            kind = typing.get_origin(field.type) or field.type
+            assert value is None or isinstance(value, kind), field.name
 
 
-FAKE = """
-TABLE = {1: ("vocab_size", "head_dim")}
-def f(self, config):
-    if config.steps > config.stepz: config.to_dict()
-    self._config.log_period, self.config["num_epoch"], config[f"dcn_{axis}_parallelism"]
-    for key, bad in (("abort_on_nan_loss", 1), ("stepz", 2)):
-        self._config[key]
-    for name in TABLE: pass
-    for other in ("dtype",): other
-    config["opt_type"] = jax.config.jax_cache_dir + other.config.scan_layers
-"""
-
-
-def test_the_reader_of_sources():
-    """It sees each way of reading, and neither tables nor writes nor other objects' attributes."""
-    assert attributes(FAKE) == {"steps", "stepz", "log_period"}
-    dcn = {f"dcn_{axis}_parallelism" for axis in AXES}
-    assert subscripts(FAKE) == {"num_epoch", "abort_on_nan_loss"} | dcn
-
-
-def sources() -> dict[str, str]:
-    return {path.name: path.read_text() for path in (ROOT / "maxramp").rglob("*.py")}
+def names_in(source: str) -> set[str]:
+    """Attributes that a source reads, and its texts: keys that a loop goes over."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return attributes | {n.value for n in nodes if isinstance(n, ast.Constant)}
 
 
 def test_every_key_is_used():
-    """Read outside of config.py, for a key that is only checked does nothing."""
-    used = [attributes(s) | subscripts(s) for name, s in sources().items() if name != "config.py"]
-    assert KEYS - set().union(*used) == set()
-
-
-def test_only_keys_of_base_yml_are_read():
-    for name, source in sources().items():
-        assert (attributes(source) | subscripts(source)) - KEYS == set(), name
+    """Read outside of the sections, for a key that is only checked does nothing."""
+    apart = {"keys", "config"}  # what declares, lists and checks them
+    used = set()
+    for path in (ROOT / "maxramp").rglob("*.py"):
+        if path.stem != "keys" and path.parent.name not in apart:
+            used |= names_in(path.read_text())
+    used |= {name for name in KEYS if re.match("(ici|dcn)_", name)}  # MeshKeys.group reads them
+    used |= {name for name in KEYS if name.startswith("slurm_")}  # as sbatch's options
+    assert KEYS - used == set()

@@ -6,8 +6,7 @@ import grain
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, make_mesh, run
-from test_step import numpy_fingerprint
+from conftest import BASE, TINY, make_config, make_mesh, numpy_fingerprint, run
 
 from maxramp.checkpoints import folder as saved
 from maxramp.data.loader import Loader

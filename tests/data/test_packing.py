@@ -14,7 +14,8 @@ from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_pe
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.step import eval_step, take_apart
+from maxramp.training.objective import next_token_prediction, take_apart
+from maxramp.training.step import eval_step
 
 LENGTH = 16
 LAYOUTS = (concat_then_split, best_fit, one_per_row)
@@ -108,7 +109,7 @@ def test_documents_do_not_see_each_other():
         return cross_entropy_sums(hidden, decoder.head(), targets, 0.0, 0)[0]
 
     with jax.set_mesh(make_mesh(config)):
-        decoder = jax.jit(lambda: Decoder(config, jax.random.key(0)))()
+        decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
         for text, other in ((first, second), (second, first)):
             kept = np.pad(text[1:], (0, 9 - len(text)), "edge")
             loss, gradient = loss_of(decoder, marked, True, kept)
@@ -133,7 +134,9 @@ def test_a_packed_batch_is_its_documents(arguments):
     @functools.partial(jax.jit, static_argnums=2)
     def total(decoder, batch, packed):
         zeros = (jnp.float32(0), jnp.float32(0))
-        return eval_step(decoder, zeros, batch, config=config, packed=packed)
+        return eval_step(
+            decoder, zeros, batch, objective=next_token_prediction(config.objective, packed)
+        )
 
     def sums_of(layout, packed):
         rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=packed)
@@ -142,7 +145,7 @@ def test_a_packed_batch_is_its_documents(arguments):
         return jax.device_get(total(decoder, jax.device_put(batch, BATCH_ABS), packed))
 
     with jax.set_mesh(make_mesh(config)):
-        decoder = jax.jit(lambda: Decoder(config, jax.random.key(0)))()
+        decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
         alone, packed = sums_of(one_per_row, False), sums_of(best_fit, True)
     assert alone[1] == packed[1] == np.maximum(0, lengths - 1).sum()
     np.testing.assert_allclose(alone[0], packed[0], rtol=1e-6)

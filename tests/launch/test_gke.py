@@ -115,8 +115,9 @@ def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
     path = tmp_path / "config.yml"
     path.write_text(text)
     config = load([str(path)])
-    assert config.run_name == HARMLESS and config.stop_at_node_change
-    assert config.step_batch_size_schedule == "0:16 800:32 2000:64" and config.num_nodes == 4
+    assert config.run.run_name == HARMLESS and config.checkpoints.stop_at_node_change
+    assert config.batch.step_batch_size_schedule == "0:16 800:32 2000:64"
+    assert config.batch.num_nodes == 4
 
 
 def test_exit_statuses():

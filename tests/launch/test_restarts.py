@@ -36,35 +36,42 @@ CHAINS = {
     ),
 }
 CONFIG = [
-    *(*TINY, "hardware=cpu", "num_nodes=1", "devices_per_node=1", "max_restarts=2"),
-    *("enable_rampup_batch_size=False", "per_device_batch_size=2", "run_name=x"),
+    *TINY,
+    "hardware=cpu",
+    "num_nodes=1",
+    "devices_per_node=1",
+    "max_restarts=2",
+    "enable_rampup_batch_size=False",
+    "per_device_batch_size=2",
+    "run_name=x",
 ]
 JOB = """
 cd "$0" || exit 99
 echo >> started
 n=$(wc -l < started)
-set -- $(sed -n "${n}p" told) $(tail -n 1 told)
+set -- $(sed -n "${n}p" script) $(tail -n 1 script)
 [ "$2" = - ] || mkdir -p "x/checkpoints/$2"
-[ "$2" = - ] || cp metadata "x/checkpoints/$2/_CHECKPOINT_METADATA"
+[ "$2" = - ] || sed "s/@STEP@/$2/" metadata > "x/checkpoints/$2/_CHECKPOINT_METADATA"
 echo "$1" >> ended
 exit "$1"
 """
 
 
-class Told(Run):
-    """A run whose jobs do what the file `told` says."""
+class Scripted(Run):
+    """A run with jobs that do what the file `script` says."""
 
     def command(self, python: str = "") -> list[str]:
         return ["sh", "-c", JOB, str(self.folder.parent)]
 
 
-def told(folder: pathlib.Path, entries: list[tuple]) -> Told:
+def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
     lines = [f"{status} {'-' if step is NO else step}\n" for status, step in entries]
-    (folder / "told").write_text("".join(lines))
+    (folder / "script").write_text("".join(lines))
     saved = Saved(pathlib.Path(), 1, 2, [], "", {}, {})
-    (folder / "metadata").write_text(json.dumps({"custom_metadata": saved.metadata()}))
+    metadata = json.dumps({"custom_metadata": saved.metadata()})
+    (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
     line = [BASE, *CONFIG, f"base_output_directory={folder}"]
-    return Told.of(load(line), line)
+    return Scripted.of(load(line), line)
 
 
 def ends(folder: pathlib.Path) -> list[int]:
@@ -79,7 +86,7 @@ def test_here(name, tmp_path, capsys):
     entries = [*entries, *[entries[-1]] * (9 - len(entries)), (0, NO)]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = local.run(told(tmp_path, entries))
+        status = local.run(scripted(tmp_path, entries))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -119,7 +126,7 @@ def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
 def test_under_slurm(name, tmp_path):
     """The batch script by itself, job after job, as far as it submits the next."""
     entries, expected = CHAINS[name]
-    run = told(tmp_path, entries)
+    run = scripted(tmp_path, entries)
     environment, restarts = under_slurm(tmp_path, run), "0"
     for _ in range(9):
         script = run.folder / "slurm" / "1-nodes.sh"
@@ -139,7 +146,7 @@ def test_under_slurm(name, tmp_path):
 @pytest.mark.parametrize("checkpoint, restarts", [(NO, "2"), (10, "0")])
 def test_a_time_limit_that_comes_before_any_progress_counts(checkpoint, restarts, tmp_path):
     """Where it is shorter than the start of a job, the chain would go on for ever."""
-    run = told(tmp_path, [(0, NO)])
+    run = scripted(tmp_path, [(0, NO)])
     environment = under_slurm(tmp_path, run)
     environment |= {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
     (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 30\n")

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, command, environment, run
 from test_launch import NASTY, arguments, rows_of, steps_of
-from test_restarts import ends, told
+from test_restarts import ends, scripted
 
 from maxramp.launch import slurm
 
@@ -137,7 +137,7 @@ def test_a_refused_job_is_said_in_one_line(cluster, tmp_path, cache_dir):
 
 def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
     """Stopped with 76 before the first step, again and again: max_restarts=2 counts them."""
-    run = told(tmp_path, [(76, None)])
+    run = scripted(tmp_path, [(76, None)])
     script = run.folder / "slurm" / "1-nodes.sh"
     script.parent.mkdir(parents=True)
     script.write_text(slurm._script(run, 1))

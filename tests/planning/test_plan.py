@@ -1,6 +1,7 @@
 """`maxramp.plan`, the growing node count, and a ramp that is changed on the way."""
 
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -20,18 +21,19 @@ from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
 from maxramp.checkpoints.folder import Saved
-from maxramp.checkpoints.resume import Schedule
+from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import make_plan, print_plan
-from maxramp.planning.memory import compiled_bytes, estimate
-from maxramp.rampup.keys import BatchKeys
+from maxramp.planning.memory import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import Programs, abstract_state
+from maxramp.training.device_memory import compiled_bytes
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import Programs
+from maxramp.training.state import abstract_state
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -176,19 +178,22 @@ def test_the_learning_rate_does_not_bend():
     )
     curves = []
     for config in (ramped, constant):
-        ramp = RampupBatchManager(config)
-        curves.append(LearningRate.of(config, ramp)(jnp.arange(0, ramp.total_samples, 7)))
+        ramp = RampupBatchManager(config.batch)
+        curves.append(LearningRate.of(config.schedule, ramp)(jnp.arange(0, ramp.total_samples, 7)))
     length = min(map(len, curves))
     # Lengths of the runs differ by less than a batch of 32 in 40000.
-    assert jnp.abs(curves[0][:length] - curves[1][:length]).max() < 1e-2 * ramped.learning_rate
+    assert (
+        jnp.abs(curves[0][:length] - curves[1][:length]).max()
+        < 1e-2 * ramped.schedule.learning_rate
+    )
 
 
 def test_learning_rate_by_steps_is_the_other_reading():
     config = make_config("learning_rate_by=steps", "steps=100", devices=1)
-    ramp = RampupBatchManager(config)
-    rate = LearningRate.of(config, ramp)
+    ramp = RampupBatchManager(config.batch)
+    rate = LearningRate.of(config.schedule, ramp)
     constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
-    by_step = LearningRate.of(constant, RampupBatchManager(constant))
+    by_step = LearningRate.of(constant.schedule, RampupBatchManager(constant.batch))
     for step in range(100):
         assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
 
@@ -196,7 +201,7 @@ def test_learning_rate_by_steps_is_the_other_reading():
 @pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
 def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
     config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
-    rate = LearningRate.of(config, RampupBatchManager(config))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
     assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
@@ -210,16 +215,16 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
         *("per_device_batch_size=8", "enable_rampup_batch_size=False", "vocab_size=4096"),
         devices=2,
     )
-    ramp, mesh = RampupBatchManager(config), make_mesh(config)
+    ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
     with jax.set_mesh(mesh):
-        state = abstract_state(config, mesh)
-        rate = LearningRate.of(config, ramp)
+        state = abstract_state(config.recipe, mesh)
+        rate = LearningRate.of(config.schedule, ramp)
         programs = Programs(
-            *(config, Expansion(mesh, 1), rate, state, ramp.stages),
-            *(0, False, print, lambda: None),
+            *(config.recipe, Expansion(mesh, 1), rate, state, ramp.stages),
+            *(0, False, 0, print, lambda: None),
         )
         compiled, _ = programs.train_step(ramp.stages[0])
-    found = estimate(config, ramp.stages[0])
+    found = estimate(config.recipe, config.mesh.sizes, ramp.stages[0])
     for name, tree in (("weights", state.model), ("optimizer", state.opt_state)):
         held = sum(
             x.dtype.itemsize * int(jnp.prod(jnp.array(x.sharding.shard_shape(x.shape))))
@@ -334,12 +339,12 @@ def standing(step: int, consumed_samples: int, stages: list[dict]) -> Saved:
     return Saved(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
 
 
-def taken_up(schedule: str, position: Saved | None):
+def taken_up(schedule: str, position: Saved | None) -> Schedule:
     config = make_config(
         *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
         devices=1,
     )
-    return Schedule(config, 1, lambda devices: True, position)
+    return take_up(config.batch, config.checkpoints, 1, lambda devices: True, 0.0, position)
 
 
 def test_what_is_said_of_a_change_is_what_will_be():
@@ -386,10 +391,11 @@ def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp
     line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
     line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
     config = make_config(*line, "per_device_batch_size=2", devices=1)
-    saved = [stage.to_json() for stage in Schedule(config, 1, lambda devices: True).ramp.stages]
+    job = functools.partial(take_up, config.batch, config.checkpoints)
+    saved = [stage.to_json() for stage in job(1, lambda devices: True, 0.0).ramp.stages]
     for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
         at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
-        assert Schedule(config, devices, lambda devices: True, at).last_step == end
+        assert job(devices, lambda devices: True, 0.0, at).last_step == end
 
     given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
     given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
@@ -406,13 +412,13 @@ def test_random_changes_keep_the_clock():
     for _ in range(300):
         step, sample = rng.randrange(1000), rng.randrange(5000)
         ramp_batch = [8 * rng.randint(1, 3), 8, rng.randint(1, 6000)]
-        config = BatchKeys(rampup_batch_size=ramp_batch, global_batch_size=64, devices_per_node=8)
-        ramp = RampupBatchManager(config, first_step=step, first_sample=sample)
+        keys = {"rampup_batch_size": ramp_batch, "global_batch_size": 64, "devices_per_node": 8}
+        ramp = RampupBatchManager(keys, first_step=step, first_sample=sample)
         assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
         for k in range(step, step + 40):
             stage = ramp.stage_at_step(k)
             assert ramp.samples_before(k + 1) - ramp.samples_before(k) == stage.global_batch_size
             assert ramp.stage_at_sample(ramp.samples_before(k)) is stage
-            plain = RampupBatchManager(config).thresholds
+            plain = RampupBatchManager(keys).thresholds
             due = [t for t in plain if t.first_sample <= ramp.samples_before(k)][-1]
             assert stage.global_batch_size == due.global_batch_size

@@ -284,7 +284,7 @@ def test_nemos_rule_passes_over_nodes_that_the_mesh_refuses():
         *("rampup_batch_size=[32,32,10000]", "global_batch_size=128", "micro_batch_size=4"),
         *("num_nodes=4", "devices_per_node=8", "node_schedule=nemo"),
     )
-    ramp = RampupBatchManager(config, usable=mesh_checker(config))
+    ramp = RampupBatchManager(config.batch, usable=mesh_checker(config))
     # 128 columns do not divide over the 24 devices of 3 nodes, and 96 rows fill none of 2 nodes.
     assert [s.nodes for s in ramp.stages] == [1, 1, 1, 4]
 
@@ -344,14 +344,14 @@ def test_every_schedule_file_is_compared():
 def test_published_schedules(name):
     """Batch sizes and switch points as published, to within one step."""
     config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
-    config = config.replace(num_nodes=max(1, config.num_nodes), devices_per_node=8)
-    ramp = RampupBatchManager(config)
+    keys = config.replace(num_nodes=config.batch.nodes, devices_per_node=8).batch
+    ramp = RampupBatchManager(keys)
     length, switches = PUBLISHED[name]
-    assert config.max_target_length == length
+    assert keys.max_target_length == length
     for (tokens, batch), following in zip(switches, [*switches[1:], None], strict=True):
         stage = ramp.stage_at_sample(int(tokens // length) + (batch if tokens else 0))
         assert stage.global_batch_size == batch
-        if config.step_batch_size_schedule or following is None:
+        if keys.step_batch_size_schedule or following is None:
             assert 0 <= stage.first_sample - tokens // length <= batch
     assert ramp.total_steps > ramp.stages[-1].first_step
 
@@ -363,13 +363,13 @@ def test_published_node_counts():
         ("nemo-gpt3-5b", [8, 8, 8, 8, 10, 12, 14, 16]),
     ):
         config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
-        assert [s.nodes for s in RampupBatchManager(config).stages] == nodes
+        assert [s.nodes for s in RampupBatchManager(config.batch).stages] == nodes
 
 
 def test_palm_switches_at_the_published_steps():
     config = load([str(ROOT / "configs" / "schedules" / "palm-540b.yml")])
     config = config.replace(devices_per_node=8)
-    ramp = RampupBatchManager(config)
+    ramp = RampupBatchManager(config.batch)
     assert [s.first_step for s in ramp.stages] == [0, 50_000, 115_000]
 
 
@@ -377,9 +377,9 @@ def test_olmo_saves_the_published_steps():
     """43% fewer than the constant batch of 1024; the file's length was set by this figure."""
     config = load([str(ROOT / "configs" / "schedules" / "olmo-1b.yml")])
     config = config.replace(devices_per_node=8)
-    ramp = RampupBatchManager(config)
+    ramp = RampupBatchManager(config.batch)
     assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
-    assert config.batch_size_lr_scaling == "sqrt"
+    assert config.schedule.batch_size_lr_scaling == "sqrt"
 
 
 def loaded(*arguments):
@@ -387,7 +387,7 @@ def loaded(*arguments):
 
 
 def sizes(config, devices=8):
-    ramp = RampupBatchManager(config, devices)
+    ramp = RampupBatchManager(config.batch, devices)
     return [(s.global_batch_size, s.gradient_accumulation_steps) for s in ramp.stages]
 
 
@@ -431,7 +431,7 @@ def test_the_length_of_a_run_in_three_ways():
         ([f"total_tokens={5040 * 128 + 1}"], 321),
         (["total_samples=1"], 1),
     ):
-        ramp = RampupBatchManager(loaded(*arguments), 1)
+        ramp = RampupBatchManager(loaded(*arguments).batch, 1)
         assert ramp.total_steps == steps
         assert ramp.total_samples == ramp.samples_before(steps)
 
@@ -447,5 +447,6 @@ def test_the_global_batch_does_not_depend_on_the_job():
 
 
 def test_an_object_without_the_plans_keys_is_planned_as_base_yml_says():
-    for name in ("node_time_tolerance", "planned_pass_overhead"):
-        assert getattr(BatchKeys(), name) == loaded()[name]
+    few = BatchKeys.read(SimpleNamespace(per_device_batch_size=1))
+    for name in ("node_time_tolerance", "planned_pass_overhead", "node_schedule"):
+        assert getattr(few, name) == getattr(loaded().batch, name)

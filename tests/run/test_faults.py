@@ -21,13 +21,15 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
 
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, cut_records, read_records
 from maxramp.run.tensorboard import TensorBoardWriter, read_events
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, init_state, train_step
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import init_state
+from maxramp.training.step import make_train_step
 
 SLOW = pytest.mark.slow
 # Endless, at a constant batch, of data that needs no files.
@@ -110,7 +112,7 @@ class Job:
 
     @property
     def checkpoints(self) -> list[int]:
-        return saved_lib.steps_in(self.run / "checkpoints")
+        return folder_lib.steps_in(self.run / "checkpoints")
 
     def steps(self) -> list[int]:
         return [r["step"] for r in read_records(self.run / "metrics.jsonl")]
@@ -121,7 +123,7 @@ def assert_all_is_saved(job: Job):
     steps = job.steps()
     assert steps == list(range(len(steps)))
     assert job.checkpoints[-1] == len(steps)
-    saved_lib.read(job.run / "checkpoints" / str(len(steps)))
+    folder_lib.read(job.run / "checkpoints" / str(len(steps)))
 
 
 # --- Signals -------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
         assert statuses[1 - killed] in (EXIT_LOST, -signal.SIGABRT), job.printed(
             "stderr", 1 - killed
         )
-    saved_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
+    folder_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
 
 
 @SLOW
@@ -301,7 +303,7 @@ def test_a_full_disk_is_outlived(mount, cache_dir):
         line = warnings(job)[0]
         assert "No space left on device" in line and "the run goes on" in line
         stands = int(re.search(r"checkpoint (\d+) stands", line)[1])
-        saved_lib.read(job.run / "checkpoints" / str(stands))
+        folder_lib.read(job.run / "checkpoints" / str(stands))
         (folder / "filler").unlink()
         job.wait_for(lambda: job.checkpoints and job.checkpoints[-1] > stands)
         job.processes[0].send_signal(signal.SIGTERM)
@@ -331,7 +333,7 @@ def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
         assert "max_failed_saves=2 in a row" in error, told
         assert "(1 of max_failed_saves=2)" in warnings(job)[0]
         good = re.search(r"checkpoint (\d+) stands", error)[1]
-        saved_lib.read(checkpoints / good)
+        folder_lib.read(checkpoints / good)
 
 
 @SLOW
@@ -358,7 +360,7 @@ def test_minutes_are_those_of_the_first_process(tmp_path, cache_dir):
         assert_all_is_saved(job)
         assert len(job.checkpoints) > 2
         for step in job.checkpoints:
-            saved_lib.read(job.run / "checkpoints" / str(step))
+            folder_lib.read(job.run / "checkpoints" / str(step))
 
 
 def test_a_last_save_that_fails_is_no_success(mount, cache_dir, tmp_path):
@@ -474,12 +476,15 @@ def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
 def test_a_bad_step_changes_nothing_but_the_clock():
     """Bit for bit; the next good step trains as if the bad one had not been."""
     config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
-    mesh, rate = make_mesh(config), LearningRate.of(config, RampupBatchManager(config))
+    mesh, rate = (
+        make_mesh(config),
+        LearningRate.of(config.schedule, RampupBatchManager(config.batch)),
+    )
     with jax.set_mesh(mesh):
-        step = jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+        step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
         batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
-        state, metrics = step(jax.jit(functools.partial(init_state, config))(), batch)
+        state, metrics = step(jax.jit(functools.partial(init_state, config.recipe))(), batch)
         assert metrics["bad_steps"] == 0
         leaves, structure = jax.tree.flatten(state.model)
         spoilt = structure.unflatten([leaves[0].at[...].set(jnp.inf), *leaves[1:]])

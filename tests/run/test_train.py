@@ -15,11 +15,11 @@ import yaml
 from conftest import BASE, TINY, command, environment, make_config, run
 
 from maxramp.errors import EXIT_PREEMPTED
-from maxramp.planning.cost import training_flops_per_token
+from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.tensorboard import read_events
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
     *("step", "stage", "per_device_batch_size", "gradient_accumulation_steps"),
@@ -71,12 +71,12 @@ def test_the_schedule_was_run(uninterrupted):
 def test_every_field_is_there_and_means_what_it_says(uninterrupted):
     folder, _ = uninterrupted
     config = make_config(*RAMP, devices=1)
-    rate = LearningRate.of(config, RampupBatchManager(config))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     for r in steps_of(folder):
         assert set(r) == FIELDS
         tokens = r["global_batch_size"] * 16
         assert r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"])
-        flops = tokens * training_flops_per_token(config) / r["step_seconds"]
+        flops = tokens * training_flops_per_token(config.model) / r["step_seconds"]
         assert r["tflops_per_device"] == pytest.approx(flops / 1e12)
         before = r["consumed_samples"] - r["global_batch_size"]
         assert r["learning_rate"] == pytest.approx(float(rate(before)), rel=1e-5)

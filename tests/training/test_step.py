@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DEVICES, make_mesh
+from conftest import DEVICES, make_mesh, numpy_fingerprint
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
@@ -368,21 +368,6 @@ def test_evaluation_of_a_padded_batch():
     assert tokens == 20 * LENGTH - 8 - 15
     assert sums[1] == tokens
     assert float(sums[0]) / tokens == pytest.approx(cross_entropy / tokens, rel=1e-6)
-
-
-def numpy_fingerprint(rows_RS):
-    def mix(x):
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-        return x ^ (x >> np.uint32(16))
-
-    tokens = rows_RS.ravel().astype(np.uint32)
-    position = np.arange(tokens.size, dtype=np.uint32)
-    # The two halves of 2^64 divided by the golden ratio.
-    return [
-        mix(mix(position + np.uint32(c)) ^ tokens).sum(dtype=np.uint32)
-        for c in (0x9E3779B9, 0x7F4A7C15)
-    ]
 
 
 def test_fingerprint():
