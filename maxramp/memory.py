@@ -40,19 +40,19 @@ def estimate(config: Config, stage: Stage) -> dict[str, float]:
     """GiB per device in a stage, on the mesh that `config` is resolved for.
 
     Returns:
-      `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums and the
-      weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps for its
-      backward pass, plus a block of logits; `total`.
+      `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
+      and the weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
+      for its backward pass, plus a block of logits; `total`.
     """
     state, sizes = abstract_train_state(config)
     weights = bytes_per_device(state.model, sizes)
     optimizer = bytes_per_device(state.opt_state, sizes)
-    copies = weights * jax.numpy.dtype(config.dtype).itemsize
-    copies //= jax.numpy.dtype(config.weight_dtype).itemsize
+    count = weights // jax.numpy.dtype(config.weight_dtype).itemsize
+    copies = count * jax.numpy.dtype(config.dtype).itemsize
     parts = {
         "weights": weights,
         "optimizer": optimizer,
-        "gradients": weights + (copies if config.dtype != config.weight_dtype else 0),
+        "gradients": 4 * count + (copies if config.dtype != config.weight_dtype else 0),
         "activations": _activation_bytes(config, stage, sizes),
     }
     parts["total"] = sum(parts.values())

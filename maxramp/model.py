@@ -69,6 +69,49 @@ def _dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) ->
     return jax.lax.reshape(x, (B, T, *x.shape[1:]), out_sharding=out_sharding)
 
 
+@jax.custom_vjp
+def _look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """The tokens' vectors [B, T, D], with a gradient that is summed in float32.
+
+    A frequent token's gradient is a sum over thousands of tokens. In bfloat16 it stops growing when
+    a token adds less than 1/256 of it, and so would depend on how many tokens a pass has.
+    """
+    # Gathering from a table that is sharded both ways would make XLA copy it whole.
+    table_VD = jax.reshard(table_VD, P("tensor", None))
+    return table_VD.at[tokens_BT].get(out_sharding=X_BTD)
+
+
+def _look_up_forward(table_VD, tokens_BT):
+    return _look_up(table_VD, tokens_BT), (table_VD, tokens_BT)
+
+
+def _look_up_backward(residuals, dx_BTD):
+    table_VD, tokens_BT = residuals
+
+    def local(dx_BTD, tokens_BT):
+        """Every device adds up its own tokens, and their sums travel as those of the head do."""
+        V, D = table_VD.shape[0] // jax.lax.axis_size("tensor"), table_VD.shape[1]
+        index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
+        index_BT = jnp.where(index_BT < 0, V, index_BT)  # V: of another device, and dropped
+        dtable_VD = jnp.zeros((V, D), jnp.float32)
+        dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
+        dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
+        dtable_VD = jax.lax.psum(dtable_VD, "data")
+        # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
+        return jax.lax.optimization_barrier(dtable_VD).astype(table_VD.dtype)
+
+    dtable_VD = jax.shard_map(
+        local,
+        in_specs=(X_BTD, P(BATCH_AXES, None)),
+        out_specs=P("tensor", "fsdp"),
+        check_vma=False,
+    )(jax.reshard(dx_BTD, X_BTD), jax.reshard(tokens_BT, P(BATCH_AXES, None)))
+    return dtable_VD, None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
 
@@ -182,9 +225,8 @@ class Decoder(nnx.Module):
             other, and positions start anew in each.
         """
         with jax.named_scope("embedding"):
-            # Gathering from a table that is sharded both ways would make XLA copy it whole.
-            table_VD = jax.reshard(self.embedding_VD[...].astype(self.dtype), P("tensor", None))
-            x_BTD = table_VD.at[jnp.maximum(tokens_BT, 0)].get(out_sharding=X_BTD)
+            table_VD = self.embedding_VD[...].astype(self.dtype)
+            x_BTD = _look_up(table_VD, jnp.maximum(tokens_BT, 0))
         head_dim = self.layers.attention.query_DHh.shape[-1]
         angles = rotary_angles(tokens_BT.shape[1], head_dim, self.rope_max_timescale)
         if segments_BT is not None:

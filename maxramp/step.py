@@ -87,14 +87,16 @@ def train_step(
 
     model = state.model.cast()  # once, whatever the number of micro batches
 
-    zeros = jax.tree.map(jnp.zeros_like, state.model), (jnp.float32(0), jnp.float32(0))
+    # In float32 whatever the weights are, so that the sum of many passes is that of one.
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), state.model)
+    zeros = zeros, (jnp.float32(0), jnp.float32(0))
     (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
     grad_norm = _norm(gradients) / tokens
     scale = 1 / tokens
     if config.gradient_clipping_threshold:
         limit = config.gradient_clipping_threshold
         scale *= jnp.where(grad_norm > limit, limit / grad_norm, 1.0)
-    gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
+    gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
 
     low, high = state.consumed_samples
     rows = batch_ABS.shape[0] * batch_ABS.shape[1]

@@ -434,3 +434,15 @@ def test_bfloat16():
     for name, x in exact.change.items():
         y = training.change[name]
         assert np.vdot(x, y) > 0.98 * np.linalg.norm(x) * np.linalg.norm(y), name
+
+
+def test_weights_in_bfloat16():
+    """The gradients of eight passes add up to that of one: Adam's first mean, in float32."""
+    constant = ("weight_dtype=bfloat16", "mu_dtype=float32", "learning_rate=0")
+    means = []
+    for accumulation in (1, 8):
+        training = train(make_config(*constant, devices=1), random_rows(1, ROWS), accumulation)
+        state = training.states[1]
+        assert {x.dtype for x in jax.tree.leaves(state.model)} == {np.dtype(jnp.bfloat16)}
+        means.append(by_name(state.opt_state[0].mu))
+    assert deviation(*means) < 0.02  # the gradients of norms are rounded to bfloat16 in each pass
