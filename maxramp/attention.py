@@ -49,8 +49,8 @@ def select(config: Config, platform: str | None) -> str:
 def _cudnn_obstacle(config: Config, platform: str | None) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
-    if config.dtype not in ("bfloat16", "float16"):
-        return f"needs dtype=bfloat16 or float16, not {config.dtype}"
+    if config.dtype != "bfloat16":
+        return f"needs dtype=bfloat16, not {config.dtype}"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"needs a head_dim that is a multiple of 8 up to 256, not {config.head_dim}"
     return None

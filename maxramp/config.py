@@ -50,7 +50,7 @@ _ALTERNATIVES = (
     {name: ((name,), ()) for name in ("per_device_batch_size", "micro_batch_size")},
 )
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16")
 _CHOICES = {
     "hardware": ("auto", "cpu", "gpu", "tpu"),
     "dataset_type": ("text", "synthetic", "grain"),
@@ -296,6 +296,12 @@ def _kind_of(value: Any) -> str:
 
 def _check(config: ml_collections.ConfigDict, defaults: dict[str, Any]) -> None:
     """All relations between keys that need no devices."""
+    for name in ("dtype", "weight_dtype", "mu_dtype"):
+        if config[name] == "float16":
+            raise ConfigError(
+                f"{name}=float16 ends at 65504, which a gradient's sum over the tokens of a pass "
+                f"exceeds; use {name}=bfloat16"
+            )
     for name, choices in _CHOICES.items():
         if config[name] not in choices:
             listed = ", ".join(choice or '""' for choice in choices)

@@ -169,6 +169,8 @@ CASES = {
     "warmup above one": keys("warmup_steps_fraction=1.5"),
     "eval_steps": keys("eval_steps=0"),
     "dtype": keys("dtype=int8", "dtype=int8", "bfloat16"),
+    "float16": keys("dtype=float16", "dtype=float16", "65504", "use dtype=bfloat16"),
+    "weights in float16": keys("weight_dtype=float16", "use weight_dtype=bfloat16"),
     "schedule": keys("lr_schedule_type=linear", "lr_schedule_type=linear", "cosine, wsd"),
     "remat": keys("remat_policy=some", "remat_policy=some", "minimal"),
     "dataset": keys("dataset_type=hf", "dataset_type=hf", "text, synthetic"),
