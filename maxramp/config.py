@@ -29,7 +29,7 @@ CONFIGS = next((d for d in (_HERE / "configs", _HERE.parent / "configs") if d.is
 
 # Keys that may be unset, and their type where they are set.
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list, "learning_rate": float}
 
 # Groups of alternatives: family -> (keys that choose it, keys that only it uses). A file or command
 # line that chooses a family takes the place of what stood below it: the keys that choose the others

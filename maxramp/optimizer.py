@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from maxramp.config import Config
+from maxramp.errors import ConfigError
 from maxramp.rampup import RampupBatchManager
 
 
@@ -35,7 +36,16 @@ class LearningRate:
 
     @classmethod
     def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run."""
+        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run.
+
+        Raises:
+          ConfigError: the config gives no learning rate.
+        """
+        if config.learning_rate is None:
+            raise ConfigError(
+                "learning_rate=none: this config is a batch schedule without a learning rate, and "
+                "a step needs one; give learning_rate"
+            )
         steps = config.learning_rate_schedule_steps
         steps = ramp.total_steps if steps == -1 else steps
         samples = ramp.samples_before(steps)

@@ -164,6 +164,7 @@ CASES = {
     "slash in run_name": keys("run_name=a/b", "run_name=a/b", "base_output_directory"),
     "run_name is dots": keys("run_name=.."),
     "no steps": keys("steps=0"),
+    "no learning rate": keys("learning_rate=none", "learning_rate=none", "give learning_rate"),
     "negative learning rate": keys("learning_rate=-0.1"),
     "Adam's b2 is one": keys("adam_b2=1", "adam_b2=1"),
     "warmup above one": keys("warmup_steps_fraction=1.5"),
