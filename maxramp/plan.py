@@ -131,15 +131,20 @@ def make_plan(config: Config) -> dict[str, Any]:
         "constant_first_batch": _constant(ramp, stages[0], cost),
         "constant_final_batch": _constant(ramp, stages[-1], cost),
     }
-    rate = LearningRate.of(target.schedule, ramp)
+    given = target.schedule.learning_rate is not None
+    plan["learning_rate"] = _curve(LearningRate.of(target.schedule, ramp), ramp) if given else None
+    return plan
+
+
+def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
+    """The learning rate at 200 steps of the run."""
     points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]
-    plan["learning_rate"] = {
+    return {
         "samples": starts,
         "rate": [float(rate(n, ramp.stage_at_sample(n).global_batch_size)) for n in starts],
     }
-    return plan
 
 
 def _merge(plan: dict[str, Any], path: pathlib.Path) -> None:

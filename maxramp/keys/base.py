@@ -18,7 +18,7 @@ CONFIGS = next(
 
 # Keys that may be unset, and their type where they are set.
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list, "learning_rate": float}
 
 _MOST_NAMED = 12  # in one line
 

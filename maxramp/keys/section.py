@@ -13,16 +13,18 @@ from maxramp.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """What a value has to be, and how an error says so after "KEY=VALUE"."""
+    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
 
     holds: Callable[[Any], bool]
     text: str
 
 
-def one_of(*choices: str) -> Any:
-    """A key that takes one of these texts."""
+def one_of(*choices: str, **refused: str) -> Any:
+    """A key that takes one of these texts; for others that users know, `refused` says why not."""
     listed = ", ".join(choice or '""' for choice in choices)
-    return _key(lambda value: value in choices, f"is not one of {listed}")
+    refusals = {value: _Bound(lambda _: False, why) for value, why in refused.items()}
+    bound = _Bound(lambda value: value in choices, f"is not one of {listed}")
+    return dataclasses.field(metadata={"bound": bound, "refused": refusals})
 
 
 def at_least(bound: int) -> Any:
@@ -83,6 +85,10 @@ class Keys:
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
         for field in dataclasses.fields(self):
-            value, bound = getattr(self, field.name), field.metadata.get("bound")
+            value = getattr(self, field.name)
+            bound = field.metadata.get("bound")
+            if isinstance(value, str):
+                bound = field.metadata.get("refused", {}).get(value, bound)
             if bound and not bound.holds(value):
-                raise ConfigError(f"{field.name}={value} {bound.text}")
+                text = bound.text.replace("KEY", field.name)
+                raise ConfigError(f"{field.name}={value} {text}")

@@ -2,12 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, at_least, one_of
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
-DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_of(*unset: str) -> Any:
+    """A dtype that training can use, or one of `unset`."""
+    choices = (*unset, "float32", "bfloat16")
+    return one_of(
+        *choices,
+        float16="ends at 65504, which a gradient's sum over the tokens of a pass exceeds; use "
+        "KEY=bfloat16",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +37,8 @@ class ModelKeys(Keys):
     normalization_layer_epsilon: float = at_least(0)
     rope_max_timescale: float
     max_target_length: int = at_least(1)
-    dtype: str = one_of(*DTYPES)
-    weight_dtype: str = one_of(*DTYPES)
+    dtype: str = dtype_of()
+    weight_dtype: str = dtype_of()
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     scan_layers: bool
     remat_policy: str = one_of("full", "minimal", "none")

@@ -2,7 +2,7 @@
 
 from maxramp.model.keys import ModelKeys
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def training_flops_per_token(keys: ModelKeys) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, at_least, below_one, fraction, one_of, positive_or_open, seed
-from maxramp.model.keys import DTYPES, ModelKeys
+from maxramp.model.keys import ModelKeys, dtype_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class OptimizerKeys(Keys):
     adam_b2: float = below_one()
     adam_eps: float = at_least(0)
     adam_weight_decay: float = at_least(0)
-    mu_dtype: str = one_of("", *DTYPES)
+    mu_dtype: str = dtype_of("")
     gradient_clipping_threshold: float = at_least(0)
     skip_bad_steps: int = at_least(0)
 
@@ -34,7 +34,7 @@ class OptimizerKeys(Keys):
 class LearningRateKeys(Keys):
     """The learning rate over samples or steps."""
 
-    learning_rate: float = at_least(0)
+    learning_rate: float | None = at_least(0)
     lr_schedule_type: str = one_of("cosine", "wsd")
     learning_rate_final_fraction: float = at_least(0)
     warmup_steps_fraction: float = fraction()

@@ -101,7 +101,7 @@ def test_what_is_chosen(platform, keys, chosen):
     "platform, keys, reason",
     [
         ("cpu", ("attention=cudnn_flash",), "NVIDIA GPUs, not cpu devices"),
-        ("cuda", ("attention=cudnn_flash", "dtype=float32"), "dtype=bfloat16 or float16"),
+        ("cuda", ("attention=cudnn_flash", "dtype=float32"), "needs dtype=bfloat16, not float32"),
         ("cuda", ("attention=splash",), "TPUs, not cuda devices"),
         ("tpu", ("attention=splash", "max_target_length=100"), "multiple of 128, not 100"),
     ],

@@ -25,6 +25,7 @@ from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
+<<<<<<< HEAD:tests/planning/test_plan.py
 from maxramp.plan import make_plan, print_plan
 from maxramp.planning.memory import estimate
 from maxramp.rampup.schedule import RampupBatchManager
@@ -34,6 +35,17 @@ from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import abstract_state
+=======
+from maxramp.memory import compiled_bytes, estimate
+from maxramp.metrics import read_records
+from maxramp.notations import BatchKeys
+from maxramp.optimizer import LearningRate
+from maxramp.picture import draw_plan
+from maxramp.rampup import RampupBatchManager
+from maxramp.resume import Schedule
+from maxramp.saved import Saved
+from maxramp.stages import Programs, abstract_state
+>>>>>>> w-b:tests/test_plan.py
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -164,10 +176,26 @@ def test_totals_against_constant_batches():
     assert plan["totals"]["node_time"] == pytest.approx(sum(cost) / 32.25)
 
 
+# Peaks as published for AdamW, and the fraction of the peak at which the decay ends.
+RATES = {
+    **{"gpt3-175b": (6e-5, 0.1), "bloom-176b": (6e-5, 0.1), "deepseek-v3": (2.2e-4, 0.1)},
+    **{"llama3-405b": (8e-5, 0.01), "nemo-gpt3-5b": (1.6e-4, 0.1)},
+}
+
+
 @pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs" / "schedules").glob("*.yml")])
-def test_every_shipped_schedule_plans(name):
+def test_every_shipped_schedule_plans(name, tmp_path):
+    """With the learning rate that was published with it, or none: not with the default model's."""
     plan = plan_of(config=str(ROOT / "configs" / "schedules" / f"{name}.yml"))
     assert len(plan["stages"]) > 1 and not plan["warnings"]
+    if name in RATES:
+        peak, final = RATES[name]
+        assert max(plan["learning_rate"]["rate"]) == pytest.approx(peak, rel=0.01)
+        assert plan["learning_rate"]["rate"][-1] == pytest.approx(final * peak, rel=0.05)
+    else:
+        assert plan["learning_rate"] is None
+    draw_plan(plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_learning_rate_does_not_bend():

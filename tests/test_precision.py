@@ -1,0 +1,88 @@
+"""bfloat16 arithmetic: gradients that do not depend on how many tokens a pass has.
+
+Shapes: R rows, S tokens of a row and the one after it.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, make_config, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from maxramp.mesh import BATCH_AXES
+from maxramp.step import _objective, init_state
+
+ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264
+
+# One model of every shipped family, at a small size.
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+FAMILIES = {name.split("-")[0]: name for name in MODELS}
+MESHES = {"one device": (1, 1, 1), "a mesh": (2, 2, 2)}
+
+
+def rows():
+    """Text in which, as in any, few tokens are most of it."""
+    tokens_RS = np.random.default_rng(0).zipf(1.5, (ROWS, LENGTH + 1)) % VOCAB
+    return tokens_RS.astype(np.int32)
+
+
+def gradients(mesh_sizes, rows_a_pass, *arguments):
+    """Sums over all rows, added up in float64 over passes of so many: by name, and the loss."""
+    axes = zip(("data", "fsdp", "tensor"), mesh_sizes, strict=True)
+    given = [f"ici_{axis}_parallelism={size}" for axis, size in axes]
+    config = make_config(
+        *("enable_rampup_batch_size=False", "per_device_batch_size=1", *given, *arguments),
+        devices=int(np.prod(mesh_sizes)),
+    )
+    mesh, random, sums = make_mesh(config), np.random.default_rng(0), {}
+
+    def weight(path, x):
+        values = np.ones(x.shape) if "scale_D" in str(path) else random.normal(0, 0.2, x.shape)
+        return jax.device_put(values.astype(x.dtype), NamedSharding(mesh, x.sharding.spec))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradient(model, rows_RS):
+        return jax.grad(_objective, has_aux=True)(model.cast(), rows_RS, config, False)
+
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(functools.partial(init_state, config)).model
+        model = jax.tree_util.tree_map_with_path(weight, abstract)
+        for rows_RS in np.split(rows(), ROWS // rows_a_pass):
+            placed = jax.device_put(rows_RS, NamedSharding(mesh, P(BATCH_AXES, None)))
+            found, (loss, tokens) = gradient(model, placed)
+            assert tokens == rows_RS[:, 1:].size
+            for path, x in [*jax.tree.leaves_with_path(found), ("loss", loss)]:
+                name = jax.tree_util.keystr(path) if path != "loss" else path
+                sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
+    return sums
+
+
+def test_all_families_are_here():
+    assert list(FAMILIES) == ["llama2", "llama3", "llama3.2"]
+
+
+def error(actual, expected):
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("llama2", "one device"), ("llama3", "one device"), ("llama3.2", "a mesh")],
+)
+def test_gradients_of_a_large_pass(family, mesh):
+    """One pass over all rows, and 16 that are added up: near float32's, and near each other.
+
+    bfloat16 has 8 bits, so that what is rounded once is within 1/256; a sum in bfloat16 loses all
+    that is less than 1/256 of it.
+    """
+    exact, small, large = (
+        gradients(MESHES[mesh], rows_a_pass, f"model_name={FAMILIES[family]}", f"dtype={dtype}")
+        for dtype, rows_a_pass in (("float32", PASS), ("bfloat16", PASS), ("bfloat16", ROWS))
+    )
+    for name in exact:
+        assert error(small[name], exact[name]) < 0.02, name
+        assert error(large[name], exact[name]) < 0.02, name
+        assert error(large[name], small[name]) < 1 / 256, name
+    assert error(large["loss"], small["loss"]) < 1e-6
