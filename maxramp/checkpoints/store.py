@@ -30,7 +30,7 @@ from maxramp.checkpoints import folder as saved_lib
 from maxramp.checkpoints.folder import Saved
 from maxramp.config.load import Config
 from maxramp.data.order import SHUFFLE
-from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel import processes
@@ -383,6 +383,7 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
 
     Raises:
       TornError: one cannot be read.
+      MemoryError, JaxRuntimeError: it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(path).metadata
@@ -395,6 +396,8 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
                 loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
                 yield np.asarray(jax.tree.leaves(loaded)[i])
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise saved_lib.TornError(reason_of(error)) from None
 
 
@@ -455,7 +458,10 @@ def reason_of(error: BaseException) -> str:
 
 
 class _reading:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+    """Turns what Orbax and TensorStore raise about a checkpoint into one line.
+
+    Too little memory is no fault of the checkpoint, and is raised as it is.
+    """
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -464,7 +470,7 @@ class _reading:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_out_of_memory(error):
             raise ConfigError(
                 f"{self._path}: cannot be read: {reason_of(error)}; move it away to go on from the "
                 "one before"
