@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         loaded = config_lib.load(arguments, note=notes.append)
-        with Watchdog(loaded.hang_timeout_seconds) as watchdog:
+        with Watchdog(loaded.hang_timeout_seconds, loaded.join_timeout_seconds) as watchdog:
             return _run(loaded, notes, preemption, watchdog)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
