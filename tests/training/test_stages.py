@@ -12,6 +12,7 @@ import pytest
 from conftest import BASE, TINY, environment, make_config, make_mesh, run
 
 from maxramp.data.relay import Expansion
+from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.optimizer import LearningRate
@@ -28,9 +29,9 @@ RAMP = [
 PATCHED = """
 import os, sys, threading
 import jax
-from maxramp import stages
-from maxramp.processes import end_process
+from maxramp.parallel.processes import end_process
 from maxramp.train import main
+from maxramp.training import programs
 {patch}
 end_process(main(sys.argv[1:]))
 """
@@ -94,7 +95,7 @@ def test_every_program_is_announced_once_in_order_of_use(undisturbed):
 
 def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     """Against a run that lowers and compiles each stage when it is reached."""
-    patch = "stages.Programs.lower_ahead = lambda self: None"
+    patch = "programs.Programs.lower_ahead = lambda self: None"
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(undisturbed[0])
@@ -276,6 +277,26 @@ def test_parts_of_the_model_are_named_in_the_program():
         programs.close()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
         assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
+
+
+def test_an_error_beside_the_compiler_reaches_the_loop():
+    """It may not end the compiler's thread alone, for which the loop would wait for ever."""
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
+    ramp, mesh, asked = RampupBatchManager(config, 1), make_mesh(config), []
+
+    def say(line: str) -> None:
+        raise RuntimeError("no terminal")
+
+    with jax.set_mesh(mesh):
+        programs = Programs(
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages, 0, False, say, lambda: asked.append(True)),
+        )
+        with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
+            programs.train_step(ramp.stages[0])
+        programs.close()
+    assert asked
 
 
 def programs_fail():
