@@ -15,7 +15,8 @@ from maxramp.parallel import cpu as heap
 PROGRAM = """
 import resource, sys, threading
 import jax, jax.numpy as jnp
-from maxramp import config, heap, mesh
+from maxramp.config import load as config
+from maxramp.parallel import cpu as heap, mesh
 mesh.start_backend(config.load(["configs/base.yml", "jax_cache_dir="]))
 if "keep" in sys.argv:
     heap.keep()

@@ -231,7 +231,8 @@ ON_A_HOST = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_HOST, "sh
 MESH = """
 import json, sys
 import jax
-from maxramp import config, mesh
+from maxramp.config import load as config
+from maxramp.parallel import mesh
 loaded = config.load(sys.argv[1:])
 mesh.start_backend(loaded)
 resolved = config.resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
