@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -229,6 +230,8 @@ def end_process(status: int) -> NoReturn:
     that failed elsewhere waits for it; and one that shuts down in a job waits for the others,
     which is right only where all end in good order.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # the interpreter takes its handlers away first
+        signal.signal(number, signal.SIG_IGN)
     status = lifeline.leave(status)
     several = jax.distributed.is_initialized()
     alone = several and status not in lifeline.ORDERLY

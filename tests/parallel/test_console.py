@@ -99,6 +99,21 @@ def test_a_command_ends_with_its_reader(module, given):
     assert (plan.wait(100), plan.stderr.read()) == (1, line)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
+    """What is finished is not called killed, however late the signals come."""
+    given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
+    run = start("train", BASE, *given, "eval_interval=-1", stdout=subprocess.PIPE)
+    while not run.stdout.readline().startswith("done"):
+        assert run.poll() is None
+    deadline = time.monotonic() + 0.9  # a second SIGINT after a second would end it at once
+    while run.poll() is None:
+        if number == signal.SIGTERM or time.monotonic() < deadline:
+            run.send_signal(number)
+        time.sleep(0.005)
+    assert (run.returncode, run.stderr.read()) == (0, "")
+
+
 @pytest.mark.parametrize(
     "module, number, status, said",
     [
