@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = {"ls": ls, "show": show, "verify": verify}[given.command]
     try:
         return max(command(path) for path in given.path)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, MemoryError) as error:
         return report(error)
 
 

@@ -26,11 +26,17 @@ class PeerLostError(TrainingError):
     """Another process of the job ended. Programs exit with status 77: start the job again."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had too little memory, whatever library noticed it."""
+    text = str(error)
+    of_device = "RESOURCE_EXHAUSTED" in text and re.search("memory|allocat", text, re.IGNORECASE)
+    return bool(of_device) or isinstance(error, MemoryError) or "std::bad_alloc" in text
+
+
 def reason_of(error: Exception) -> str:
     """What a library raised, in one line; where memory ran out, with the remedy."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    of_device = "RESOURCE_EXHAUSTED" in text and re.search("memory|allocat", text, re.IGNORECASE)
-    if not (of_device or isinstance(error, MemoryError) or "std::bad_alloc" in text):
+    if not is_out_of_memory(error):
         return text
     what = re.sub("^(RESOURCE_EXHAUSTED: )?(out of memory )?", "", text, flags=re.IGNORECASE)
     return (

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         given = _parser().parse_intermixed_args(arguments)
         keys = [text for text in given.inputs if _is_key(text)]

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         loaded = load(arguments, note=notes.append)
-        with Watchdog(loaded.run.hang_timeout_seconds) as watchdog:
+        hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
+        with Watchdog(hang, join) as watchdog:
             return _run(loaded, notes, preemption, watchdog)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)

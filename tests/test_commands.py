@@ -42,6 +42,11 @@ def test_the_list_of_commands():
     assert "maxramp.errors" in done.stderr and "jax" not in done.stderr
 
 
+def test_help_is_no_failure():
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "hang_timeout_seconds" in done.stdout
+
+
 def test_a_command_that_is_not_there(capsys):
     assert commands.main(["tran", "configs/base.yml"]) == 2
     assert (

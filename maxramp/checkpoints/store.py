@@ -30,7 +30,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Saved
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.order import SHUFFLE
-from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel import processes
@@ -400,6 +400,7 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
 
     Raises:
       TornError: one cannot be read.
+      MemoryError, JaxRuntimeError: it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(path).metadata
@@ -412,6 +413,8 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
                 loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
                 yield np.asarray(jax.tree.leaves(loaded)[i])
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise folder_lib.TornError(_reason_of(error)) from None
 
 
@@ -472,7 +475,10 @@ def _reason_of(error: BaseException) -> str:
 
 
 class _reading:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+    """Turns what Orbax and TensorStore raise about a checkpoint into one line.
+
+    Too little memory is no fault of the checkpoint, and is raised as it is.
+    """
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -481,7 +487,7 @@ class _reading:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_out_of_memory(error):
             raise ConfigError(
                 f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
                 "the one before"

@@ -184,8 +184,11 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The jobs of a chain, the oldest first, those in the queue last."""
     jobs: dict[int, dict[str, Any]] = {}
     path = folder / "chain.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        e = json.loads(line)
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            e = json.loads(line)
+        except ValueError:  # torn, by a full disk or a node that died
+            continue
         if e["event"] == "start":
             jobs[e["job"]] = {
                 "job": e["job"],

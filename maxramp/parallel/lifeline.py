@@ -39,9 +39,7 @@ def watch() -> None:
         return
     host = state.coordinator_address.rpartition(":")[0].strip("[]")
     if state.process_id == 0:
-        # Nobody outside of this machine has business with a job on a loopback address.
-        address = host if host == "localhost" or host.startswith("127.") else ""
-        listener = socket.create_server((address, 0), backlog=state.num_processes)
+        listener = listen(host, 0, state.num_processes)
         secret = secrets.token_bytes(_SECRET_BYTES)
         state.client.key_value_set(
             "maxramp/lifeline", f"{listener.getsockname()[1]} {secret.hex()}"
@@ -62,6 +60,29 @@ def watch() -> None:
         )
         return
     _job = _Job(state.process_id, link=link)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes on this machine can reach a host of this name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen(host: str, port: int, count: int) -> socket.socket:
+    """Listens on process 0, by IPv4 and IPv6, for `count` processes that know it as `host`.
+
+    Nobody outside of this machine has business with a job on a loopback address.
+
+    Raises:
+      OSError: the port is taken.
+    """
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=count)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=count)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6, backlog=count, dualstack_ipv6=True
+    )
 
 
 def leave(status: int) -> int:
@@ -138,6 +159,7 @@ class _Job:
             hello = _receive(link, _SECRET_BYTES + _MESSAGE.size)
             link.settimeout(None)
         except OSError:
+            time.sleep(0.1)  # without a free file descriptor it comes back at once
             return
         if not hmac.compare_digest(hello[:_SECRET_BYTES], self._secret):
             return

@@ -6,7 +6,10 @@ within a bounded time, and only a complete job is handed to JAX.
 """
 
 import contextlib
+import errno
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -26,6 +29,8 @@ COMPILING, SAVING = "compile", "save"
 # What process 0 answers: all are there, or another process came with the same number.
 _GO, _TWICE = b"go", b"2x"
 
+_MAX_FILES = 2**16  # that a process may hold open, where its system allows so many
+
 # What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
 _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
@@ -44,6 +49,7 @@ def join(timeout: float) -> None:
       ConfigError: the environment is incomplete, or the coordinator's port is taken.
       TrainingError: other processes did not come.
     """
+    _allow_connections()
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]
     if not any(values):
@@ -57,6 +63,7 @@ def join(timeout: float) -> None:
         return
     values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
     host, _, port = values[0].rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
     if not (host and port.isdigit() and 0 < int(port) < 2**16 and numbers):
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
@@ -65,40 +72,51 @@ def join(timeout: float) -> None:
             "place among them, from 0 on"
         )
     count, place = int(values[1]), int(values[2])
-    # Nobody outside of this machine has business with a coordinator that is named by a loopback
-    # address; JAX would listen on all addresses.
-    loopback = host == "localhost" or host.startswith("127.")
-    bound = f"{host}:{port}" if loopback else None
+    bound = values[0] if lifeline.is_loopback(host) else None  # JAX would listen on all addresses
     if place == 0:
-        _wait_for_all(host if loopback else "", int(port), count, timeout)
+        _wait_for_all(host, int(port), count, timeout)
     else:
         _report(host, int(port), place, count, timeout)
     jax.distributed.initialize(
-        f"{host}:{port}", count, place, coordinator_bind_address=bound, initialization_timeout=60
+        values[0], count, place, coordinator_bind_address=bound, initialization_timeout=60
     )
     lifeline.watch()
 
 
-def _wait_for_all(address: str, port: int, count: int, timeout: float) -> None:
+def _allow_connections() -> None:
+    """Lets process 0 hold a few connections to each of a thousand others.
+
+    The limit of open files that a program starts with is 1,024 on most systems, for the sake of
+    select(2), which nothing here uses; the hard one is what an administrator allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _wait_for_all(host: str, port: int, count: int, timeout: float) -> None:
     """Process 0: waits until every other process has come, and then lets them go on together."""
     shown = f"MAXRAMP_COORDINATOR={os.environ['MAXRAMP_COORDINATOR']}"
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as closing:
-        listener = closing.enter_context(socket.socket())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address, port))
-            listener.listen(count)
+            listener = closing.enter_context(lifeline.listen(host, port, count))
         except OSError as error:
             raise ConfigError(
-                f"{shown}: cannot listen there: {error.strerror}; give another port"
+                f"{shown}: cannot listen there: {os.strerror(error.errno)}; give another port"
             ) from None
         came: dict[int, socket.socket] = {}
         while len(came) < count - 1:
             try:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 peer = closing.enter_context(listener.accept()[0])
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise TrainingError(
+                        f"{shown}: process 0 of {count} may open no more files ({len(came)} "
+                        "processes came); raise ulimit -Hn to four times the processes"
+                    ) from None
                 if time.monotonic() < deadline:
                     continue
                 missing = [i for i in range(1, count) if i not in came]
@@ -161,7 +179,7 @@ def _is_open(peer: socket.socket) -> bool:
 
 def _report(host: str, port: int, place: int, count: int, timeout: float) -> None:
     """Another process: says that it is there, and waits until all are."""
-    shown = f"MAXRAMP_COORDINATOR={host}:{port}"
+    shown = f"MAXRAMP_COORDINATOR={os.environ['MAXRAMP_COORDINATOR']}"
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -197,6 +215,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     """
     try:
         status = main()
+    except SystemExit as end:  # after the help that was asked for
+        status = end.code or 0
     except BaseException:
         traceback.print_exc()
         status = EXIT_FAILED
@@ -210,6 +230,8 @@ def end_process(status: int) -> NoReturn:
     that failed elsewhere waits for it; and one that shuts down in a job waits for the others,
     which is right only where all end in good order.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # the interpreter takes its handlers away first
+        signal.signal(number, signal.SIG_IGN)
     status = lifeline.leave(status)
     several = jax.distributed.is_initialized()
     alone = several and status not in lifeline.ORDERLY

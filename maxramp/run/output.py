@@ -186,12 +186,12 @@ class Output:
                     "metrics.dropped.jsonl)"
                 )
             self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
+            if self._keys.enable_tensorboard:
+                consumed = ramp.samples_before(first_step)
+                folder = self.folder / "tensorboard"
+                self._files.append(TensorBoardWriter(folder, first_step, consumed))
         except OSError as error:
             raise self._refusal(error) from None
-        if self._keys.enable_tensorboard:
-            consumed = ramp.samples_before(first_step)
-            folder = self.folder / "tensorboard"
-            self._files.append(TensorBoardWriter(folder, first_step, consumed))
 
     def flush(self) -> None:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.

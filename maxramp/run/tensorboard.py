@@ -52,6 +52,9 @@ class TensorBoardWriter:
           folder: of the event files.
           first_step: of this start.
           first_sample: samples consumed before it.
+
+        Raises:
+          OSError: there cannot be such a folder.
         """
         self._by_step = _Events(folder, first_step)
         self._by_sample = _Events(folder / _BY_SAMPLE, first_sample + 1)
@@ -87,6 +90,7 @@ class _Events:
         self._folder, self._first = folder, first
         self._file: BinaryIO | None = None
         self._unwritten = b""
+        folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, place: int, numbers: dict[str, Any]) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
@@ -112,7 +116,6 @@ class _Events:
         from tensorboardX.proto import event_pb2
 
         _cut(self._folder, self._first)
-        self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{platform.node()}{_OURS}{self._first}"
         file = (self._folder / name).open("ab", buffering=0)
@@ -138,7 +141,8 @@ def _framed(event: Any) -> bytes:
 
 
 def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
-    """Every whole event of an event file and where it ends in the file, in order."""
+    """Every event of an event file and where it ends in the file, in order, up to a torn one."""
+    from google.protobuf.message import DecodeError
     from tensorboardX.proto import event_pb2
 
     data, start, found = path.read_bytes(), 0, []
@@ -147,7 +151,10 @@ def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
         end = start + 12 + length + 4
         if end > len(data):
             break
-        found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]), end))
+        try:
+            found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]), end))
+        except DecodeError:
+            break
         start = end
     return found
 

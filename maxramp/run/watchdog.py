@@ -18,14 +18,16 @@ class Watchdog:
     Use it as a context around everything that can hang.
     """
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(self, timeout_seconds: float, join_seconds: float = 0.0):
         """
         Args:
           timeout_seconds: -1 = wait for ever.
+          join_seconds: how long the processes of a job may wait for each other before the first
+            beat.
         """
         self._timeout = timeout_seconds
         self._tick = min(1.0, timeout_seconds / 10)
-        self._waited = 0.0
+        self._waited = -join_seconds
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

@@ -221,6 +221,8 @@ class Programs:
             start = time.perf_counter()
             try:
                 compiled = lowered.compile(self._options or None)
+                self._report(program.name, compiled, time.perf_counter() - start)
+                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
             except Exception as error:  # whatever the compiler raises is the answer to who asks
                 failure = TrainingError(
                     f"the program of {program.name} did not compile: {reason_of(error)}"
@@ -229,8 +231,6 @@ class Programs:
                 self._on_failure()
                 program.compiled.set_exception(failure)
             else:
-                self._report(program.name, compiled, time.perf_counter() - start)
-                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
                 program.compiled.set_result(compiled)
 
     def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import changes_since
-from maxramp.checkpoints.store import Checkpoints, stored_arrays, versions
+from maxramp.checkpoints.store import Checkpoints, _reading, stored_arrays, versions
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -383,6 +383,16 @@ def test_damage_that_keeps_the_sizes(copied, capsys):
         Folder(copied, config_of()).restore()
     assert command.main(["verify", str(copied / "12")]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
+    """Nobody shall move a checkpoint away because a device was too small for it."""
+    path = saved_lib.find(saved_folder.path)
+    monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
+    with pytest.raises(MemoryError), _reading(path):
+        ocp.load_checkpointables(path)
+    with pytest.raises(MemoryError):
+        list(stored_arrays(path))
 
 
 def test_a_clock_that_does_not_fit(copied):

@@ -1,13 +1,16 @@
 """Launches on this machine: real processes that grow, die and are stopped; and what is refused."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
 import random
+import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -381,9 +384,46 @@ def test_a_coordinator_that_does_not_exist(tmp_path, cache_dir):
 def test_a_process_that_does_not_come(tmp_path, cache_dir):
     """Both that are there say so: 0 names who is missing."""
     port = free_port()
-    processes = [start(tmp_path, cache_dir, place, 3, port) for place in (0, 1)]
+    # The watchdog leaves them the time to wait for each other.
+    processes = [
+        start(tmp_path, cache_dir, place, 3, port, hang_timeout_seconds=2) for place in (0, 1)
+    ]
     one_line(processes[0], 1, "1 of 3 processes did not come within 3 s (process 2)")
     one_line(processes[1], 1, f"127.0.0.1:{port}")
+
+
+def test_a_chain_with_a_torn_line(tmp_path):
+    """A full disk, or a node that died: the jobs before and after it are known."""
+    job = '{"job": %d, "nodes": 1, "time": 5, "event": "start", "status": null, "samples": 0}\n'
+    (tmp_path / "chain.jsonl").write_bytes((job % 1 + job[:20] + "\n" + job % 2).encode() + b"\0")
+    assert [entry["job"] for entry in slurm._chain(tmp_path)] == [1, 2]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
+def test_more_processes_than_files_may_be_open(host):
+    """As many are a thousand under the usual limit of 1,024; on hosts with IPv6 alone, too."""
+    port, count = free_port(), 100
+    program = (
+        "from maxramp.parallel import processes\n"
+        "processes._allow_connections()\n"
+        f"processes._wait_for_all({host.strip('[]')!r}, {port}, {count}, 30.0)"
+    )
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment() | {"MAXRAMP_COORDINATOR": f"{host}:{port}"},
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        ),
+    )
+    with contextlib.ExitStack() as closing:
+        calls = []
+        for place in range(1, count):
+            text = b"maxramp process %d of %d\n" % (place, count)
+            calls.append(closing.enter_context(call(port, text, host.strip("[]"))))
+        for connection in calls:
+            assert connection.recv(2) == b"go"
+    assert waiting.wait(30) == 0
 
 
 @pytest.fixture
@@ -400,12 +440,12 @@ def meeting(monkeypatch):
         yield port, waiting, come
 
 
-def call(port: int, text: bytes) -> socket.socket:
+def call(port: int, text: bytes, host: str = "127.0.0.1") -> socket.socket:
     """A connection to the meeting from somebody who sends a text."""
     deadline = time.monotonic() + 10
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection = socket.create_connection((host, port), timeout=10)
             connection.sendall(text)
             return connection
         except ConnectionRefusedError:  # process 0 does not listen yet

@@ -1,14 +1,20 @@
 """Whoever reads what a command says may stop reading, and whoever started it may interrupt it."""
 
+import fcntl
+import io
+import mmap
 import os
 import pathlib
+import re
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 from conftest import BASE, TINY, command, environment
 
+from maxramp import console
 from maxramp.errors import EXIT_PREEMPTED
 from maxramp.run.metrics import read_records
 
@@ -44,6 +50,43 @@ def test_what_is_said_never_ends_a_run(tmp_path, cache_dir, fault):
     assert records == list(range(12))
 
 
+@pytest.fixture
+def small_pipe():
+    """A pipe that holds one page: its ends for reading and writing."""
+    ends = os.pipe()
+    fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_reader_that_stalls_is_not_waited_for(small_pipe):
+    """A pager, say: what it does not take is dropped, until it reads again."""
+    reading, writing = small_pipe
+    stream = console._Descriptor(writing, None, patience=0.3)
+    start = time.monotonic()
+    for _ in range(100):
+        assert 0 < stream.write(bytes(1000)) <= 1000
+    assert 0.3 <= time.monotonic() - start < 5
+    assert len(os.read(reading, 10**6)) <= mmap.PAGESIZE
+    assert stream.write(b"again") == 5 and os.read(reading, 100) == b"again"
+
+
+def test_all_is_said_where_writing_does_not_wait(small_pipe):
+    """Whoever shares a terminal or pipe can make it so; it is no failure."""
+    reading, writing = small_pipe
+    os.set_blocking(writing, False)
+    failures, text = [], os.urandom(10**6)
+    stream = io.BufferedWriter(console._Descriptor(writing, failures.append, patience=None))
+    thread = threading.Thread(target=lambda: (stream.write(text), stream.flush()))
+    thread.start()
+    read = b""
+    while len(read) < len(text):
+        read += os.read(reading, 10**6)
+    thread.join()
+    assert read == text and not failures
+
+
 @pytest.mark.parametrize("module, given", [("plan", (BASE,)), ("checkpoint", ("--help",))])
 def test_a_command_ends_with_its_reader(module, given):
     """Quietly, as other tools do; a full disk is an error."""
@@ -56,18 +99,36 @@ def test_a_command_ends_with_its_reader(module, given):
     assert (plan.wait(100), plan.stderr.read()) == (1, line)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
+    """What is finished is not called killed, however late the signals come."""
+    given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
+    run = start("train", BASE, *given, "eval_interval=-1", stdout=subprocess.PIPE)
+    while not run.stdout.readline().startswith("done"):
+        assert run.poll() is None
+    deadline = time.monotonic() + 0.9  # a second SIGINT after a second would end it at once
+    while run.poll() is None:
+        if number == signal.SIGTERM or time.monotonic() < deadline:
+            run.send_signal(number)
+        time.sleep(0.005)
+    assert (run.returncode, run.stderr.read()) == (0, "")
+
+
 @pytest.mark.parametrize(
     "module, number, status, said",
     [
         ("train", signal.SIGINT, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
         ("train", signal.SIGTERM, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
         ("plan", signal.SIGINT, -signal.SIGINT, ""),
+        ("launch", signal.SIGINT, -signal.SIGINT, ""),
+        ("prepare", signal.SIGINT, -signal.SIGINT, ""),
     ],
 )
 def test_an_interrupt_during_imports(module, number, status, said):
     process = start(module, BASE, stdout=subprocess.PIPE)
     libraries = pathlib.Path(f"/proc/{process.pid}/maps")
-    while "numpy" not in libraries.read_text():  # JAX imports it first
+    while not re.search("numpy|yaml", libraries.read_text()):  # what takes long comes after them
+        assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)

@@ -94,6 +94,16 @@ def test_a_folder_that_is_no_runs(tmp_path, name):
     assert [p.name for p in folder.iterdir()] == [name] and (folder / name).read_text() == "mine"
 
 
+def test_a_file_where_event_files_go(tmp_path):
+    """At the start: each save would fail for it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "tensorboard").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot write to .*run/tensorboard: File exists"):
+        start(folder, "enable_tensorboard=True")
+    assert (folder / "tensorboard").read_text() == "mine"
+
+
 def test_metrics_that_are_cut_are_kept(tmp_path, capsys):
     """Whatever stood there: steps after the checkpoint, another program's lines, a torn one."""
     folder = tmp_path / "run"

@@ -55,6 +55,23 @@ def test_tensorboard_holds_each_step_once(tmp_path):
     assert other.read_bytes() == theirs
 
 
+def test_an_event_that_a_crash_left_damaged(tmp_path):
+    """What stands before it stays, and the run goes on."""
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    for step in range(4):
+        writer(record(step))
+    writer.close()
+    (path,) = tmp_path.glob("events*")
+    ends = [end for _, end in read_events(path)]
+    data = path.read_bytes()
+    path.write_bytes(data[: ends[2] + 12] + b"\xff" * (len(data) - ends[2] - 12))
+    assert [end for _, end in read_events(path)] == ends[:3]
+    writer = TensorBoardWriter(tmp_path, 3, 24)
+    writer(record(3))
+    writer.close()
+    assert path.stat().st_size == ends[2] and len(list(tmp_path.glob("events*"))) == 2
+
+
 def test_tags_from_before_groups_get_theirs(tmp_path):
     """A run that goes on has one curve for a number, at the times when it was written."""
     old = EventsWriter(str(tmp_path / "events"), ".0")

@@ -12,6 +12,7 @@ import pytest
 from conftest import BASE, TINY, environment, make_config, make_mesh, run
 
 from maxramp.data.relay import Expansion
+from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.learning_rate import LearningRate
@@ -30,8 +31,8 @@ PATCHED = """
 import os, sys, threading
 import jax
 from maxramp.parallel.processes import end_process
-from maxramp.training import programs
 from maxramp.train import main
+from maxramp.training import programs
 {patch}
 end_process(main(sys.argv[1:]))
 """
@@ -281,6 +282,26 @@ def test_parts_of_the_model_are_named_in_the_program():
         programs.close()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
         assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
+
+
+def test_an_error_beside_the_compiler_reaches_the_loop():
+    """It may not end the compiler's thread alone, for which the loop would wait for ever."""
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
+    ramp, mesh, asked = RampupBatchManager(config, 1), make_mesh(config), []
+
+    def say(line: str) -> None:
+        raise RuntimeError("no terminal")
+
+    with jax.set_mesh(mesh):
+        programs = Programs(
+            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
+            abstract_state(config, mesh),
+            *(ramp.stages, 0, False, say, lambda: asked.append(True)),
+        )
+        with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
+            programs.train_step(ramp.stages[0])
+        programs.close()
+    assert asked
 
 
 def programs_fail():
