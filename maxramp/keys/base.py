@@ -43,6 +43,11 @@ def is_text(name: str) -> bool:
     return isinstance(_base().get(name), str)
 
 
+def may_be_unset(name: str) -> bool:
+    """Whether None is a value of a key."""
+    return name in _OPTIONAL or name in _OPTIONAL_TEXT or _base()[name] == ""
+
+
 def typed(shown: str, value: Any, name: str) -> Any:
     """`value` as the type of the default of the key `name`; only lossless changes.
 
@@ -59,7 +64,7 @@ def typed(shown: str, value: Any, name: str) -> Any:
         if value in (None, "none", "None"):
             return None
         default = _OPTIONAL[name]()
-    elif (default == "" or name in _OPTIONAL_TEXT) and value in (None, "none", "None"):
+    elif may_be_unset(name) and value in (None, "none", "None"):
         return ""
     kind = type(default)
     if kind is float and type(value) is int and abs(value) < 10**300:
