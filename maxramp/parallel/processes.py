@@ -197,6 +197,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     """
     try:
         status = main()
+    except SystemExit as end:  # of --help, with nothing wrong
+        status = end.code or 0
     except BaseException:
         traceback.print_exc()
         status = EXIT_FAILED
