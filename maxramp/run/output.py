@@ -237,7 +237,9 @@ class Output:
     ) -> None:
         """What is about to run, and what changed since the checkpoint that it goes on from."""
         config, ramp = self._config, schedule.ramp
-        count = len(ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps))
+        # With those behind a ramp that was changed, as they are numbered.
+        last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
+        count = ramp.stage_at_step(last_step).index + 1
         device = mesh.devices.flat[0]
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(config).items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")

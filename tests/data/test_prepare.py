@@ -194,6 +194,20 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
     assert names == ours | {"shard-00000.jsonl", "shard-00001.jsonl", "more", "a.tmp", "link.jsonl"}
 
 
+def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
+    """It fails before the first shard; what somebody else puts there then is theirs."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3)
+    output.mkdir()
+    (output / "notes.txt").write_text("a file that needs no name of ours")
+    bad = [str(source), "--output", str(output), f"tokenizer_path={tmp_path}/none.json"]
+    assert prepare_lib.main(bad) == 2
+    (output / "shard-00000.bin").write_text("of another tool")
+    assert prepare_lib.main(bad[:3]) == 2
+    assert "holds shard-00000.bin, which maxramp.prepare did not" in capfd.readouterr().err
+    assert (output / "shard-00000.bin").read_text() == "of another tool"
+
+
 def test_what_other_starts_left_is_removed(tmp_path):
     """Shards of another size, half-written files, a tokenizer: when the set is finished."""
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
@@ -401,7 +415,7 @@ def test_killed_at_any_moment(tmp_path):
 KILLED_AT_COUNTING = """
 import os, signal, sys
 from maxramp import prepare
-from maxramp.data import preparation
+from maxramp.data import shards as preparation
 def count(*more):
     preparation._counts.get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
