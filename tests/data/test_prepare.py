@@ -336,7 +336,9 @@ def test_a_tokenizer_trained_on_the_input(tmp_path):
 def test_a_second_start(tmp_path):
     """Of a finished set does nothing, and never writes over another one."""
     first, second = (write_file(tmp_path / x, "jsonl", TEXTS + [x]) for x in "ab")
-    prepare(first, "--output", tmp_path / "set", COLUMN)
+    said = prepare(first, "--output", tmp_path / "set", COLUMN)
+    # Under a name of its own: the default run may have been trained on other text.
+    assert f"run_name=set dataset_type=grain grain_train_files={tmp_path}/set vocab_size=" in said
     before = content(tmp_path / "set")
     assert "prepared already" in prepare(first, "--output", tmp_path / "set", COLUMN)
     for other in ((second,), (first, second), (first, "add_eos=False")):
