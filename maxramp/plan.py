@@ -224,6 +224,12 @@ def print_plan(plan: dict[str, Any]) -> None:
         f"{short(plan['total_tokens'])} tokens on up to {count(plan['num_nodes'], 'node')} of "
         f"{count(plan['devices_per_node'], 'device')}"
     )
+    most = max(stage["nodes"] for stage in plan["stages"])
+    if most < plan["num_nodes"]:
+        print(
+            f"nodes     {most} of {plan['num_nodes']} at most: more do not divide the batches or "
+            "the model, or node_schedule finds too little gain in them"
+        )
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     print(
         f"steps     {_change(plan['total_steps'], first['steps'])} than a constant batch of "

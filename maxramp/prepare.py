@@ -15,6 +15,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 import time
@@ -173,8 +174,9 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     )
     needed = tokenizer.vocab_size if tokenizer else manifest["max_token"] + 1
     _say(
-        f"train      python -m maxramp.train configs/base.yml dataset_type=grain "
-        f"grain_train_files={output} vocab_size={-(-needed // 64) * 64}"
+        f"train      python -m maxramp.train configs/base.yml "
+        f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
+        f"grain_train_files={shlex.quote(str(output))} vocab_size={-(-needed // 64) * 64}"
     )
 
 

@@ -1,5 +1,6 @@
 """What the config files and the command line give: values for keys of base.yml."""
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -49,14 +50,19 @@ def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], Non
     notes: list[str] = []
     ignored: list[str] = []
     places: list[tuple[str, dict[str, tuple[str, Any]]]] = []  # where, key -> as given, value
-    for where, pairs in [
-        *((f"{file}: ", _flat(values.items())) for file, values in _chain(path)),
-        ("", _flat(map(_split, arguments))),
-    ]:
+    layers = [
+        *((f"{file}: ", list(_flat(values.items()))) for file, values in _chain(path)),
+        ("", list(_flat(map(_split, arguments)))),
+    ]
+    left = collections.Counter(name for _, pairs in layers for name, _ in pairs)
+    for where, pairs in layers:
         taken: dict[str, tuple[str, Any]] = {}
         for name, value in pairs:
             given = f"{where}{name}={_short(value)}"
             peer = peers.look_up(name, value)
+            left[name] -= 1
+            if peer and not peer.key and left[name]:
+                continue  # overridden further up or later
             if peer and peer.refusal:
                 refused.setdefault(f"({peer.owner}'s): {peer.refusal}", []).append(given)
             elif peer and not peer.key:
@@ -73,6 +79,8 @@ def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], Non
                     )
                 taken[key] = given, value
         places.append((where, taken))
+    for shown, why in _between_keys(layers):
+        refused.setdefault(why, []).append(shown)
     if unknown or refused:
         raise ConfigError(
             ". ".join(
@@ -91,6 +99,28 @@ def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], Non
     for line in notes:
         note(line)
     return found
+
+
+def _between_keys(layers: list[tuple[str, list[tuple[str, Any]]]]) -> Iterator[tuple[str, str]]:
+    """(as given, why) of what several keys of another trainer refuse together."""
+    last: dict[str, Any] = {}
+    left_open: set[str] = set()
+    for _, pairs in layers:
+        last |= dict(pairs)
+        if "model.num_attention_heads" in dict(pairs):
+            left_open |= peers.DERIVED.keys()
+        left_open -= {name for name in peers.DERIVED if peers.RENAMED[name] in dict(pairs)}
+    for name in peers.DERIVED:
+        if name in left_open and name not in last:
+            yield (
+                name,
+                f"(NeMo's): is not given, and is {peers.DERIVED[name]} there; give that number",
+            )
+    if last.get("normalize_embedding_logits") and last.get("logits_via_embedding"):
+        yield (
+            "normalize_embedding_logits=True with logits_via_embedding=True",
+            "(MaxText's): not supported: logits are the product alone; use False",
+        )
 
 
 def _short(value: Any) -> str:

@@ -203,7 +203,9 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if prepared.is_prepared(str(output)) or os.listdir(output) == [_MARK]:
+            # A mark over nothing of ours would make ours what somebody else puts there.
+            begun = any(_WRITTEN.match(name) for name in os.listdir(output))
+            if prepared.is_prepared(str(output)) or not begun:
                 os.unlink(mark.name)
 
 

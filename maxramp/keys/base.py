@@ -53,6 +53,11 @@ def unset(name: str) -> Any:
     return type(value)(-1) if isinstance(value, int | float) else None
 
 
+def may_be_unset(name: str) -> bool:
+    """Whether None is a value of a key."""
+    return name in _OPTIONAL or name in _OPTIONAL_TEXT or _base()[name] == ""
+
+
 def typed(shown: str, value: Any, name: str) -> Any:
     """`value` as the type of the default of the key `name`; only lossless changes.
 
@@ -69,7 +74,7 @@ def typed(shown: str, value: Any, name: str) -> Any:
         if value in (None, "none", "None"):
             return None
         default = _OPTIONAL[name]()
-    elif (default == "" or name in _OPTIONAL_TEXT) and value in (None, "none", "None"):
+    elif may_be_unset(name) and value in (None, "none", "None"):
         return ""
     kind = type(default)
     if kind is float and type(value) is int and abs(value) < 10**300:

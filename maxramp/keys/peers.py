@@ -73,6 +73,12 @@ RENAMED = {
     "rng.seed": "init_weights_seed",
 }
 
+# What NeMo makes of a model's keys that are left out or null, where ours have other defaults.
+DERIVED = {
+    "model.num_query_groups": "model.num_attention_heads",
+    "model.kv_channels": "model.hidden_size / model.num_attention_heads",
+}
+
 # Values of our keys as others write them: the same thing but for speed and memory.
 VALUES: dict[str, dict[str, Any]] = {
     "attention": {"flash": "autoselected", "cudnn_flash_te": "cudnn_flash"},
@@ -92,6 +98,7 @@ _NO_DATA = (
     "data that is not read here; prepare its files with maxramp.prepare and use "
     "dataset_type=grain grain_train_files=FOLDER"
 )
+_NO_PAIR = "use tokenizer_path=tokenizer.json, which holds both"
 _NO_VARIANT = "a model that is not built here; only Llama's decoder is"
 
 # What would train otherwise than it says: (names or patterns, the values with which such a key asks
@@ -119,8 +126,14 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         (0,),
         "not supported: nothing is dropped; leave it out or use 0",
     ),
-    ("dataset_path dataset_name eval_dataset_name train_split eval_split", (), _NO_DATA),
-    ("hf_path hf_name hf_data_dir hf_train_files hf_eval_split hf_eval_files", (), _NO_DATA),
+    # The values are the defaults of MaxText's base.yml, which a whole copy of it holds.
+    ("dataset_path dataset_name eval_dataset_name", ("c4/en:3.0.1",), _NO_DATA),
+    ("train_split eval_split", ("train", "validation"), _NO_DATA),
+    (
+        "hf_path hf_name hf_data_dir hf_data_files hf_train_files hf_eval_split hf_eval_files",
+        (),
+        _NO_DATA,
+    ),
     (
         "grain_train_mixture_config_path model.data.data_prefix",
         (),
@@ -132,8 +145,17 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ("reuse_example_batch", (0,), "not supported; use dataset_type=synthetic"),
     ("global_parameter_scale", (1,), "not supported; give the sizes (base_emb_dim, ...)"),
     ("dense_init_scale", (1,), "not supported: initial weights have one scale; leave it out"),
-    ("model.init_method_std", (), "not supported: initial weights have one scale; leave it out"),
-    ("normalize_embedding_logits", (False,), "not supported: logits are the product alone"),
+    (
+        "model.init_method_std model.use_scaled_init_method",
+        (False,),
+        "not supported: initial weights have one scale; leave it out",
+    ),
+    (
+        "model.do_layer_norm_weight_decay",
+        (True,),
+        "not supported: all weights decay; leave it out",
+    ),
+    ("model.tokenizer.vocab_file model.tokenizer.merge_file", (), "not supported; " + _NO_PAIR),
     ("attention_type", ("global", "full"), _NO_VARIANT),
     ("rope_type", ("default",), _NO_VARIANT),
     ("rope_min_timescale rope_linear_scaling_factor model.rotary_percentage", (1,), _NO_VARIANT),
@@ -141,6 +163,10 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ("model.position_embedding_type", ("rope",), _NO_VARIANT),
     ("model.normalization", ("rmsnorm",), _NO_VARIANT),
     ("model.activation", ("fast-swiglu", "swiglu"), _NO_VARIANT),
+    ("model.headscale model.openai_gelu model.use_emha", (False,), _NO_VARIANT),
+    ("model.transformer_block_type", ("pre_ln",), _NO_VARIANT),
+    ("model.attention_type", ("multihead",), _NO_VARIANT),
+    ("model.normalize_attention_scores", (True,), _NO_VARIANT),
     ("training_objective", ("causal_lm",), _NO_VARIANT),
     (
         "sliding_window_size chunk_attn_window_size attn_logits_soft_cap final_logits_soft_cap "
@@ -209,7 +235,8 @@ _IGNORED = (
     "vertex_* use_vertex_tensorboard gcs_metrics metrics_file save_config_to_gcs enable_wandb "
     "wandb_* log_config record_internal_nn_metrics upload_all_profiler_results profile_* "
     "hide_profiler_step_metric enable_tpu_profiling_options tpu_num_* dump_* max_checkify "
-    "write_estimator_result jax_debug_log_modules "
+    "write_estimator_result jax_debug_log_modules collect_stack_trace stack_trace_* "
+    "enable_checkpoint_*_logger "
     # How programs and checkpoints are made.
     "override_* skip_jax_distributed_system max_inflight_computations dcn_bandwidth_* "
     "compiled_trainstep_file compile_xla_flags internal_compile* enable_single_controller "
@@ -227,7 +254,8 @@ _IGNORED = (
     "generate_padding_batch_* grain_per_worker_buffer_size* grain_*_eval grain_ram_budget_mb "
     "grain_data_source_max_workers grain_shuffle_buffer_size grain_use_elastic_iterator "
     # What only goes with a key or value that is refused.
-    "enable_dropout muon_* skip_step_interval skip_step_scaling_factor num_experts_per_tok "
+    "normalize_embedding_logits enable_dropout muon_* skip_step_interval "
+    "skip_step_scaling_factor num_experts_per_tok "
     "megablox sparse_matmul capacity_factor ragged_* base_moe_mlp_dim moe_* "
     "load_balance_loss_weight use_random_routing use_custom_sort_vjp use_ring_of_experts "
     "use_ragged_sort wi_tile_* wo_tile_* use_tokamax_* use_gmm_v2 norm_topk_prob shared_experts "
@@ -287,6 +315,10 @@ def look_up(name: str, value: Any) -> Peer | None:
     """What becomes of `name` with `value`; None where it is ours, or nobody's as far as we know."""
     owner = "NeMo" if "." in name else "MaxText"
     key = RENAMED.get(name, name)
+    if key != name and value is None and not defaults.may_be_unset(key):
+        if name in DERIVED:
+            return Peer(owner, refusal=f"is {DERIVED[name]} in NeMo; give that number")
+        return Peer(owner)
     if defaults.is_key(key):
         taken = VALUES.get(key, {}).get(str(value), value)
         return None if (key, taken) == (name, value) else Peer(owner, key, taken)

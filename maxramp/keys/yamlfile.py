@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """Constructs no objects and refuses duplicate keys.
 
-    3e-4 is a number, 1e6 an integer, 010 is ten; dates and 1:30 are text.
+    3e-4 is a number, 1e6 and 150_001 are integers, 010 is ten; dates and 1:30 are text.
     """
 
 
@@ -21,7 +21,7 @@ _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9]+(?:[eE]\+?[0-9]+)?", "-+0123456789"),
+    ("int", r"[-+]?[0-9]+(?:_[0-9]+)*(?:[eE]\+?[0-9]+)?", "-+0123456789"),
     (
         "float",
         r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",

@@ -47,17 +47,10 @@ def select(keys: ModelKeys, platform: str | None) -> str:
 def _cudnn_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
-<<<<<<< HEAD:maxramp/model/attention.py
-    if keys.dtype not in ("bfloat16", "float16"):
-        return f"needs dtype=bfloat16 or float16, not {keys.dtype}"
+    if keys.dtype != "bfloat16":
+        return f"needs dtype=bfloat16, not {keys.dtype}"
     if keys.head_dim % 8 or keys.head_dim > 256:
         return f"needs a head_dim that is a multiple of 8 up to 256, not {keys.head_dim}"
-=======
-    if config.dtype != "bfloat16":
-        return f"needs dtype=bfloat16, not {config.dtype}"
-    if config.head_dim % 8 or config.head_dim > 256:
-        return f"needs a head_dim that is a multiple of 8 up to 256, not {config.head_dim}"
->>>>>>> w-b:maxramp/attention.py
     return None
 
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import ml_collections
+
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
@@ -67,22 +69,28 @@ class BatchKeys(Keys):
         """The batch keys of a mapping, or of any object that has some of them as attributes.
 
         What is left out has base.yml's default, but for the ramp and the length of the run, which
-        count as not given.
+        count as not given; so does None.
 
         Raises:
-          ConfigError: no key gives a batch size; or a mapping has a key that does not exist, or a
-            value of another type. What else an object has as attributes is its own affair.
+          ConfigError: no key gives a batch size; a value is of another type; or a mapping has a key
+            that does not exist. What else an object has as attributes is its own affair.
         """
         if isinstance(config, cls):
             return config
-        if isinstance(config, Mapping):
-            given = _from_mapping(config)
+        names = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(config, Mapping | ml_collections.ConfigDict):
+            found = _from_mapping(config)
         else:
-            given = {}
-            for field in dataclasses.fields(cls):
+            found = {}
+            for name in names:
                 # MaxText's own configuration raises a ValueError for what it does not have.
                 with contextlib.suppress(AttributeError, KeyError, ValueError):
-                    given[field.name] = getattr(config, field.name)
+                    found[name] = getattr(config, name)
+        given = {
+            name: base.typed(f"{name}={found[name]}", _plain(found[name]), name)
+            for name in names
+            if found.get(name) is not None
+        }
         if all(given.get(name) in (None, "", -1) for name in _SIZES):
             raise ConfigError(
                 f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
@@ -126,19 +134,25 @@ class BatchKeys(Keys):
         return self.nodes * self.devices_per_node
 
 
-def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch keys of a mapping, checked as those of a config file are."""
-    names = {field.name for field in dataclasses.fields(BatchKeys)}
+def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
+    """The values of a mapping by our keys.
+
+    Raises:
+      ConfigError: a key exists neither here nor in a trainer that we know.
+    """
     found, unknown = {}, []
     for name, value in config.items():
-        peer = peers.look_up(name, value)
-        key, value = (peer.key, peer.value) if peer else (name, value)
-        given = f"{name}={value}"
-        if not peer and not base.is_key(name):
-            unknown.append((given, name))
-        elif key in names:
-            value = list(value) if isinstance(value, tuple) else value
-            found[key] = base.typed(given, value, key)
+        peer = peers.look_up(str(name), value)
+        if peer or base.is_key(name):
+            found |= {peer.key: peer.value} if peer else {name: value}
+        else:
+            unknown.append((f"{name}={value}", str(name)))
     if unknown:
         raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A value as a config file would give it: of a NumPy number or a tuple, Python's or a list."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, tuple) else value

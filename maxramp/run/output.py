@@ -243,7 +243,9 @@ class Output:
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
         ramp, kind = schedule.ramp, mesh.devices.flat[0].device_kind
-        stages = ramp.stages_between(ramp.stages[0].first_step, ramp.total_steps)
+        # With those behind a ramp that was changed, as they are numbered.
+        last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
+        stages = ramp.stage_at_step(last_step).index + 1
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         self.say(
@@ -252,7 +254,7 @@ class Output:
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
-            f"samples of {ramp.keys.max_target_length} tokens in {count(len(stages), 'stage')}"
+            f"samples of {ramp.keys.max_target_length} tokens in {count(stages, 'stage')}"
         )
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")

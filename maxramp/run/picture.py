@@ -80,20 +80,6 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
         axes.step(x, y, where="post", color=color, linewidth=1.8)
         axes.set_ylim(0, max(y) * 1.15)
         axes.set_ylabel(label)
-<<<<<<< HEAD:maxramp/run/picture.py
-    learning_rate.plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
-    learning_rate.set_ylim(0, None)
-    learning_rate.set_ylabel("learning rate")
-    learning_rate.set_xlabel("consumed samples")
-    learning_rate.set_xlim(0, plan["total_samples"])
-    learning_rate.xaxis.set_major_formatter(samples_or_tokens)
-    learning_rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    length = plan["max_target_length"]
-    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
-    tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(samples_or_tokens)
-    for axes in (batch, nodes, learning_rate):
-=======
     if rate:
         panels[2].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
         panels[2].set_ylim(0, None)
@@ -101,13 +87,12 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
         panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     panels[-1].set_xlabel("consumed samples")
     panels[-1].set_xlim(0, plan["total_samples"])
-    panels[-1].xaxis.set_major_formatter(FuncFormatter(_short))
+    panels[-1].xaxis.set_major_formatter(samples_or_tokens)
     length = plan["max_target_length"]
     tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
     tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(FuncFormatter(_short))
+    tokens.xaxis.set_major_formatter(samples_or_tokens)
     for axes in panels:
->>>>>>> w-b:maxramp/picture.py
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.align_ylabels()

@@ -10,15 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-<<<<<<< HEAD:maxramp/training/learning_rate.py
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import LearningRateKeys
-=======
-from maxramp.config import Config
-from maxramp.errors import ConfigError
-from maxramp.rampup import RampupBatchManager
->>>>>>> w-b:maxramp/optimizer.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,29 +34,19 @@ class LearningRate:
     total: int  # samples (or steps) that the schedule spans
 
     @classmethod
-<<<<<<< HEAD:maxramp/training/learning_rate.py
     def of(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
         """The schedule of a run, over its learning_rate_schedule_steps or the run.
 
         Raises:
-          ConfigError: it would end before the step from which a changed ramp goes on: how many
+          ConfigError: there is no learning rate; or it would end before the step from which a changed ramp goes on: how many
             samples such a schedule spans, the ramp of today cannot tell.
         """
-        steps = keys.learning_rate_schedule_steps
-=======
-    def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run.
-
-        Raises:
-          ConfigError: the config gives no learning rate.
-        """
-        if config.learning_rate is None:
+        if keys.learning_rate is None:
             raise ConfigError(
                 "learning_rate=none: this config is a batch schedule without a learning rate, and "
                 "a step needs one; give learning_rate"
             )
-        steps = config.learning_rate_schedule_steps
->>>>>>> w-b:maxramp/optimizer.py
+        steps = keys.learning_rate_schedule_steps
         steps = ramp.total_steps if steps == -1 else steps
         start = ramp.stages[0].first_step
         if steps <= start:

@@ -387,7 +387,7 @@ def test_damage_that_keeps_the_sizes(copied, capsys):
 
 def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
     """Nobody shall move a checkpoint away because a device was too small for it."""
-    path = saved_lib.find(saved_folder.path)
+    path = folder_lib.find(saved_folder.path)
     monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
     with pytest.raises(MemoryError), _reading(path):
         ocp.load_checkpointables(path)

@@ -43,6 +43,16 @@ def test_the_last_of_a_key_counts():
     assert load("model_name=nonesuch", "model_name=default")[0] == {}
 
 
+def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
+    """On the command line or by the file above; what is left is looked at."""
+    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_path: c4\n")
+    (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_path: ""\n')
+    values, notes = load("quantization=int4", "quantization=", config=tmp_path / "mine.yml")
+    assert values == {"steps": 150001} and "hf_path, quantization" in "".join(notes)
+    assert refusal("quantization=", "quantization=int4").startswith("quantization=int4 (MaxText's)")
+    assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: quantizatio")
+
+
 def test_the_last_counts_by_whatever_name():
     for arguments, steps in (
         (["steps=5", "trainer.max_steps=7"], 7),
@@ -173,17 +183,57 @@ def test_a_nested_file_of_nemo(tmp_path):
         "  encoder_seq_length: 64\n  data: {seq_length: 64}\n  pipeline_model_parallel_size: 1\n"
         "  optim: {name: fused_adam, lr: 1.6e-4}\n"
     )
-    with pytest.raises(ConfigError, match=r"exp_manager.exp_dir=None must be text"):
-        load(config=path)
-    path.write_text(path.read_text().replace("exp_dir: null, ", ""))
     values, notes = load(config=path)
+    assert "base_output_directory" not in values  # null = not given
     assert (values["steps"], values["num_nodes"], values["devices_per_node"]) == (50, 2, 8)
     assert (values["global_batch_size"], values["max_target_length"]) == (64, 64)
     assert values["learning_rate"] == 1.6e-4
-    assert "trainer.max_epochs, exp_manager.checkpoint_callback_params.monitor" in notes[-1]
+    assert "trainer.max_epochs, exp_manager.exp_dir, exp_manager.checkpoint_" in notes[-1]
     # In a file no key is the later one.
     path.write_text(path.read_text().replace("seq_length: 64}", "seq_length: 32}"))
     assert "both give max_target_length" in refusal(config=path)
+
+
+def test_a_model_of_nemos_leaves_nothing_to_our_defaults(tmp_path):
+    """Left out or null, its heads are others than those of base.yml."""
+    path = tmp_path / "nemo.yml"
+    path.write_text("model: {hidden_size: 2048, num_attention_heads: 16, kv_channels: null}\n")
+    line = refusal(config=path)
+    assert "model.kv_channels=None (NeMo's): is model.hidden_size / model.num_attention" in line
+    assert "model.num_query_groups (NeMo's): is not given, and is model.num_attention_heads" in line
+    values, _ = load("base_num_kv_heads=16", "model.kv_channels=128", config=path)
+    assert (values["base_num_kv_heads"], values["head_dim"]) == (16, 128)
+
+
+# What MaxText's base.yml says where it asks for nothing that is not built here.
+MAXTEXTS = """
+checkpoint_period: 10_000
+vocab_size: 32_000
+learning_rate: 3.e-5
+dataset_name: 'c4/en:3.0.1'
+eval_dataset_name: 'c4/en:3.0.1'
+train_split: 'train'
+eval_split: 'validation'
+hf_path: ''
+hf_data_dir: ''
+hf_data_files: ''
+normalize_embedding_logits: True
+logits_via_embedding: False
+max_num_checkpoints_to_keep: None
+collect_stack_trace: False
+stack_trace_interval_seconds: 600
+enable_checkpoint_cloud_logger: False
+"""
+
+
+def test_a_whole_file_of_maxtexts(tmp_path):
+    path = tmp_path / "maxtext.yml"
+    path.write_text(MAXTEXTS)
+    values, notes = load(config=path)
+    assert values == {"checkpoint_period": 10000, "vocab_size": 32000, "learning_rate": 3e-5}
+    assert len(notes) == 1
+    assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
+    assert refusal("train_split=tiny", config=path).startswith("train_split=tiny (MaxText's): data")
 
 
 def test_the_table_fits_the_keys():

@@ -189,6 +189,20 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
     assert names == ours | {"shard-00000.jsonl", "shard-00001.jsonl", "more", "a.tmp", "link.jsonl"}
 
 
+def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
+    """It fails before the first shard; what somebody else puts there then is theirs."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    many(source, 3)
+    output.mkdir()
+    (output / "notes.txt").write_text("a file that needs no name of ours")
+    bad = [str(source), "--output", str(output), f"tokenizer_path={tmp_path}/none.json"]
+    assert prepare_lib.main(bad) == 2
+    (output / "shard-00000.bin").write_text("of another tool")
+    assert prepare_lib.main(bad[:3]) == 2
+    assert "holds shard-00000.bin, which maxramp.prepare did not" in capfd.readouterr().err
+    assert (output / "shard-00000.bin").read_text() == "of another tool"
+
+
 def test_what_other_starts_left_is_removed(tmp_path):
     """Shards of another size, half-written files, a tokenizer: when the set is finished."""
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
@@ -317,7 +331,9 @@ def test_a_tokenizer_trained_on_the_input(tmp_path):
 def test_a_second_start(tmp_path):
     """Of a finished set does nothing, and never writes over another one."""
     first, second = (write_file(tmp_path / x, "jsonl", TEXTS + [x]) for x in "ab")
-    prepare(first, "--output", tmp_path / "set", COLUMN)
+    said = prepare(first, "--output", tmp_path / "set", COLUMN)
+    # Under a name of its own: the default run may have been trained on other text.
+    assert f"run_name=set dataset_type=grain grain_train_files={tmp_path}/set vocab_size=" in said
     before = content(tmp_path / "set")
     assert "prepared already" in prepare(first, "--output", tmp_path / "set", COLUMN)
     for other in ((second,), (first, second), (first, "add_eos=False")):

@@ -25,27 +25,15 @@ from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
-<<<<<<< HEAD:tests/planning/test_plan.py
 from maxramp.plan import make_plan, print_plan
 from maxramp.planning.memory import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.run.picture import draw_run
+from maxramp.run.picture import draw_plan, draw_run
 from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import abstract_state
-=======
-from maxramp.memory import compiled_bytes, estimate
-from maxramp.metrics import read_records
-from maxramp.notations import BatchKeys
-from maxramp.optimizer import LearningRate
-from maxramp.picture import draw_plan
-from maxramp.rampup import RampupBatchManager
-from maxramp.resume import Schedule
-from maxramp.saved import Saved
-from maxramp.stages import Programs, abstract_state
->>>>>>> w-b:tests/test_plan.py
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -128,6 +116,15 @@ def test_a_terminal_of_its_own_width():
     printed = os.read(ours, 10_000).decode()
     os.close(ours)
     assert f"['{'a' * 20}']" in printed and "first" in printed and "last" in printed
+
+
+def test_nodes_that_no_stage_takes_are_said(capsys):
+    """64 rows do not divide over more than 8 nodes of 8."""
+    keys = [BASE, "global_batch_size=64", "micro_batch_size=1", "devices_per_node=8"]
+    for nodes, said in ((16, ["nodes     8 of 16 at most"]), (8, [])):
+        print_plan(make_plan(config_lib.load([*keys, f"num_nodes={nodes}"])))
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition(":")[0] for line in lines if line.startswith("nodes ")] == said
 
 
 def test_one_device_has_no_columns_of_nodes(capsys):

@@ -5,6 +5,8 @@ import random
 from fractions import Fraction
 from types import SimpleNamespace
 
+import ml_collections
+import numpy as np
 import pytest
 import yaml
 from conftest import BASE
@@ -98,6 +100,23 @@ def test_what_is_wrong_in_a_mapping_is_said(changes, says):
     with pytest.raises(ConfigError, match="^.*$") as caught:
         RampupBatchManager(vars(settings()) | changes)
     assert str(caught.value).startswith(says)
+
+
+def test_a_configuration_may_be_of_any_kind():
+    """ml_collections', argparse's with what was not given, NumPy's numbers."""
+    given, wanted = vars(settings()), RampupBatchManager(settings()).stages
+    for config in (
+        ml_collections.ConfigDict(given),
+        ml_collections.FrozenConfigDict(given),
+        SimpleNamespace(**given, global_batch_size=None, micro_batch_size=None, total_samples=None),
+        given | {"rampup_batch_size": None, "global_batch_size": None},
+        given | {"global_rampup_samples": np.int64(given["global_rampup_samples"])},
+    ):
+        assert RampupBatchManager(config).stages == wanted
+    with pytest.raises(ConfigError, match="^stpes=3 is not a known key; did you mean steps?"):
+        RampupBatchManager(ml_collections.ConfigDict(given | {"stpes": 3}))
+    with pytest.raises(ConfigError, match="^per_device_batch_size=8 must be a number, not text"):
+        RampupBatchManager(SimpleNamespace(per_device_batch_size="8"), 8)
 
 
 @pytest.mark.parametrize("config", [{}, {"steps": 5}, SimpleNamespace(steps=5), object()])
