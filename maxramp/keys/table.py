@@ -11,8 +11,9 @@ from maxramp.keys.base import CONFIGS
 
 _HEAD = """# Keys
 
-Every key of a run with its default. `python -m maxramp.train --help` prints the same list. This page
-is made from [configs/base.yml](../configs/base.yml) by `python -m maxramp.keys.table > docs/keys.md`.
+Every key of a run with its default. `python -m maxramp.train --help` prints the same list.
+This page is made from [configs/base.yml](../configs/base.yml) by
+`python -m maxramp.keys.table > docs/keys.md`.
 """
 _SECTION = re.compile(r"# --- (.+?) -*")
 _KEY = re.compile(r"(\w+): (\S.*?) +# (.*)")
