@@ -1,4 +1,4 @@
-"""Standard output and error: what a command does when nobody reads on, or somebody says stop.
+"""Standard output and error: when nobody reads them any more, and when somebody presses Ctrl-C.
 
 To be called before the slow imports of a command, which a person may interrupt too.
 """
@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 
 def outlive_readers() -> None:
-    """For programs that work for hours: nothing that they, or a library, say can fail.
+    """For programs that run for hours: makes printing safe, for them and for any library.
 
-    What no one can read any more (a pipe that was closed, a full disk, a terminal that is gone) is
+    What can no longer be written (to a closed pipe, a full disk, a terminal that is gone) is
     dropped.
     """
     _replace_streams(lambda error: None)
 
 
 def end_with_readers() -> None:
-    """For commands whose output is all they do: they end with whoever reads it.
+    """For commands that only print: ends them when nobody reads their output any more.
 
-    Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
-    with one line; and Ctrl-C is no traceback.
+    When a pipe is closed they end quietly, as other tools do (`| head`); when the disk is full they
+    end with one line. Ctrl-C prints no traceback.
     """
     _replace_streams(_end)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -55,10 +55,10 @@ def _replace_streams(on_failure: Callable[[OSError], None]) -> None:
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor that can always be written to."""
+    """A file descriptor to which writing never fails."""
 
     def __init__(self, number: int, on_failure: Callable[[OSError], None] | None):
-        """`on_failure` is told of the first write that failed; what it leaves unsaid is dropped."""
+        """`on_failure` gets the error of the first write that fails; later ones are dropped."""
         self._number, self._on_failure = number, on_failure
 
     def write(self, data: memoryview) -> int:
