@@ -1,4 +1,4 @@
-"""Writes the table of README.md from the figures in benchmarks/results/.
+"""Writes the table of docs/performance.md from the figures in benchmarks/results/.
 
 python benchmarks/table.py
 """
@@ -114,9 +114,9 @@ def main() -> None:
         if path.exists():
             read = json.loads(path.read_text())
             lines += [f"| {name} | {text} |" for name, text in make(read["figures"])]
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
+    page = ROOT / "docs" / "performance.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What commands there are, and any of them by its name.
+"""Lists the commands, and runs any of them by its name.
 
 python -m maxramp [COMMAND ARGUMENTS ...]
 """
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from maxramp.errors import ConfigError, report
 
 COMMANDS = {
-    "train": "trains a model, or goes on with a run where it stands",
-    "plan": "shows what a run will do: stages, nodes, memory, learning rate",
+    "train": "trains a model, or continues a run",
+    "plan": "shows what a run will do: stages, nodes, cost, memory",
     "prepare": "tokenizes documents into files that training reads by row number",
-    "launch": "starts a run here, under SLURM or on GKE, and keeps it going to its end",
-    "compile": "compiles every stage for a TPU pod, without one",
+    "launch": "starts a run here, under SLURM or on GKE, and restarts it until it is done",
+    "compile": "compiles every stage for a TPU pod, without a TPU",
     "checkpoint": "lists, shows and verifies the checkpoints of a run",
 }
 

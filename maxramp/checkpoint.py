@@ -1,4 +1,4 @@
-"""What checkpoints there are and whether they are whole.
+"""Lists, shows and verifies the checkpoints of a run.
 
 python -m maxramp.checkpoint ls|show|verify PATH [PATH ...]
 """
@@ -23,10 +23,11 @@ from maxramp.keys.yamlfile import read_yaml
 
 USAGE = """PATH is a checkpoint, a checkpoints folder or the folder of a run.
 
-ls      one line for each checkpoint: step, samples, stage, batch, size, whether it is complete,
-        and which keys changed since the one before
-show    all that is known of one (of the newest in a folder), with its keys that are no defaults
-verify  reads every value of each; exit status 1 if one is torn
+ls      one line per checkpoint: step, samples, stage, batch, size, whether it is complete, and
+        which keys changed since the one before
+show    everything about one checkpoint (the newest of a folder), with every key that differs from
+        its default
+verify  reads every value of every checkpoint; exit status 1 if one is torn
 """
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ls(path: pathlib.Path) -> int:
-    """Lists what is in a folder."""
+    """Lists the checkpoints of a folder."""
     before: Saved | None = None
     checkpoints = _checkpoints(path)
     print(f"{'step':>9} {'samples':>12} {'stage':>8} {'batch':>7} {'size':>9}  state")
@@ -78,7 +79,7 @@ def ls(path: pathlib.Path) -> int:
 
 
 def show(path: pathlib.Path) -> int:
-    """Prints what is known of one checkpoint."""
+    """Prints everything about one checkpoint."""
     try:
         saved = folder_lib.read(folder_lib.find(path))
     except TornError as error:

@@ -1,4 +1,4 @@
-"""What the commands share: options beside key=value, counts and tables."""
+"""Shared by the commands: options beside key=value, counts and tables."""
 
 import itertools
 import shutil
@@ -10,12 +10,12 @@ from maxramp.errors import ConfigError
 
 
 def print_note(line: str) -> None:
-    """Says on stderr what a command makes of its arguments, where that is not what they say."""
+    """Prints a note on stderr, such as which arguments were translated or ignored."""
     print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def take_flag(arguments: list[str], flag: str) -> bool:
-    """Takes `flag` out of a command line; whether it was there."""
+    """Takes `flag` out of a command line; returns whether it was there."""
     given = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
     return given
@@ -61,7 +61,7 @@ def short(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints rows of cells, short rows filled up, on the terminal that there is.
+    """Prints rows of cells as a table that fits the terminal; short rows are filled up.
 
     Args:
       columns: their heads; a line break in one is kept.
@@ -69,7 +69,7 @@ def print_table(
       expendable: heads of columns that a narrow terminal goes without, the first to go first.
 
     Returns:
-      The heads that were left out. Where there is no terminal (and no COLUMNS) nothing is.
+      The heads that were left out; none if there is no terminal and no COLUMNS.
     """
     from rich.console import Console
     from rich.measure import Measurement

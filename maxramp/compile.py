@@ -1,4 +1,4 @@
-"""Every stage's step, compiled for a TPU pod on a machine that has none.
+"""Compiles the step of every stage for a TPU pod, on a machine without one.
 
 python -m maxramp.compile CONFIG.yml compile_topology=v5p:8x8x16 [compile_topology_num_slices=N]
     [key=value ...] [--json]
@@ -31,8 +31,10 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
-compile_topology names the pod. The result is printed (with --json as JSON) and kept in the output
-folder as compiled.json, for maxramp.plan --compiled FILE. Needs libtpu (jax[tpu]) and no TPU.
+  --json  print the result as JSON
+
+compile_topology names the pod, such as v5p:8x8x16. The result is also saved in the output folder as
+compiled.json, for maxramp.plan --compiled FILE. This needs libtpu (jax[tpu]) but no TPU.
 """
 
 

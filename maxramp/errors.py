@@ -1,4 +1,4 @@
-"""How a run says no: one line on stderr, and an exit status that other programs rely on."""
+"""The errors of a run: one line on stderr, and an exit status that other programs rely on."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ EXIT_LOST = 77  # no progress for hang_timeout_seconds, or a peer process was lo
 
 
 class ConfigError(ValueError):
-    """What is wrong with a key, a file or a cluster, in one line that a person can act on.
+    """A wrong key, file or cluster, described in one line that a person can act on.
 
     The line names the key or file and its value, the relation it breaks with the numbers, and the
     remedy. Programs print it as `error: LINE` and exit with status 2.
@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """What stopped a run that had started, in one line. Programs exit with status 1."""
+    """Why a run that had started must stop, in one line. Programs exit with status 1."""
 
 
 class PeerLostError(TrainingError):
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """What a library raised, in one line; where memory ran out, with the remedy."""
+    """The error of a library in one line; with a remedy if memory ran out."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
     if not is_out_of_memory(error):
         return text

@@ -1,4 +1,4 @@
-"""What a run will do, before it costs anything.
+"""Shows what a run will do, before it costs anything.
 
 python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
     [--compiled FILE]
@@ -35,9 +35,10 @@ from maxramp.run.picture import draw_plan
 from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
-Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest
-per_device_batch_size whose compiled step fits a device of this machine, --compiled FILE adds what
-maxramp.compile found for a pod.
+  --json           print the plan as JSON
+  --plot FILE      draw it
+  --fit            find the largest per_device_batch_size whose step fits a device of this machine
+  --compiled FILE  add what maxramp.compile found for a pod
 """
 
 

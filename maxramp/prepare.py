@@ -1,4 +1,4 @@
-"""Documents -> tokens on disk, ready for training.
+"""Tokenizes documents into files that training reads by row number.
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare --inspect DIR
@@ -54,14 +54,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m maxramp.prepare",
-        description="Tokenizes documents into a folder of token files that training reads by "
-        "default. Started again after a kill it goes on.",
+        description="Tokenizes documents into a folder of files that training reads by row number. "
+        "If it is interrupted, run the same command again to continue.",
         epilog=f"Keys, as in configs/base.yml: {', '.join(KEYS)}.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
-    add("--output", metavar="DIR", help="folder of the prepared set")
+    add("--output", metavar="DIR", help="folder to write the prepared set to")
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
     add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
     add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepare(given, names, _load_keys(keys))
         return 0
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_FAILED
     except (ConfigError, TrainingError, MemoryError) as error:
         return report(error)

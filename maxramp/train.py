@@ -91,7 +91,7 @@ def train(
     preemption: Preemption,
     watchdog: Watchdog,
 ) -> int:
-    """Trains from where the run stands to the end of the run or the stage, on the mesh that is set.
+    """Trains from the newest checkpoint to the end of the run or the stage, on the set mesh.
 
     Args:
       config: a resolved config.

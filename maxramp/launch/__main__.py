@@ -1,4 +1,4 @@
-"""Starting a run on this machine or on a cluster, and keeping it going to its end.
+"""Starts a run on this machine or on a cluster, and restarts it until it is done.
 
 python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [--dry-run | --status]
 """
@@ -21,9 +21,12 @@ from maxramp.launch.jobs import Run
 
 _CLUSTERS = ("local", "slurm", "gke")
 USAGE = """
-Besides key=value: --cluster local, slurm or gke says where the jobs run; --dry-run prints all that
-would be started; --status shows the jobs of a run under slurm. num_nodes and devices_per_node say
-how many nodes there are for the run; each job takes those that the plan gives its stage.
+  --cluster local|slurm|gke  where to run the jobs
+  --dry-run                  print everything that would be started
+  --status                   show the jobs of a run under slurm
+
+num_nodes and devices_per_node say what nodes you have; each job takes as many as the plan gives its
+stage.
 """
 
 
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Run.of(config, arguments)
         if status:
             if cluster != "slurm":
-                raise ConfigError(f"--status is there for --cluster slurm, not {cluster}")
+                raise ConfigError(f"--status works with --cluster slurm, not {cluster}")
             slurm.print_status(run)
             return 0
         if cluster == "slurm":

@@ -122,7 +122,7 @@ def test_nodes_that_no_stage_takes_are_said(capsys):
     """64 rows do not divide over more than 8 nodes of 8."""
     keys = [BASE, "global_batch_size=64", "micro_batch_size=1", "devices_per_node=8"]
     for nodes, said in ((16, ["nodes     8 of 16 at most"]), (8, [])):
-        print_plan(make_plan(config_lib.load([*keys, f"num_nodes={nodes}"])))
+        print_plan(make_plan(load([*keys, f"num_nodes={nodes}"])))
         lines = capsys.readouterr().out.splitlines()
         assert [line.partition(":")[0] for line in lines if line.startswith("nodes ")] == said
 
