@@ -100,8 +100,8 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
                 copy.write(path.read_bytes())
-        keys = (keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
-        far = open_corpus(make_config(*keys).data)
+        remote = f"grain_train_files=memory://{folder.name}"
+        far = open_corpus(make_config(keys[0], remote, keys[2]).data)
         assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
     assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
@@ -290,7 +290,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert prepare_lib.main([str(source), "--output", str(tmp_path / "set"), COLUMN]) == 0
-    assert capfd.readouterr().err.startswith(f"warning: {tmp_path}/set is on a file system without")
+    warning = f"warning: {tmp_path}/set/.preparing: this file system has no locks"
+    assert capfd.readouterr().err.startswith(warning)
     assert len(documents(tmp_path / "set")) == len(TEXTS)
 
 
