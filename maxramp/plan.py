@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(arguments, "plan", USAGE)
         if fit:
             mesh_lib.start_backend(config)
-            config = resolve(config, jax.devicecount(), mesh_lib.num_slices(), 1)
+            config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
             print(largest_per_device_batch_size(config))
             return 0
         plan = make_plan(config)
