@@ -27,15 +27,17 @@ RAMP = [
 ]
 EQUALITY = """
 import jax, jax.numpy as jnp, json, numpy as np
-from maxramp import config as config_lib, mesh as mesh_lib
-from maxramp.attention import causal_attention
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.model.attention import causal_attention
+from maxramp.parallel import mesh as mesh_lib
 keys = ["dtype=bfloat16", "enable_rampup_batch_size=False", "per_device_batch_size=1"]
 config = resolve(load(["configs/base.yml", *keys]), 1, 1, 1)
 random = np.random.default_rng(0)
 q, k, v = (jnp.asarray(random.normal(size=(2, 1024, n, 64)), jnp.bfloat16) for n in (8, 2, 2))
 segments = jnp.asarray(np.cumsum(random.random((2, 1024)) < 0.005, axis=1), jnp.int32)
 found = {}
-with jax.set_mesh(mesh_lib.make_mesh(config)):
+with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
     for name, s in (("", None), (", documents", segments)):
         def run(which, q=q, k=k, v=v):
             def f(q, k, v):

@@ -26,10 +26,11 @@ from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.keys.base import CONFIGS
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, init_state, train_step
+from maxramp.training.step import init_state, train_step
 
 BATCH = 64
 WARM_UP = 8
@@ -91,15 +92,30 @@ def write_texts(folder: pathlib.Path, megabytes: int) -> dict[str, tuple[str, ..
 def make_loader(config) -> tuple[Loader, RampupBatchManager]:
     mesh = mesh_lib.make_mesh(config)
     expansion = Expansion(mesh, 1)
-    ramp = RampupBatchManager(config, 1)
-    return Loader(config, open_rows(config, True, lambda: None), ramp, expansion, 0, BATCH), ramp
+    ramp = RampupBatchManager(config.batch, 1)
+    corpus = open_rows(config.data, config.reading, True)
+    loader = Loader(
+        config.data,
+        config.reading,
+        corpus,
+        ramp,
+        expansion,
+        first_step=0,
+        eval_rows=BATCH,
+        eval_steps=config.evaluation.eval_steps,
+    )
+    return loader, ramp
 
 
 def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float:
     """Rows that the loop gets, from the first batch on, as arrays on the device."""
     config = resolved(
-        *(*keys, f"max_target_length={length}", f"per_device_batch_size={BATCH}"),
-        *("enable_rampup_batch_size=False", "num_epoch=100000", "steps=1000000"),
+        *keys,
+        f"max_target_length={length}",
+        f"per_device_batch_size={BATCH}",
+        "enable_rampup_batch_size=False",
+        "num_epoch=100000",
+        "steps=1000000",
     )
     loader, _ = make_loader(config)
     for step in range(WARM_UP):  # until every worker has started and nothing is read ahead
@@ -119,9 +135,13 @@ def stage_changes(keys: tuple[str, ...], stages: int = 12, steps: int = 12) -> d
     firsts = itertools.accumulate([steps * size for size in sizes[:-1]], initial=0)
     schedule = " ".join(f"{first}:{size}" for first, size in zip(firsts, sizes, strict=True))
     config = resolved(
-        *(*keys, "max_target_length=2048", f"step_batch_size_schedule={schedule}"),
-        *("step_batch_size_unit=samples", f"per_device_batch_size={sizes[-1]}"),
-        *("num_epoch=100000", f"steps={stages * steps}"),
+        *keys,
+        "max_target_length=2048",
+        f"step_batch_size_schedule={schedule}",
+        "step_batch_size_unit=samples",
+        f"per_device_batch_size={sizes[-1]}",
+        "num_epoch=100000",
+        f"steps={stages * steps}",
     )
     loader, ramp = make_loader(config)
     first, other = [], []
@@ -137,8 +157,13 @@ def stage_changes(keys: tuple[str, ...], stages: int = 12, steps: int = 12) -> d
 def memory(keys: tuple[str, ...], gib: float) -> dict[str, float]:
     """How far this process grows while it may read far ahead of a loop that takes nothing."""
     config = resolved(
-        *(*keys, "max_target_length=2048", "per_device_batch_size=1024", "num_epoch=100000"),
-        *("enable_rampup_batch_size=False", "steps=100000", "grain_prefetch_buffer_size=10000"),
+        *keys,
+        "max_target_length=2048",
+        "per_device_batch_size=1024",
+        "num_epoch=100000",
+        "enable_rampup_batch_size=False",
+        "steps=100000",
+        "grain_prefetch_buffer_size=10000",
         f"grain_prefetch_buffer_gib={gib}",
     )
     before = resident()

@@ -16,8 +16,9 @@ from figures import ROOT, parser, save
 PROGRAM = """
 import sys, time, statistics
 import jax
-from maxramp import metrics, processes
-from maxramp.processes import end_process
+from maxramp.parallel import processes
+from maxramp.parallel.processes import end_process
+from maxramp.run import metrics
 from maxramp.train import main
 join = processes.join
 def join_and_dispatch(timeout):  # to threads of XLA's, as to an accelerator

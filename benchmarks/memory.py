@@ -22,20 +22,23 @@ SIZES = [
 PROGRAM = """
 import functools, json, resource, sys
 import jax, jax.numpy as jnp
-from maxramp import config as config_lib, mesh as mesh_lib
-from maxramp.memory import compiled_bytes
-from maxramp.optimizer import LearningRate
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup import RampupBatchManager
-from maxramp.stages import abstract_state, initial_state
-from maxramp.step import BATCH_ABS, train_step
+from maxramp.training.device_memory import compiled_bytes
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import initial_state
+from maxramp.training.step import make_train_step
 
 config = resolve(load(sys.argv[1:]), 1, 1, 1)
-jax.set_mesh(mesh_lib.make_mesh(config))
-rate = LearningRate.of(config, RampupBatchManager(config))
-state = initial_state(config)
-shape = (1, int(config.per_device_batch_size), config.max_target_length + 1)
+jax.set_mesh(mesh_lib.make_mesh(config.mesh))
+rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+state = initial_state(config.recipe)
+shape = (1, int(config.batch.per_device_batch_size), config.batch.max_target_length + 1)
 batch = jax.device_put(jnp.zeros(shape, jnp.int32), BATCH_ABS)
-step = functools.partial(train_step, config=config, learning_rate=rate)
+step = make_train_step(config.recipe, rate)
 compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak counts from here

@@ -20,9 +20,10 @@ from figures import ROOT, parser, save
 PROGRAM = """
 import json, os, sys, time
 import maxramp.train as train
-from maxramp import metrics, saving
+from maxramp.checkpoints import store
+from maxramp.run import metrics
 blocked, ends = [], []
-keep, write = saving.Checkpoints.save, metrics.JsonlWriter.__call__
+keep, write = store.Checkpoints.save, metrics.JsonlWriter.__call__
 def timed(self, step, *arguments, **more):
     start = time.perf_counter()
     keep(self, step, *arguments, **more)
@@ -30,7 +31,7 @@ def timed(self, step, *arguments, **more):
 def noted(self, record):
     write(self, record)
     ends.append((record["step"], record["step_seconds"], time.time()))
-saving.Checkpoints.save, metrics.JsonlWriter.__call__ = timed, noted
+store.Checkpoints.save, metrics.JsonlWriter.__call__ = timed, noted
 status = train.main(sys.argv[1:])
 print("FIGURES", json.dumps({"blocked": blocked, "ends": ends}))
 sys.stdout.flush()

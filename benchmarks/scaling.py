@@ -19,7 +19,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
 
 SMALL = [
@@ -42,9 +42,9 @@ def resolved(devices: int, *keys: str):
 
 def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
     """Seconds to lower and to compile the step of a stage, and the lines of its program."""
-    ramp = RampupBatchManager(config, mesh.size)
+    ramp = RampupBatchManager(config.batch, mesh.size)
     stage = ramp.stages[stage_index]
-    lower = lower_step(config, mesh, LearningRate.of(config, ramp))
+    lower = lower_step(config.recipe, mesh, LearningRate.of(config.schedule, ramp))
     start = time.perf_counter()
     lowered = lower(stage.gradient_accumulation_steps, stage.micro_batch_size)
     middle = time.perf_counter()
@@ -60,7 +60,7 @@ def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
 
 def on_cpu(*keys: str, stage_index: int = -1) -> dict[str, float]:
     config = resolved(1, *SMALL, *keys)
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         return measure(config, mesh, stage_index)
 

@@ -17,13 +17,13 @@ from figures import ROOT, parser, save
 
 PROGRAM = """
 import sys
-from maxramp import stages
-from maxramp.processes import end_process
+from maxramp.parallel.processes import end_process
 from maxramp.train import main
+from maxramp.training import programs
 {patch}
 end_process(main(sys.argv[1:]))
 """
-WAYS = {"ahead": "", "when reached": "stages.Programs.lower_ahead = lambda self: None"}
+WAYS = {"ahead": "", "when reached": "programs.Programs.lower_ahead = lambda self: None"}
 
 
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:

@@ -20,7 +20,8 @@ PROGRAM = """
 import json, os, sys, time
 marks = {"python": time.time()}
 import maxramp.train as train
-from maxramp import mesh, metrics
+from maxramp.parallel import mesh
+from maxramp.run import metrics
 marks["imports"] = time.time()
 
 def marked(owner, name, mark):

@@ -17,11 +17,13 @@ from figures import parser, save
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.keys.base import CONFIGS
-from maxramp.parallel import cpu as heap
+from maxramp.parallel import cpu
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, init_state, train_step
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import init_state
+from maxramp.training.step import make_train_step
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
 SIZES = {
@@ -46,11 +48,10 @@ def ours(size, batch):
         ]
     )
     config = resolve(config, 1, 1, 1)
-    jax.set_mesh(mesh_lib.make_mesh(config))
-    ramp = RampupBatchManager(config)
-    rate = LearningRate.of(config, ramp)
-    state = jax.jit(functools.partial(init_state, config))()
-    step = functools.partial(train_step, config=config, learning_rate=rate)
+    jax.set_mesh(mesh_lib.make_mesh(config.mesh))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+    state = jax.jit(functools.partial(init_state, config.recipe))()
+    step = make_train_step(config.recipe, rate)
     batch = jax.device_put(batch, BATCH_ABS)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
@@ -88,8 +89,8 @@ def seconds(run) -> float:
 def main() -> None:
     arguments = parser("step", __doc__).parse_args()
     base = str(CONFIGS / "base.yml")
-    mesh_lib.start_backend(load([base, "jax_cache_dir="]))
-    heap.keep()
+    mesh_lib.start_backend(load([base, "jax_cache_dir="]).backend)
+    cpu.keep()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")
     for name, size in SIZES.items():

@@ -9,32 +9,26 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.end_with_readers()
 
-import functools
 import json
 import pathlib
-import re
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from maxramp.commandline import print_table, take_flag
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, report
+from maxramp.model.keys import ModelKeys
+from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel import topology as topology_lib
-from maxramp.planning import hlo
-from maxramp.planning.cost import training_flops_per_token
-from maxramp.planning.memory import GIB, compiled_bytes
-from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import lower_step
+from maxramp.planning.pod import Pod
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
 compile_topology names the pod. The result is printed (with --json as JSON) and kept in the output
@@ -48,21 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         as_json = take_flag(arguments, "--json")
         config = load(arguments, "compile", USAGE)
-        if not config.compile_topology:
+        if not config.planning.compile_topology:
             raise ConfigError(
                 "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
                 "v5p-2048"
             )
         result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
-        folder = pathlib.Path(config.base_output_directory).expanduser()
-        folder /= config.run_name or config.model_name
+        run = config.run
+        folder = pathlib.Path(run.base_output_directory).expanduser()
+        folder /= run.run_name or run.model_name
         path = folder / "compiled.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"base_output_directory={config.base_output_directory}: cannot write to {path}: "
+                f"base_output_directory={run.base_output_directory}: cannot write to {path}: "
                 f"{error.strerror}"
             ) from None
         if as_json:
@@ -75,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
+def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, Any]:
     """Compiles the step of every stage, each batch shape once.
 
     Args:
@@ -91,31 +86,35 @@ def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
     """
-    topology = topology_lib.parse(config.compile_topology)
-    slices = config.compile_topology_num_slices
+    topology = topology_lib.parse(config.planning.compile_topology)
+    slices = config.planning.compile_topology_num_slices
     jax.config.update("jax_platforms", "cpu")  # nothing runs; the pod is libtpu's description of it
     devices = topology_lib.describe(topology, slices).devices
     target = resolve(config, len(devices), slices, 1)
-    ramp = RampupBatchManager(target, len(devices))
+    ramp = RampupBatchManager(target.batch, len(devices))
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = _Pod(target, ramp, mesh_lib.make_mesh(target, devices), topology)
+    pod = Pod(
+        target.recipe,
+        LearningRate.of(target.schedule, ramp),
+        mesh_lib.make_mesh(target.mesh, devices),
+        topology.chip,
+        target.planning.device_memory_gib,
+        target.batch.model_parallel_size,
+    )
     entries = []
     for stage in stages:
         entry = stage.to_json() | pod.step(
             stage.gradient_accumulation_steps, stage.micro_batch_size
         )
-        end = ramp.total_steps
-        if stage.steps is not None:
-            end = min(end, stage.first_step + stage.steps)
-        entry["run_steps"] = end - stage.first_step
+        entry["run_steps"] = ramp.run_steps(stage)
         say(
             f"stage {stage.index}: global batch {stage.global_batch_size}, compiled in "
             f"{entry['compile_seconds']:.0f} s"
         )
         if not entry["fits"]:
             entry["nearest_fit"] = pod.nearest_fit(stage)
-        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target))
+        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target.model))
     last, total = entries[-1], ramp.total_samples
     fit = all(entry["fits"] for entry in entries)
     constant = -(-total // last["global_batch_size"])
@@ -124,7 +123,7 @@ def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
         "num_slices": slices,
         "devices": len(devices),
         "mesh": target.mesh.sizes,
-        "max_target_length": target.max_target_length,
+        "max_target_length": target.model.max_target_length,
         "peak_tflops_per_device": topology.chip.peak_tflops,
         "stages": entries,
         "totals": {
@@ -135,120 +134,27 @@ def compile_stages(config: Any, say: Any = lambda line: None) -> dict[str, Any]:
             "chip_hours": sum(entry["chip_hours"] for entry in entries) if fit else None,
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(last, constant, len(devices), target),
+            | _over_the_run(last, constant, len(devices), target.model),
         },
     }
 
 
 def _over_the_run(
-    entry: dict[str, Any], steps: int, devices: int, config: Config
+    entry: dict[str, Any], steps: int, devices: int, model: ModelKeys
 ) -> dict[str, float | None]:
     """What so many of a stage's steps take."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "chip_hours"))
-    tokens = entry["global_batch_size"] * config.max_target_length
+    tokens = entry["global_batch_size"] * model.max_target_length
     rate = tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600
     return {
         "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(config) / peak,
+        "mfu": rate * training_flops_per_token(model) / peak,
         "hours": hours,
         "chip_hours": hours * devices,
     }
-
-
-class _Pod:
-    """A pod's compiler."""
-
-    def __init__(
-        self,
-        config: Config,
-        ramp: RampupBatchManager,
-        mesh: Mesh,
-        topology: topology_lib.Topology,
-    ):
-        self._config, self._mesh, self._chip = config, mesh, topology.chip
-        self._limit = topology.chip.memory_gib
-        if config.device_memory_gib != -1:
-            self._limit = config.device_memory_gib
-        self._parallel = BatchKeys.read(config).model_parallel_size
-        # Setting a mesh of devices that are not there fails as soon as anything runs.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            self._lower = lower_step(config, mesh, LearningRate.of(config, ramp))
-
-    @functools.cache  # noqa: B019
-    def step(self, accumulation: int, rows: int) -> dict[str, Any]:
-        """What the compiler says of the step of a batch shape."""
-        start = time.perf_counter()
-        limit = {"peak_tflops_per_device": self._chip.peak_tflops}
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            lowered = self._lower(accumulation, rows)
-            try:
-                compiled = lowered.compile()
-            except jax.errors.JaxRuntimeError as error:
-                if not (sizes := _too_big(str(error))):
-                    raise
-                memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
-                return limit | {
-                    "memory_gib": memory | {"limit": min(sizes[1], self._limit)},
-                    "fits": False,
-                    "compile_seconds": time.perf_counter() - start,
-                }
-        seconds = time.perf_counter() - start
-        analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
-        work = hlo.count(compiled.as_text())
-        compute = work.cycles / (self._chip.clock_ghz * 1e9)
-        compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
-        waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
-        return limit | {
-            "memory_gib": {
-                "arguments": analysis.argument_size_in_bytes / GIB,
-                "temporaries": analysis.temp_size_in_bytes / GIB,
-                "peak": peak,
-                "limit": self._limit,
-            },
-            "fits": peak <= self._limit,
-            "flops_per_device": work.flops,
-            "compute_seconds": compute,
-            "collective_seconds": waited,
-            "step_seconds": compute + waited,
-            "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
-            "compile_seconds": seconds,
-        }
-
-    def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:
-        """The same global batch in the largest micro batches that fit; None if one row does not."""
-        ranks = stage.devices // self._parallel
-        rows = stage.global_batch_size // ranks
-        now = stage.micro_batch_size // ranks
-        sizes = [size for size in range(1, now) if rows % size == 0]
-        fits, low = None, 0
-        while low < len(sizes):  # bisects from above: sizes[:low] fit, what is cut off does not
-            middle = (low + len(sizes)) // 2
-            found = self.step(rows // sizes[middle], sizes[middle] * ranks)
-            if found["fits"]:
-                fits, low = (sizes[middle], found), middle + 1
-            else:
-                sizes = sizes[:middle]
-        if fits is None:
-            return None
-        return {
-            "per_device_batch_size": fits[0] / self._parallel,
-            "gradient_accumulation_steps": rows // fits[0],
-            "peak_gib": fits[1]["memory_gib"]["peak"],
-        }
-
-
-def _too_big(error: str) -> tuple[float, float] | None:
-    """GiB that a refused program needs at least, and those there are; None if nothing is said."""
-    used = re.search(r"Used ([0-9.]+[KMGT]) of ([0-9.]+[KMGT]) hbm", error)
-    used = used or re.search(
-        r"temporaries \(([0-9.]+[KMGT])\) exceeds available HBM \(([0-9.]+[KMGT])\)", error
-    )
-    if not used:
-        return None
-    return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in used.groups())
 
 
 def _cells(s: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.output import plan_json
 from maxramp.run.picture import draw_plan
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
 Besides key=value: --json prints the plan as JSON, --plot FILE draws it, --fit finds the largest
@@ -50,9 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled = take_value(arguments, "--compiled")
         config = load(arguments, "plan", USAGE)
         if fit:
-            mesh_lib.start_backend(config)
+            mesh_lib.start_backend(config.backend)
             config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
-            print(largest_per_device_batch_size(config))
+            line = largest_per_device_batch_size(
+                config.recipe,
+                config.mesh,
+                config.batch,
+                config.schedule,
+                config.planning.device_memory_gib,
+            )
+            print(line)
             return 0
         plan = make_plan(config)
         if compiled:
@@ -111,7 +118,8 @@ def make_plan(config: Config) -> dict[str, Any]:
             **_against_all_nodes(stage, steps, time, keys, cost),
         }
         try:
-            entry["memory_gib"] = estimate(resolve_planned(config, stage.devices), stage)
+            sizes = resolve_planned(config, stage.devices).mesh.sizes
+            entry["memory_gib"] = estimate(target.recipe, sizes, stage)
         except ConfigError as error:
             entry["memory_gib"] = None
             plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
@@ -123,7 +131,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "constant_first_batch": _constant(ramp, stages[0], cost),
         "constant_final_batch": _constant(ramp, stages[-1], cost),
     }
-    rate = LearningRate.of(target, ramp)
+    rate = LearningRate.of(target.schedule, ramp)
     points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]

@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -23,17 +24,22 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.config.load import load
-from maxramp.data import mixture, tokenizers
-from maxramp.data import shards as preparation
+from maxramp.data import mixture, shards, tokenizers
 from maxramp.data.files import formats, prepared, storage
 from maxramp.data.files.records import RecordFile
+from maxramp.data.keys import DataKeys
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.keys.base import CONFIGS
 
 KEYS = (
-    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "train_data_columns"),
-    *("tokenize_train_data", "grain_file_type"),
+    "tokenizer_type",
+    "tokenizer_path",
+    "add_bos",
+    "add_eos",
+    "train_data_columns",
+    "tokenize_train_data",
+    "grain_file_type",
 )
 BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
@@ -96,16 +102,16 @@ def _is_key(text: str) -> bool:
     return re.match(r"\w+=", text) is not None and not storage.find(text)
 
 
-def _load_keys(arguments: list[str]) -> Any:
+def _load_keys(arguments: list[str]) -> DataKeys:
     base = [str(CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
     config = load([*base, *arguments], "prepare")
     for argument in arguments:
         if argument.partition("=")[0] not in KEYS:
             raise ConfigError(f"{argument}: preparing takes only {', '.join(KEYS)}")
-    return config.replace(tokenizer_type=config.data.type_of_tokenizer)
+    return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
 
 
-def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> None:
+def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
     """Prepares the inputs `names` into `given.output`.
 
     Raises:
@@ -114,40 +120,42 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
     """
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
-    inputs = _open_inputs(names, config)
+    inputs = _open_inputs(names, keys)
     _check_apart(output, inputs)
-    with preparation.sole_writer(output):
+    with shards.sole_writer(output):
         tokenizer, trained, manifest = None, "", None
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
         if not inputs[0].tokens:
             if given.train_bpe is not None:
-                if config.tokenizer_path or config.tokenizer_type != "bytes":
-                    named = config.tokenizer_path or config.tokenizer_type
+                if keys.tokenizer_path or keys.tokenizer_type != "bytes":
+                    named = keys.tokenizer_path or keys.tokenizer_type
                     raise ConfigError(
                         f"--train_bpe {given.train_bpe} trains a tokenizer, and the keys name "
                         f"another, {named}; leave one of them out"
                     )
                 path, trained = _train_bpe(given.train_bpe, output, inputs, manifest)
-                config = config.replace(tokenizer_type="huggingface", tokenizer_path=str(path))
+                keys = dataclasses.replace(
+                    keys, tokenizer_type="huggingface", tokenizer_path=str(path)
+                )
             tokenizer = tokenizers.load(
-                *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
+                keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
             )
             _say(f"tokenizer  {_shown(tokenizer)}")
-        elif given.train_bpe is not None or config.tokenizer_path:
-            named = f"tokenizer_path={config.tokenizer_path}"
+        elif given.train_bpe is not None or keys.tokenizer_path:
+            named = f"tokenizer_path={keys.tokenizer_path}"
             if given.train_bpe is not None:
                 named = f"--train_bpe {given.train_bpe}"
             raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
         size = max(1, int(given.shard_megabytes * 1e6))
-        job = preparation.plan(output, inputs, tokenizer, trained, size)
+        job = shards.plan(output, inputs, tokenizer, trained, size)
         if manifest:
             if manifest["source"] != job.source:
                 raise ConfigError(
                     f"--output {output} holds a set of other inputs, or read in another way; give "
                     "another folder, or remove it"
                 )
-            preparation.clean(job)  # where an earlier start was killed just before
+            shards.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
             there, size = len(job.finished()), sum(shard.size for shard in job.shards)
@@ -156,7 +164,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
             with _progress(size) as show:
-                manifest = preparation.make(job, given.workers, show)
+                manifest = shards.make(job, given.workers, show)
     _say(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
@@ -168,15 +176,15 @@ def prepare(given: argparse.Namespace, names: Sequence[str], config: Any) -> Non
     )
 
 
-def _open_inputs(names: Sequence[str], config: Any) -> list[RecordFile]:
+def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     storage.allow_many_files()
-    (column,) = config.train_data_columns
+    (column,) = keys.train_data_columns
     inputs = []
     for name in names:
-        kind, paths = mixture.find_files("INPUT", name, config.grain_file_type)
+        kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        tokens = not config.tokenize_train_data
+        tokens = not keys.tokenize_train_data
         inputs += [formats.READERS[kind](path, column, tokens) for path in paths]
         for file in inputs if kind == "megatron" else ():
             file.check()
@@ -225,22 +233,22 @@ def _train_bpe(
     """
     if size < 258:
         raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
-    name = preparation.bpe_name(size, inputs)
+    name = shards.bpe_name(size, inputs)
     path = output / f"{name}.json"
     if manifest:
-        told = manifest["tokenizer"] or {"vocab_size": 0}
+        used = manifest["tokenizer"] or {"vocab_size": 0}
         # Version 1 kept no name; its size tells them apart where the text was not used up.
-        if told.get("trained", name if told["vocab_size"] == size else "") != name:
+        if used.get("trained", name if used["vocab_size"] == size else "") != name:
             raise ConfigError(
                 f"--train_bpe {size}: {output} holds a set that was finished with another "
-                f"tokenizer, of {told['vocab_size']:,} ids; give another folder, or remove it"
+                f"tokenizer, of {used['vocab_size']:,} ids; give another folder, or remove it"
             )
         return output / "tokenizer.json", name
     if path.exists():
         _say(f"tokenizer  {path} is there from an earlier start")
         return path, name
     start = time.perf_counter()
-    texts = preparation.sample_texts(inputs, BPE_BYTES)
+    texts = shards.sample_texts(inputs, BPE_BYTES)
     storage.write_whole(path, tokenizers.train_bpe(texts, size))
     _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
     return path, name
@@ -273,21 +281,21 @@ def inspect(folder: str) -> None:
       ConfigError: it is none, or torn.
     """
     manifest = prepared.read_manifest(folder)
-    shards = prepared.open_shards(folder, manifest)
-    told, tokenizer = manifest["tokenizer"], None
-    if told:
-        path = os.path.join(folder, told["file"]) if told["file"] else ""
-        tokenizer = tokenizers.load(told["type"], path, told["add_bos"], told["add_eos"])
+    files = prepared.open_shards(folder, manifest)
+    used, tokenizer = manifest["tokenizer"], None
+    if used:
+        path = os.path.join(folder, used["file"]) if used["file"] else ""
+        tokenizer = tokenizers.load(used["type"], path, used["add_bos"], used["add_eos"])
     _say(f"set        {folder} (hash {manifest['hash']})")
     _say(f"tokenizer  {_shown(tokenizer) if tokenizer else 'none: the inputs held tokens'}")
     _say(
         f"holds      {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
-        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(shards):,} shards"
+        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
     )
     starts = np.cumsum([0, *(shard["documents"] for shard in manifest["shards"])])
     for index in np.unique(np.linspace(0, manifest["documents"] - 1, 5).astype(int)):
         which = int(np.searchsorted(starts, index, "right")) - 1
-        ids = shards[which][int(index - starts[which])]
+        ids = files[which][int(index - starts[which])]
         text = repr(tokenizer.decode(ids[:64])) if tokenizer else " ".join(map(str, ids[:16]))
         _say(f"document {index:,}, {len(ids):,} tokens: {text}{'...' if len(ids) > 64 else ''}")
 

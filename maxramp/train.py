@@ -38,8 +38,7 @@ from maxramp.errors import (
     report,
 )
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import cpu as heap
-from maxramp.parallel import lifeline
+from maxramp.parallel import cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
 from maxramp.planning.cost import PassCost
@@ -49,8 +48,10 @@ from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
 from maxramp.run.profiling import Profiler
 from maxramp.run.watchdog import Watchdog
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import HeldState, Programs, abstract_state, initial_state
+from maxramp.training.device_memory import device_memory
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import Programs
+from maxramp.training.state import HeldState, abstract_state, initial_state
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -68,16 +69,16 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
     """Starts the backend, opens the data and trains."""
-    mesh_lib.start_backend(loaded)
+    mesh_lib.start_backend(loaded.backend)
     for line in notes if jax.process_index() == 0 else ():
         print_note(line)
     watchdog.beat()
     preemption.begin(jax.process_count() > 1, lifeline.end_now)
     config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     jax.set_mesh(mesh)
-    expansion = Expansion(mesh, config.expansion_factor_real_data)
-    corpus = open_rows(config, expansion.reads, watchdog.beat)
+    expansion = Expansion(mesh, config.data.expansion_factor_real_data)
+    corpus = open_rows(config.data, config.reading, expansion.reads, watchdog.beat)
     return train(config, corpus, expansion, mesh_checker(loaded), preemption, watchdog)
 
 
@@ -136,18 +137,32 @@ def train(
             output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
 
-        with_eval = config.eval_interval > 0
-        eval_rows = int(exact(config.eval_per_device_batch_size) * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows, checkpoints.shuffle)
+        with_eval = config.evaluation.eval_interval > 0
+        eval_rows = int(exact(config.evaluation.eval_per_device_batch_size) * jax.device_count())
+        loader = Loader(
+            config.data,
+            config.reading,
+            corpus,
+            ramp,
+            expansion,
+            first_step,
+            eval_rows,
+            config.evaluation.eval_steps,
+            checkpoints.shuffle,
+        )
         closing.callback(loader.close)
-        abstract = abstract_state(config, mesh)
+        abstract = abstract_state(config.recipe, mesh)
         if position:
             checkpoints.compare(position, abstract)
         programs = Programs(
-            *(config, expansion, LearningRate.of(config, ramp), abstract),
+            config.recipe,
+            expansion,
+            LearningRate.of(config.schedule, ramp),
+            abstract,
             stages=ramp.stages_between(first_step, last_step),
             eval_rows=eval_rows if with_eval else 0,
             packed=corpus.packed,
+            memory_limit=device_memory(config.planning.device_memory_gib),
             say=output.say,
             on_failure=preemption.ask,
         )
@@ -158,12 +173,12 @@ def train(
         if position:
             state = checkpoints.restore(position, abstract)
         else:
-            state = initial_state(config)
+            state = initial_state(config.recipe)
             if config.checkpoints.load_parameters_path:
                 model = checkpoints.load_parameters(abstract.model)
                 state = dataclasses.replace(state, model=model)
         state = HeldState(state)
-        heap.keep()
+        cpu.keep()
 
         checkpoints.start_saving()
         log = MetricsLog(
@@ -192,7 +207,9 @@ def train(
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (done % config.eval_interval == 0 or done == ramp.total_steps):
+            if with_eval and (
+                done % config.evaluation.eval_interval == 0 or done == ramp.total_steps
+            ):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model

@@ -21,7 +21,7 @@ from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.step import fingerprint
+from maxramp.training.fingerprint import fingerprint
 
 _MOVE = re.compile(
     r"s32\[([\d,]+)\]\S* collective-permute(?:-start)?\("
@@ -40,13 +40,22 @@ def moved_bytes(program: str) -> int:
 
 def serve(first_step: int, loaded) -> dict:
     config = resolve(loaded, jax.device_count(), 1, jax.process_count())
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        expansion = Expansion(mesh, config.expansion_factor_real_data)
-        corpus = open_rows(config, expansion.reads, lambda: None)
-        ramp = RampupBatchManager(config, jax.device_count())
-        eval_rows = int(config.eval_per_device_batch_size * jax.device_count())
-        loader = Loader(config, corpus, ramp, expansion, first_step, eval_rows)
+        expansion = Expansion(mesh, config.data.expansion_factor_real_data)
+        corpus = open_rows(config.data, config.reading, expansion.reads)
+        ramp = RampupBatchManager(config.batch, jax.device_count())
+        eval_rows = int(config.evaluation.eval_per_device_batch_size * jax.device_count())
+        loader = Loader(
+            config.data,
+            config.reading,
+            corpus,
+            ramp,
+            expansion,
+            first_step,
+            eval_rows,
+            config.evaluation.eval_steps,
+        )
 
         @functools.cache
         def program(shape, sharding):
@@ -78,7 +87,7 @@ def main() -> None:
     for i, (first_step, arguments) in enumerate(requests):
         loaded = load(arguments)
         if i == 0:
-            mesh_lib.start_backend(loaded)
+            mesh_lib.start_backend(loaded.backend)
         print(json.dumps(serve(first_step, loaded)), flush=True)
 
 

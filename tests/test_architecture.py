@@ -31,7 +31,6 @@ FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
 # What goes up until every room has its section of the config; nothing may be added.
 UNTIL_SECTIONS = {
-    ("data.relay", "training.step"),
     ("training.programs", "planning.memory"),
 }
 

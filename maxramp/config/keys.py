@@ -13,10 +13,10 @@ from maxramp.parallel.keys import BackendKeys, MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.run.keys import EvalKeys, ProfilerKeys, RunKeys
-from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys
+from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, Recipe
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Config:
     """Every section, for the commands, which hand each room its own.
 
@@ -49,11 +49,15 @@ class Config:
         del sections["values"]
         return cls(values, **{name: section.of(values) for name, section in sections.items()})
 
+    @property
+    def recipe(self) -> Recipe:
+        """What a train state and its step are made from."""
+        return Recipe(self.model, self.objective, self.optimizer)
+
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
         return self.of({**self.values, **values})
 
-    # Until every room takes its section.
     def __getattr__(self, name: str) -> Any:
         try:
             return self.__dict__["values"][name]
@@ -64,4 +68,5 @@ class Config:
         return self.values[name]
 
     def to_dict(self) -> dict[str, Any]:
+        """All keys."""
         return dict(self.values)

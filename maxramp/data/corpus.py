@@ -1,4 +1,4 @@
-"""What a run trains on and what is held out, as data: parts of items, and what identifies them."""
+"""What a run trains on and what it holds out: parts of items, and a hash of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Absent:
-    """So many items that another process holds: a length, and nothing to read."""
+    """Items that another process holds: a length, and nothing to read."""
 
     def __init__(self, count: int):
         self._count = count
@@ -45,7 +45,7 @@ class Corpus:
     description: str  # one line for a person
     hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
-    packed: bool = False  # rows of several documents, marked (`rows.START`)
+    packed: bool = False  # rows of several documents, marked (`marks.START`)
 
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""

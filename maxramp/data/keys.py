@@ -79,7 +79,7 @@ class DataKeys(Keys):
         Raises:
           ConfigError: the keys contradict each other or the dataset, or the name says nothing.
         """
-        return tokenizer_keys.type_of(self)
+        return tokenizer_keys.type_of(self.tokenizer_type, self.tokenizer_path, self.dataset_type)
 
 
 @dataclasses.dataclass(frozen=True)

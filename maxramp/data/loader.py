@@ -1,4 +1,4 @@
-"""Samples [lo, hi) -> one global array, read and placed ahead of the step."""
+"""The batch of each step as one global array, read and placed ahead of the step."""
 
 import concurrent.futures
 import contextlib
@@ -11,8 +11,8 @@ import grain
 import jax
 import numpy as np
 
-from maxramp.config.keys import Config
 from maxramp.data.corpus import Corpus
+from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
@@ -25,33 +25,37 @@ class Loader:
 
     def __init__(
         self,
-        config: Config,
+        data: DataKeys,
+        reading: ReadingKeys,
         corpus: Corpus,
         ramp: RampupBatchManager,
         expansion: Expansion,
         first_step: int,
         eval_rows: int,
+        eval_steps: int,
         shuffle: str = SHUFFLE,
     ):
         """
         Args:
-          config: a resolved config.
+          data: the epochs, the order and the length of rows.
+          reading: how to read ahead.
           corpus: the rows.
           ramp: which of them a step takes.
           expansion: which processes read them.
           first_step: the step whose batch comes first.
           eval_rows: rows of an evaluation batch.
+          eval_steps: batches of an evaluation; -1 = all held-out rows.
           shuffle: how the run's shuffles are seeded, one of `order.SHUFFLES`.
 
         Raises:
           ConfigError: the run needs more rows than there are.
         """
-        seed = config.data_shuffle_seed if config.enable_data_shuffling else None
-        rows = RunRows(corpus.train, config.num_epoch, seed, shuffle)
-        _check_enough(config, corpus, rows, ramp)
-        self._config, self._ramp, self._expansion = config, ramp, expansion
-        self._row_length = config.max_target_length + 1
-        self._eval_rows, self._eval_steps = eval_rows, config.eval_steps
+        seed = data.data_shuffle_seed if data.enable_data_shuffling else None
+        rows = RunRows(corpus.train, data.num_epoch, seed, shuffle)
+        _check_enough(corpus, rows, data.num_epoch, ramp)
+        self._reading, self._ramp, self._expansion = reading, ramp, expansion
+        self._row_length = data.max_target_length + 1
+        self._eval_rows, self._eval_steps = eval_rows, eval_steps
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
         last_step = ramp.total_steps
@@ -60,7 +64,10 @@ class Loader:
         )
         self._batches = self._read_ahead(
             StepBatches(rows, ramp, expansion.share),
-            *(first_step, last_step, self._abstract(largest), config.grain_worker_count),
+            first_step,
+            last_step,
+            largest=self._abstract(largest),
+            workers=reading.grain_worker_count,
         )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
@@ -87,18 +94,18 @@ class Loader:
         return self._expansion.place(next(self._batches), shape)
 
     def eval_batches(self) -> Iterator[jax.Array]:
-        """Batches of the held-out rows, as from `batch`, with A = 1: all rows once, or the first
-        eval_steps batches."""
-        abstract = self._expansion.abstract_batch(1, self._eval_rows, self._row_length)
-        batches = EvalBatches(
-            *(self._held_out, self._eval_rows, self._row_length, self._expansion.share)
-        )
+        """The batches of one evaluation, as from `batch` with A = 1.
+
+        Together they hold every held-out row once, or the first eval_steps batches of them.
+        """
+        rows, length, expansion = self._eval_rows, self._row_length, self._expansion
+        abstract = expansion.abstract_batch(1, rows, length)
+        batches = EvalBatches(self._held_out, rows, length, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        with contextlib.closing(
-            self._read_ahead(batches, 0, steps, abstract, workers=0)
-        ) as reading:
-            for local in reading:
-                yield self._expansion.place(local, abstract)
+        ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
+        with contextlib.closing(ahead):
+            for local in ahead:
+                yield expansion.place(local, abstract)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -116,10 +123,10 @@ class Loader:
         if not self._expansion.reads:
             return (None for _ in range(first, last))
         size = largest.size * 4 // jax.process_count()
-        return ReadAhead(batches, first, last, self._config, size, workers)
+        return ReadAhead(batches, first, last, self._reading, size, workers)
 
 
-def _check_enough(config: Config, corpus: Corpus, rows: RunRows, ramp: RampupBatchManager) -> None:
+def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
     needed, there = ramp.total_samples, len(rows)
     if needed <= there:
         return
@@ -127,7 +134,7 @@ def _check_enough(config: Config, corpus: Corpus, rows: RunRows, ramp: RampupBat
     epochs = next(n for n in itertools.count(-(-needed // once)) if rows.length(n)[0] >= needed)
     raise ConfigError(
         f"steps={ramp.total_steps} takes {needed} rows, but the data has {once} x "
-        f"num_epoch={config.num_epoch} = {there}"
+        f"num_epoch={num_epoch} = {there}"
         + (f", after which {part} is used up" if len(corpus.train) > 1 else "")
         + f"; use num_epoch={epochs}, or at most steps={ramp.step_at_sample(there)}"
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.config.keys import Config
 from maxramp.data import tokenizers
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.files import formats, prepared, storage
 from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.keys import DataKeys
 from maxramp.data.rows import Chain, Checked, Documents, RecordRows, Span, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
@@ -64,16 +64,16 @@ class _Entry:
     hash: str
 
 
-def open_mixture(config: Config) -> Corpus:
-    """The corpus of dataset_type=grain.
+def open_mixture(keys: DataKeys) -> Corpus:
+    """Opens the corpus of dataset_type=grain.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
     storage.allow_many_files()
-    opener = _Opener(config)
-    train = opener.entries("grain_train_files", config.grain_train_files)
-    eval_files = config.grain_eval_files
+    opener = _Opener(keys)
+    train = opener.entries("grain_train_files", keys.grain_train_files)
+    eval_files = keys.grain_eval_files
     evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
     kinds = {entry.documents: entry.name for entry in (*train, *evaluated)}
     if len(kinds) > 1:
@@ -85,7 +85,7 @@ def open_mixture(config: Config) -> Corpus:
     cuts = [len(entry.items) for entry in train]
     held_out = [entry.items for entry in evaluated]
     if not evaluated:  # the end of every part
-        cuts = [count - round(count * config.eval_fraction) for count in cuts]
+        cuts = [count - round(count * keys.eval_fraction) for count in cuts]
         held_out = [Span(e.items, cut, len(e.items)) for e, cut in zip(train, cuts, strict=True)]
     parts = tuple(
         Part(entry.name, entry.weight, Span(entry.items, 0, cut))
@@ -99,24 +99,24 @@ def open_mixture(config: Config) -> Corpus:
                 "or a smaller eval_fraction"
             )
     count, held_count = sum(cuts), sum(map(len, held_out))
-    if config.eval_interval > 0 and not held_count:
+    if keys.eval_interval > 0 and not held_count:
         raise ConfigError(
-            f"eval_interval={config.eval_interval}, but eval_fraction={config.eval_fraction} of "
+            f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
             f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
             "eval_interval=-1"
         )
     total = sum(part.weight for part in parts)
     names = [f"{part.name} {part.weight / total:.3g}" for part in parts]
-    path = "" if opener.uses_tokenizer else config.tokenizer_path
+    path = "" if opener.uses_tokenizer else keys.tokenizer_path
     unused = f"; tokenizer_path={path} is not used, the files hold tokens" if path else ""
-    told = [config.max_target_length, cuts, [(entry.weight, entry.hash) for entry in train]]
-    told.append([entry.hash for entry in evaluated])
+    hashed = [keys.max_target_length, cuts, [(entry.weight, entry.hash) for entry in train]]
+    hashed.append([entry.hash for entry in evaluated])
     return Corpus(
         parts,
         Chain(held_out),
         f"{', '.join(names) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
         f"{held_count} held out{unused}",
-        hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest(),
+        hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest(),
         documents,
     )
 
@@ -128,8 +128,9 @@ class _Opener:
       uses_tokenizer: whether an entry was tokenized by the tokenizer of the keys, now or before.
     """
 
-    def __init__(self, config: Config):
-        self._config, self._tokenizer = config, None
+    def __init__(self, keys: DataKeys):
+        self._keys = keys
+        self._tokenizer: Tokenizer | None = None
         self._first_set: tuple[str, dict[str, Any]] | None = None  # that names its tokenizer
         self.uses_tokenizer = False
 
@@ -142,14 +143,14 @@ class _Opener:
 
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
         """The items of an entry, whether they are documents, and their hash."""
-        config, length = self._config, self._config.max_target_length
-        kind, paths = find_files(key, pattern, config.grain_file_type)
+        keys, length = self._keys, self._keys.max_target_length
+        kind, paths = find_files(key, pattern, keys.grain_file_type)
         if kind == "prepared":
             files, digest = self._open_prepared(paths)
             rows = StreamRows(TokenStream(files), length)
             return self._checked(key, pattern, rows), False, digest
-        (column,) = config.train_data_columns
-        tokens = not config.tokenize_train_data
+        (column,) = keys.train_data_columns
+        tokens = not keys.tokenize_train_data
         files = [formats.READERS[kind](path, column, tokens) for path in paths]
         for file in files:
             file.check()
@@ -171,38 +172,38 @@ class _Opener:
             manifest = prepared.read_manifest(folder)
             if manifest["tokenizer"]:
                 self._check_tokenizer(folder, manifest["tokenizer"])
-            if manifest["max_token"] >= self._config.vocab_size:
+            if manifest["max_token"] >= self._keys.vocab_size:
                 tokenizer = manifest["tokenizer"]
                 needed = tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1
                 raise ConfigError(
                     f"{folder}: its largest token id is {manifest['max_token']}, not below "
-                    f"vocab_size={self._config.vocab_size}; use {-(-needed // 64) * 64} or more"
+                    f"vocab_size={self._keys.vocab_size}; use {-(-needed // 64) * 64} or more"
                 )
             files += prepared.open_shards(folder, manifest)
             hashes.append(manifest["hash"])
         return files, "+".join(hashes)
 
-    def _check_tokenizer(self, folder: str, told: dict[str, Any]) -> None:
-        """Refuses a set whose ids mean something else than those of the other sets, or the keys."""
-        other, others = self._first_set = self._first_set or (folder, told)
-        if others["hash"] != told["hash"]:
+    def _check_tokenizer(self, folder: str, tokenizer: dict[str, Any]) -> None:
+        """Refuses a set if the other sets, or the keys, have another tokenizer than its own."""
+        other, others = self._first_set = self._first_set or (folder, tokenizer)
+        if others["hash"] != tokenizer["hash"]:
             raise ConfigError(
-                f"{other} was prepared with {_shown(others)} and {folder} with {_shown(told)}; "
-                "prepare both with one tokenizer"
+                f"{other} was prepared with {_shown(others)} and {folder} with "
+                f"{_shown(tokenizer)}; prepare both with one tokenizer"
             )
-        config = self._config
-        if config.tokenizer_type == "bytes":
+        keys = self._keys
+        if keys.tokenizer_type == "bytes":
             return  # also where neither key is given
-        given = Tokenizer(config.tokenizer_type, config.tokenizer_path, False, False)
+        given = Tokenizer(keys.tokenizer_type, keys.tokenizer_path, False, False)
         # By its bytes: training reads tokens, and needs no package that makes them.
-        if given.type != told["type"] or (
+        if given.type != tokenizer["type"] or (
             given.file
             and storage.read_bytes(given.file)
-            != storage.read_bytes(posixpath.join(folder, told["file"]))
+            != storage.read_bytes(posixpath.join(folder, tokenizer["file"]))
         ):
             raise ConfigError(
                 f"tokenizer_type={given.type} tokenizer_path={given.path} is not what {folder} was "
-                f"prepared with, {_shown(told)}; leave it out, or prepare the set again"
+                f"prepared with, {_shown(tokenizer)}; leave it out, or prepare the set again"
             )
         self.uses_tokenizer = True
 
@@ -210,30 +211,31 @@ class _Opener:
         if not len(items):
             raise ConfigError(
                 f"{key}: {pattern} has not one row of max_target_length + 1 = "
-                f"{self._config.max_target_length + 1} tokens; give more data or shorter rows"
+                f"{self._keys.max_target_length + 1} tokens; give more data or shorter rows"
             )
-        return Checked(items, self._config.vocab_size)
+        return Checked(items, self._keys.vocab_size)
 
     def _open_tokenizer(self) -> Tokenizer:
         self.uses_tokenizer = True
         if self._tokenizer is None:
-            config = self._config
+            keys = self._keys
             self._tokenizer = tokenizers.load(
-                *(config.tokenizer_type, config.tokenizer_path, config.add_bos, config.add_eos)
+                keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
             )
-            if self._tokenizer.vocab_size > config.vocab_size:
+            if self._tokenizer.vocab_size > keys.vocab_size:
                 raise ConfigError(
-                    f"vocab_size={config.vocab_size} is below the {self._tokenizer.vocab_size} ids "
-                    f"of tokenizer_type={config.tokenizer_type} "
-                    f"tokenizer_path={config.tokenizer_path}; raise it to a multiple of 64"
+                    f"vocab_size={keys.vocab_size} is below the {self._tokenizer.vocab_size} ids "
+                    f"of tokenizer_type={keys.tokenizer_type} "
+                    f"tokenizer_path={keys.tokenizer_path}; raise it to a multiple of 64"
                 )
         return self._tokenizer
 
 
-def _shown(told: dict[str, Any]) -> str:
+def _shown(tokenizer: dict[str, Any]) -> str:
     """A manifest's tokenizer, for a person."""
-    marks = "".join(f" {name}={told[name]}" for name in ("add_bos", "add_eos"))
-    return f"{told['type']} of {told['vocab_size']:,} ids{marks} (hash {told['hash']})"
+    marks = "".join(f" {name}={tokenizer[name]}" for name in ("add_bos", "add_eos"))
+    size = f"{tokenizer['vocab_size']:,} ids"
+    return f"{tokenizer['type']} of {size}{marks} (hash {tokenizer['hash']})"
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:

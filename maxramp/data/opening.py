@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxramp.config.keys import Config
+from maxramp.commandline import count
 from maxramp.data import packing
 from maxramp.data.corpus import Corpus
+from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
@@ -29,14 +30,17 @@ _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
 
 
-def open_rows(config: Config, reads: bool, beat: Callable[[], None]) -> Corpus:
-    """The rows that a resolved config names; called by all processes of the job.
+def open_rows(
+    data: DataKeys, reading: ReadingKeys, reads: bool, beat: Callable[[], None] = lambda: None
+) -> Corpus:
+    """Opens the rows that the keys name; called by all processes of the job.
 
-    Documents are laid out in rows, for which their lengths are counted: a pass over the data that
-    the processes that read share.
+    Documents are laid out in rows by their lengths, which takes a pass over the data. The reading
+    processes share it.
 
     Args:
-      config: a resolved config.
+      data: which rows; of a resolved config.
+      reading: how to read ahead in that pass.
       reads: whether this process opens the data. The others get rows with a number only.
       beat: called on every process whenever some of the data has been opened.
 
@@ -44,7 +48,7 @@ def open_rows(config: Config, reads: bool, beat: Callable[[], None]) -> Corpus:
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
-    corpus = together(lambda: open_corpus(config) if reads else None)
+    corpus = together(lambda: open_corpus(data) if reads else None)
     beat()
     summaries = exchange(corpus.summary() if corpus else None)
     for process, other in enumerate(summaries):
@@ -59,50 +63,51 @@ def open_rows(config: Config, reads: bool, beat: Callable[[], None]) -> Corpus:
     readers = [process for process, other in enumerate(summaries) if other is not None]
     train, full = [], []
     for part in corpus.train:
-        rows, used = _rows_of(config, part.items, readers, beat)
+        rows, used = _rows_of(data, reading, part.items, readers, beat)
         if not len(rows):
             raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
         train.append(dataclasses.replace(part, items=rows))
         full.append((used, len(rows)))
     held_out: Sequence[np.ndarray] = ()
-    if config.eval_interval > 0:
-        held_out, _ = _rows_of(config, corpus.held_out, readers, beat)
+    if data.eval_interval > 0:
+        held_out, _ = _rows_of(data, reading, corpus.held_out, readers, beat)
         if not len(held_out):
             source = (
-                f"grain_eval_files={config.grain_eval_files}"
-                if config.grain_eval_files
-                else f"eval_fraction={config.eval_fraction}"
+                f"grain_eval_files={data.grain_eval_files}"
+                if data.grain_eval_files
+                else f"eval_fraction={data.eval_fraction}"
             )
-            count = len(corpus.held_out)
+            documents = count(len(corpus.held_out), "document")
             raise ConfigError(
-                f"{source} holds out {count} document{'s'[: count > 1]} of fewer than two tokens: "
-                "nothing to predict; hold out others, or use eval_interval=-1"
+                f"{source} holds out {documents} of fewer than two tokens: nothing to predict; "
+                "hold out others, or use eval_interval=-1"
             )
     used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
-    layout = config.grain_packing_type if config.packing else "one_per_row"
+    layout = data.grain_packing_type if data.packing else "one_per_row"
     return dataclasses.replace(
         corpus,
         train=tuple(train),
         held_out=held_out,
         documents=False,
-        packed=config.packing,
+        packed=data.packing,
         hash=f"{corpus.hash}-{layout}",
         description=f"{corpus.description}, in {rows} rows, "
-        f"{used / rows / (config.max_target_length + 1):.1%} full",
+        f"{used / rows / (data.max_target_length + 1):.1%} full",
     )
 
 
 def _rows_of(
-    config: Config,
+    data: DataKeys,
+    reading: ReadingKeys,
     documents: Sequence[np.ndarray],
     readers: list[int],
     beat: Callable[[], None],
 ) -> tuple[packing.PackedRows, int]:
     """The rows of documents, and the tokens in them."""
-    lengths = _count(config, documents, readers, beat)
-    lay_out = _LAYOUTS[config.grain_packing_type] if config.packing else packing.one_per_row
-    layout = lay_out(lengths, config.max_target_length)
-    rows = packing.PackedRows(documents, layout, config.max_target_length, config.packing)
+    lengths = _count_lengths(reading, documents, readers, beat)
+    lay_out = _LAYOUTS[data.grain_packing_type] if data.packing else packing.one_per_row
+    layout = lay_out(lengths, data.max_target_length)
+    rows = packing.PackedRows(documents, layout, data.max_target_length, data.packing)
     return rows, int(layout.size.sum())
 
 
@@ -123,31 +128,30 @@ class _Lengths:
         return f"{self._documents}: block of {_BLOCK} documents"
 
 
-def _count(
-    config: Config,
+def _count_lengths(
+    reading: ReadingKeys,
     documents: Sequence[np.ndarray],
     readers: list[int],
     beat: Callable[[], None],
 ) -> np.ndarray:
-    """The lengths of all documents, each counted by one of the processes that read.
+    """Counts the tokens of all documents; each reading process counts a part of them.
 
-    In rounds, so that every process notices that the others get on, and that one has failed.
+    Works in rounds, so that every process learns that the others get on, or that one has failed.
     """
     if not len(documents):
         return np.empty(0, np.int32)
     blocks = _Lengths(documents)
     per_reader = -(-len(blocks) // len(readers))
     bounds = [min(i * per_reader, len(blocks)) for i in range(len(readers) + 1)]
-    own = [0, 0]
+    first = last = 0
     if jax.process_index() in readers:
         reader = readers.index(jax.process_index())
-        own = bounds[reader : reader + 2]
-
-    reading = ReadAhead(blocks, *own, config, 4 * _BLOCK, config.grain_worker_count)
+        first, last = bounds[reader : reader + 2]
+    ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
     counts = [np.empty(0, np.int32)]
-    with contextlib.closing(reading):
+    with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):
-            counts += together(lambda: list(itertools.islice(reading, _ROUND)))
+            counts += together(lambda: list(itertools.islice(ahead, _ROUND)))
             beat()
     counted = np.concatenate(counts)
     if jax.process_count() == 1:

@@ -18,7 +18,7 @@ from maxramp.data.marks import PADDING, START
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order.
 
     Attributes:
@@ -44,7 +44,7 @@ class Layout:
 class PackedRows:
     """Rows made of pieces of documents; with `mark`, a piece's first token carries START."""
 
-    def __init__(self, documents: Sequence[np.ndarray], layout: Layout, length: int, mark: bool):
+    def __init__(self, documents: Sequence[np.ndarray], layout: RowLayout, length: int, mark: bool):
         """
         Args:
           documents: int32 arrays with random access.
@@ -73,7 +73,7 @@ class PackedRows:
         return f"PackedRows({len(self)} rows of {self._documents})"
 
 
-def concat_then_split(lengths: np.ndarray, length: int) -> Layout:
+def concat_then_split(lengths: np.ndarray, length: int) -> RowLayout:
     """The documents one after another, cut into rows; no padding but for what predicts nothing.
 
     Args:
@@ -89,21 +89,21 @@ def concat_then_split(lengths: np.ndarray, length: int) -> Layout:
     row = first_row[which] + piece
     start = np.maximum(begin[which], row * length)
     stop = np.minimum(end[which], row * length + length + 1)
-    return Layout.of(document[which], start - begin[which], stop - start, row)
+    return RowLayout.of(document[which], start - begin[which], stop - start, row)
 
 
-def one_per_row(lengths: np.ndarray, length: int) -> Layout:
+def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
     """Every document in a row of its own, a longer one in several."""
     document, start, size = _cut(lengths, length)
-    return Layout.of(document, start, size, np.arange(len(document)))
+    return RowLayout.of(document, start, size, np.arange(len(document)))
 
 
-def best_fit(lengths: np.ndarray, length: int) -> Layout:
-    """As few cuts as can be: only documents longer than a row are cut, and each piece, the longest
-    first, goes to the row with the least room that still takes it (best-fit decreasing; Ding et
-    al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830).
+def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
+    """Cuts only documents longer than a row.
 
-    Rows stand in the order of their first document.
+    Each piece, the longest first, goes to the row with the least room that still takes it (best-fit
+    decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830). Rows
+    are in the order of their first document.
     """
     document, start, size = _cut(lengths, length)
     row = np.empty(len(document), np.int64)
@@ -125,7 +125,7 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     first_piece = np.full(rows, len(document))
     np.minimum.at(first_piece, row, np.arange(len(document)))
     place = np.argsort(np.argsort(first_piece))
-    return Layout.of(document, start, size, place[row])
+    return RowLayout.of(document, start, size, place[row])
 
 
 def _of_two_tokens(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

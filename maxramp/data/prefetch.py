@@ -10,7 +10,7 @@ from typing import Any
 import grain
 from absl import flags
 
-from maxramp.config.keys import Config
+from maxramp.data.keys import ReadingKeys
 from maxramp.errors import ConfigError, TrainingError
 
 
@@ -22,7 +22,7 @@ class ReadAhead(Iterator[Any]):
         elements: Sequence[Any],
         first: int,
         last: int,
-        config: Config,
+        reading: ReadingKeys,
         element_bytes: int,
         workers: int,
     ):
@@ -32,18 +32,18 @@ class ReadAhead(Iterator[Any]):
           elements: with random access, whose text says what one is, and picklable where there are
             worker processes.
           first, last: which of them.
-          config: how: grain_num_threads, and the bounds on what is read ahead,
-            grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib.
+          reading: in how many threads, and how far ahead: grain_prefetch_buffer_size elements or
+            grain_prefetch_buffer_gib, whichever is less.
           element_bytes: of the largest element.
-          workers: processes that read, which take seconds to start; 0 = threads of this one.
+          workers: processes that read, which take seconds to start; 0 = threads of this process.
         """
         self._elements, self._next, self._shared = elements, first, workers > 0
-        bound = int(config.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
-        buffer = max(1, min(config.grain_prefetch_buffer_size, bound))
+        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
+        buffer = max(1, min(reading.grain_prefetch_buffer_size, bound))
         # A worker holds what its threads have read and one more, on its way.
         workers = min(workers, max(1, buffer // 2))
         per_worker = max(1, buffer // workers - 1) if workers else buffer
-        threads = min(config.grain_num_threads, per_worker)
+        threads = min(reading.grain_num_threads, per_worker)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
         dataset = grain.MapDataset.source(elements)[first:last].to_iter_dataset(options)
         if workers:

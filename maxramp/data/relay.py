@@ -1,4 +1,4 @@
-"""The expansion factor: few processes read for all, the rows travel inside the compiled step.
+"""The expansion factor: a few processes read for all; rows travel inside the compiled step.
 
 Glossary
   factor f  processes p with p % f == 0 read, each for itself and the f - 1 processes after it
@@ -6,8 +6,8 @@ Glossary
   slot j    of a reading process's device: the rows of the device at the same position in
             process p + j
 
-A step that was given f slots moves slot j by one permutation to its process, so that exactly the
-rows go over the interconnect that a device without a reader needs. With factor 1 nothing is added.
+The step takes f slots and moves slot j to its process by one permutation, so the interconnect
+carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step.
 
 Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows of all devices
 (those that several devices hold are counted for each), S tokens of a row and the next one.
@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
-from maxramp.parallel.mesh import BATCH_AXES
-from maxramp.training.step import BATCH_ABS
+from maxramp.parallel.axes import AXES, BATCH_AXES
+from maxramp.parallel.sharding import BATCH_ABS, SLOTS_fANS
 
 
 class Expansion:
@@ -95,7 +94,7 @@ class Expansion:
         shape, spec = (accumulation, rows, length), BATCH_ABS
         if self.factor > 1:
             shape = (self.factor, accumulation, rows * self._devices_per_group, length)
-            spec = P(None, None, self.mesh.axis_names, None)
+            spec = SLOTS_fANS
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
 
     def place(self, local: np.ndarray | None, batch: jax.ShapeDtypeStruct) -> jax.Array:
@@ -125,14 +124,9 @@ class Expansion:
         def move(slots_fANS: jax.Array) -> jax.Array:
             rows_ANS = slots_fANS[0]  # zero where nothing was read, as is what no pair brings
             for j, pairs in enumerate(self._moves, 1):
-                rows_ANS += jax.lax.ppermute(slots_fANS[j], self.mesh.axis_names, pairs)
+                rows_ANS += jax.lax.ppermute(slots_fANS[j], AXES, pairs)
             return rows_ANS
 
         # The devices of a group get equal rows, which the compiler cannot know.
-        spread = jax.shard_map(
-            move,
-            in_specs=P(None, None, self.mesh.axis_names, None),
-            out_specs=BATCH_ABS,
-            check_vma=False,
-        )
+        spread = jax.shard_map(move, in_specs=SLOTS_fANS, out_specs=BATCH_ABS, check_vma=False)
         return spread(batch)

@@ -43,7 +43,7 @@ _WRITTEN = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.(model|tiktoken)"
 )
 _LEFT_OVER = re.compile(rf"bpe-[0-9a-f]{{16}}\.json|({_WRITTEN.pattern})\.\d+\.tmp")
-_TOLD = {"version", "source", "documents", "tokens", "max_token", "hash"}  # what SHARD.json holds
+_FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash"}  # of a SHARD.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,10 @@ class Job:
     @property
     def source(self) -> str:
         """Hash of everything that decides the set."""
-        told = "".join(shard.source for shard in self.shards)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        return _hash("".join(shard.source for shard in self.shards))
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """What is known of the shards that are whole, by name.
+        """The counts and hashes of the shards that are whole, by name.
 
         Raises:
           ConfigError: a file has the name of a SHARD.json and is none.
@@ -85,15 +84,15 @@ class Job:
         done = {}
         for shard in self.shards:
             path = self.output / f"{shard.name}.json"
-            told = _read_told(path)
-            if told is None and path.exists():
+            record = _read_record(path)
+            if record is None and path.exists():
                 raise ConfigError(
                     f"--output {self.output}: {path.name} there is not of maxramp.prepare; give "
                     "another folder, or move it away"
                 )
-            made_from = (told.pop("version"), told.pop("source")) if told else None
+            made_from = (record.pop("version"), record.pop("source")) if record else None
             if made_from == (prepared.VERSION, shard.source):
-                done[shard.name] = told
+                done[shard.name] = record
         return done
 
 
@@ -129,8 +128,7 @@ def plan(
             held += size
     shards = []
     for group in filter(None, groups):
-        told = repr((how, [(stamp, piece[1:]) for piece, stamp in group]))
-        source = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        source = _hash(repr((how, [(stamp, piece[1:]) for piece, stamp in group])))
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
     return Job(output, tokenizer, trained, dtype, tuple(shards))
@@ -147,20 +145,24 @@ def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
 
     An input that was mended between two starts keeps its name, and so the tokenizer is kept.
     """
-    told = repr((size, [(os.path.basename(file.data_path), file.column) for file in inputs]))
-    return f"bpe-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+    names = [(os.path.basename(file.data_path), file.column) for file in inputs]
+    return f"bpe-{_hash(repr((size, names)))}"
 
 
-def _read_told(path: pathlib.Path) -> dict[str, Any] | None:
-    """What a SHARD.json of ours holds; None if there is none."""
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _read_record(path: pathlib.Path) -> dict[str, Any] | None:
+    """What a SHARD.json of ours holds; None if the file is missing or not ours."""
     try:
-        told = json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(told, dict):
+    if not isinstance(record, dict):
         return None
-    told = {"version": 1} | told  # which version 1 did not say
-    return told if told.keys() == _TOLD else None
+    record = {"version": 1} | record  # version 1 did not write its number
+    return record if record.keys() == _FIELDS else None
 
 
 def _check_folder(output: pathlib.Path) -> None:
@@ -170,7 +172,7 @@ def _check_folder(output: pathlib.Path) -> None:
         return
     taken = [name for name in names if _WRITTEN.fullmatch(name)]
     # An unfinished set of version 1 had no mark.
-    if taken and not any(_read_told(output / name) for name in taken):
+    if taken and not any(_read_record(output / name) for name in taken):
         raise ConfigError(
             f"--output {output} holds {taken[0]}, which maxramp.prepare did not write and would "
             "write over; give another folder"
@@ -279,7 +281,7 @@ def clean(job: Job) -> None:
     for path in list(job.output.iterdir()):
         if _LEFT_OVER.fullmatch(path.name):
             path.unlink(missing_ok=True)
-        elif _WRITTEN.fullmatch(path.name) and path.suffix == ".json" and _read_told(path):
+        elif _WRITTEN.fullmatch(path.name) and path.suffix == ".json" and _read_record(path):
             # Last of all what vouches for the others, for a kill in between.
             for file in (path.with_suffix(".bin"), path.with_suffix(".idx"), path):
                 if file.name not in kept:
@@ -327,9 +329,9 @@ def _write_shard(shard: Shard) -> None:
                 digest.add(documents)
                 _count(len(documents), sum(map(len, documents)), 0)
             _count(0, 0, size)
-        told = writer.finish()
-    told |= {"hash": digest.hex(), "source": shard.source, "version": prepared.VERSION}
-    storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(told).encode())
+        record = writer.finish()
+    record |= {"hash": digest.hex(), "source": shard.source, "version": prepared.VERSION}
+    storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(record).encode())
 
 
 def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record]:

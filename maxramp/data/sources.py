@@ -8,25 +8,25 @@ import sysconfig
 
 import numpy as np
 
-from maxramp.config.keys import Config
 from maxramp.data import mixture
 from maxramp.data.corpus import Corpus, Part
+from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows, SyntheticRows
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 
 
-def open_corpus(config: Config) -> Corpus:
-    """The rows that a resolved config names.
+def open_corpus(keys: DataKeys) -> Corpus:
+    """Opens the rows or documents that the keys name.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
         short for one row.
     """
-    length = config.max_target_length
-    if config.dataset_type == "synthetic":
-        seed, vocab_size = config.data_shuffle_seed, config.vocab_size
-        path = config.tokenizer_path
+    length = keys.max_target_length
+    if keys.dataset_type == "synthetic":
+        seed, vocab_size = keys.data_shuffle_seed, keys.vocab_size
+        path = keys.tokenizer_path
         unused = f"; tokenizer_path={path} is not used" if path else ""
         return Corpus(
             (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
@@ -34,22 +34,22 @@ def open_corpus(config: Config) -> Corpus:
             f"synthetic random tokens{unused}",
             f"synthetic-{seed}-{vocab_size}-{length}",
         )
-    if config.dataset_type == "grain":
-        return mixture.open_mixture(config)
-    files, name = _find_files(config.text_files)
+    if keys.dataset_type == "grain":
+        return mixture.open_mixture(keys)
+    files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)
     # Documents stand in an order that is random but the same everywhere, so the tail of the stream
     # is a fair sample; of a single file it is the file's end.
-    cut = len(tokens) - round(len(tokens) * config.eval_fraction)
+    cut = len(tokens) - round(len(tokens) * keys.eval_fraction)
     train, held_out = StreamRows(tokens[:cut], length), StreamRows(tokens[cut:], length)
     for rows, part, wanted in (
         (train, "training", True),
-        (held_out, "held-out", config.eval_interval > 0),
+        (held_out, "held-out", keys.eval_interval > 0),
     ):
         if wanted and not len(rows):
             size = cut if rows is train else len(tokens) - cut
             raise ConfigError(
-                f"text_files={config.text_files}: the {part} text has {size} tokens, but one "
+                f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
                 f"row takes max_target_length + 1 = {length + 1}; give more text or shorter rows"
                 + ("" if rows is train else ", a larger eval_fraction, or eval_interval=-1")
             )

@@ -1,23 +1,26 @@
 """Which tokenizer tokenizer_type and tokenizer_path name together; no file is read."""
 
 import os
-from typing import Any
 
 from maxramp.errors import ConfigError
 
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
 
 
-def type_of(config: Any) -> str:
-    """The type of a loaded config's tokenizer: as given, or what the name of its file says.
+def type_of(kind: str, path: str, dataset_type: str) -> str:
+    """The type of the tokenizer that the keys name: as given, or what the name of its file says.
+
+    Args:
+      kind: the key tokenizer_type.
+      path: the key tokenizer_path.
+      dataset_type: the key.
 
     Raises:
       ConfigError: the keys contradict each other or the dataset, or the name says nothing.
     """
-    kind, path = config.tokenizer_type, config.tokenizer_path
-    if config.dataset_type == "synthetic":
+    if dataset_type == "synthetic":
         return kind or "bytes"  # of no use; the start of the run says so
-    if config.dataset_type == "text" and (path or kind not in ("", "bytes")):
+    if dataset_type == "text" and (path or kind not in ("", "bytes")):
         shown = f"tokenizer_path={path}" if path else f"tokenizer_type={kind}"
         raise ConfigError(
             f"{shown}: dataset_type=text trains on bytes, without a tokenizer; use "

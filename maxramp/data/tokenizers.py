@@ -42,9 +42,13 @@ class _Model:
 def _open_bytes(file: str) -> _Model:
     names = {BEGIN: b"<s>", END: b"</s>"}
     return _Model(
-        *(END + 1, BEGIN, END),
-        lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
-        lambda ids: b"".join(names.get(i) or bytes([i]) for i in ids).decode(errors="replace"),
+        vocab_size=END + 1,
+        begin=BEGIN,
+        end=END,
+        encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        decode=lambda ids: b"".join(names.get(i) or bytes([i]) for i in ids).decode(
+            errors="replace"
+        ),
     )
 
 
@@ -61,10 +65,13 @@ def _open_huggingface(file: str) -> _Model:
         token = token["content"] if isinstance(token, dict) else token
         ids = (model.token_to_id(name) for name in ([token] if token else names))
         marks.append(next((i for i in ids if i is not None), None))
+    encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
     return _Model(
-        *(max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1, *marks),
-        lambda texts: [e.ids for e in model.encode_batch_fast(texts, add_special_tokens=False)],
-        lambda ids: model.decode(ids, skip_special_tokens=False),
+        vocab_size=max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        begin=marks[0],
+        end=marks[1],
+        encode=lambda texts: [encoded.ids for encoded in encode(texts)],
+        decode=lambda ids: model.decode(ids, skip_special_tokens=False),
     )
 
 
@@ -75,8 +82,8 @@ def _marks_file(file: str) -> str:
 def _open_sentencepiece(file: str) -> _Model:
     library = optional("sentencepiece", "sentencepiece", file)
     model = library.SentencePieceProcessor(model_proto=storage.read_bytes(file))
-    marks = [mark if mark >= 0 else None for mark in (model.bos_id(), model.eos_id())]
-    return _Model(model.vocab_size(), *marks, model.encode, model.decode)
+    begin, end = (mark if mark >= 0 else None for mark in (model.bos_id(), model.eos_id()))
+    return _Model(model.vocab_size(), begin, end, model.encode, model.decode)
 
 
 def _open_tiktoken(file: str) -> _Model:
@@ -87,9 +94,11 @@ def _open_tiktoken(file: str) -> _Model:
     marks = {_BEGIN_NAMES[0]: begin, _END_NAMES[0]: begin + 1}
     model = library.Encoding(file, pat_str=_WORDS, mergeable_ranks=ranks, special_tokens=marks)
     return _Model(
-        *(begin + 2, begin, begin + 1),
-        lambda texts: [model.encode_ordinary(text) for text in texts],
-        model.decode,
+        vocab_size=begin + 2,
+        begin=begin,
+        end=begin + 1,
+        encode=lambda texts: [model.encode_ordinary(text) for text in texts],
+        decode=model.decode,
     )
 
 

@@ -8,23 +8,21 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.parallel.mesh import BATCH_AXES
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.sharding import TOKENS_BT, X_BTHh, X_BTKGh
 
-Q_BTHh = P(BATCH_AXES, None, "tensor", None)  # sharding of queries, keys, values and the result
 _LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
 RESIDUALS = "attention_residuals"  # what remat_policy=minimal keeps of a kernel
 
 
-def select(config: Config, platform: str | None) -> str:
+def select(keys: ModelKeys, platform: str | None) -> str:
     """What computes the attention: `attention`, or under autoselected the best that can.
 
     Args:
-      config: a resolved config.
+      config: a resolved keys.
       platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
 
     Raises:
@@ -32,36 +30,36 @@ def select(config: Config, platform: str | None) -> str:
     """
     obstacles = {
         "dot_product": None,
-        "cudnn_flash": _cudnn_obstacle(config, platform),
-        "splash": _splash_obstacle(config, platform),
+        "cudnn_flash": _cudnn_obstacle(keys, platform),
+        "splash": _splash_obstacle(keys, platform),
     }
-    if config.attention == "autoselected":
+    if keys.attention == "autoselected":
         return next(
             name for name in ("cudnn_flash", "splash", "dot_product") if not obstacles[name]
         )
-    if obstacle := obstacles[config.attention]:
+    if obstacle := obstacles[keys.attention]:
         raise ConfigError(
-            f"attention={config.attention} {obstacle}; use attention=autoselected or dot_product"
+            f"attention={keys.attention} {obstacle}; use attention=autoselected or dot_product"
         )
-    return config.attention
+    return keys.attention
 
 
-def _cudnn_obstacle(config: Config, platform: str | None) -> str | None:
+def _cudnn_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
-    if config.dtype not in ("bfloat16", "float16"):
-        return f"needs dtype=bfloat16 or float16, not {config.dtype}"
-    if config.head_dim % 8 or config.head_dim > 256:
-        return f"needs a head_dim that is a multiple of 8 up to 256, not {config.head_dim}"
+    if keys.dtype not in ("bfloat16", "float16"):
+        return f"needs dtype=bfloat16 or float16, not {keys.dtype}"
+    if keys.head_dim % 8 or keys.head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {keys.head_dim}"
     return None
 
 
-def _splash_obstacle(config: Config, platform: str | None) -> str | None:
+def _splash_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
     if platform != "tpu":
         return f"needs TPUs, not {platform or 'unknown'} devices"
-    if config.max_target_length % _LANES:
+    if keys.max_target_length % _LANES:
         return f"needs a max_target_length that is a multiple of {_LANES}, not " + str(
-            config.max_target_length
+            keys.max_target_length
         )
     return None
 
@@ -101,7 +99,7 @@ def causal_attention(
     Scores and softmax are float32 whatever the inputs are.
 
     Args:
-      q_BTHh: queries, sharded as Q_BTHh like keys and values.
+      q_BTHh: queries, sharded as X_BTHh like keys and values.
       k_BSKh: keys.
       v_BSKh: values.
       implementation: from `select`; "splash_interpreted" runs splash where there is no TPU.
@@ -110,14 +108,14 @@ def causal_attention(
     Returns:
       [B, T, H, h], of the dtype of the inputs.
     """
-    arrays, specs = (q_BTHh, k_BSKh, v_BSKh), (Q_BTHh,) * 3
+    arrays, specs = (q_BTHh, k_BSKh, v_BSKh), (X_BTHh,) * 3
     if segments_BT is not None:
-        arrays, specs = (*arrays, segments_BT), (*specs, P(BATCH_AXES, None))
+        arrays, specs = (*arrays, segments_BT), (*specs, TOKENS_BT)
     if implementation == "dot_product":
         return _dot_product(*arrays)
     # A kernel sees the rows and heads of one device; attention needs no others.
     return jax.shard_map(
-        _KERNELS[implementation], in_specs=specs, out_specs=Q_BTHh, check_vma=False
+        _KERNELS[implementation], in_specs=specs, out_specs=X_BTHh, check_vma=False
     )(*map(jax.reshard, arrays, specs))
 
 
@@ -125,8 +123,7 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
     """Plain products and a softmax: what the others are compared with."""
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
-    spec = P(BATCH_AXES, None, "tensor", None, None)
-    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=spec)
+    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
     scores_BKGTS = jnp.einsum(
         "BTKGh,BSKh->BKGTS", q_BTKGh * h**-0.5, k_BSKh, preferred_element_type=jnp.float32
     )
@@ -136,7 +133,7 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
     scores_BKGTS = jnp.where(mask_TS, scores_BKGTS, jnp.finfo(jnp.float32).min)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKh.dtype)
     out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
-    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=Q_BTHh)
+    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
 
 
 def _cudnn_flash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):

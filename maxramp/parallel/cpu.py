@@ -1,8 +1,8 @@
-"""The heap of a process that trains on one CPU device.
+"""What only CPU devices need: the order of collectives on several, the kept heap on one.
 
-XLA's CPU client takes the memory of a step from malloc at every step, and gives it back after it.
-glibc passes blocks of that size on to the system, which clears every page again when it is touched:
-a third of a step's time. Kept, the same pages serve every step.
+The heap: XLA's CPU client takes the memory of a step from malloc at every step, and gives it back
+after it. glibc passes blocks of that size on to the system, which clears every page again when it
+is touched: a third of a step's time. Kept, the same pages serve every step.
 """
 
 import contextlib
@@ -16,6 +16,11 @@ import threading
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
+
+from maxramp.parallel.platform import platform
+
+_NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
 
 # Parameters of mallopt(3), and advice of madvise(2).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -122,3 +127,18 @@ def _populate(libc: ctypes.CDLL, block: int, size: int) -> None:
     start = block + -block % mmap.PAGESIZE
     for at in range(start, block + size, _AT_A_TIME):  # other threads' mmap waits for each
         libc.madvise(at, min(_AT_A_TIME, block + size - at), _MADV_POPULATE_WRITE)
+
+
+def after(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, which on several CPU devices is not there before `other`, a float32 scalar, is.
+
+    XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
+    collective beside it: a device that begins with one waits for ever for a device that began with
+    the other. So what could run beside the layers' loop is made to wait, and by data, because an
+    optimization barrier is dropped before the order is chosen. Elsewhere nothing is added.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "cpu" or mesh.size == 1:
+        return value
+    bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
+    return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)

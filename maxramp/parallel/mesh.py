@@ -13,83 +13,58 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from maxramp.config.keys import Config
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.parallel import processes
 from maxramp.parallel.axes import AXES
-
-BATCH_AXES = ("data", "fsdp")
+from maxramp.parallel.keys import BackendKeys, MeshKeys
 
 # Explicit: the sharding of every array is part of its type, and a matrix product whose result could
 # be laid out in two ways does not trace until the code says which.
 AXIS_TYPE = AxisType.Explicit
 
-_NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
 _T = TypeVar("_T")
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
-def start_backend(config: Config) -> None:
+def start_backend(keys: BackendKeys) -> None:
     """Joins the processes of the job and starts JAX on the asked-for hardware.
 
     Raises:
       ConfigError: the hardware is not there, or the processes are described wrongly.
       TrainingError: the processes do not find each other.
     """
-    if config.hardware != "auto":
-        jax.config.update("jax_platforms", _PLATFORMS[config.hardware])
-    if config.jax_cache_dir:
+    if keys.hardware != "auto":
+        jax.config.update("jax_platforms", _PLATFORMS[keys.hardware])
+    if keys.jax_cache_dir:
         try:
-            os.makedirs(os.path.expanduser(config.jax_cache_dir), exist_ok=True)
+            os.makedirs(os.path.expanduser(keys.jax_cache_dir), exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"jax_cache_dir={config.jax_cache_dir}: cannot write there: {error.strerror}; use "
+                f"jax_cache_dir={keys.jax_cache_dir}: cannot write there: {error.strerror}; use "
                 'another folder, or "" for none'
             ) from None
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(keys.jax_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     # On CPUs a program runs in the thread that calls it. With several devices in a process, those
     # dispatched asynchronously can each take the threads that the other's collective waits for, and
     # XLA then aborts the process; with one, each would hold memory of its own.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    processes.join(config.join_timeout_seconds)
+    processes.join(keys.join_timeout_seconds)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
         reason = str(error).partition("(")[0].strip().rstrip(".:")[:200] or "no such backend"
         remedy = (
             "hardware=auto takes what this machine has"
-            if config.hardware != "auto"
+            if keys.hardware != "auto"
             else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
         )
-        raise ConfigError(f"hardware={config.hardware}: {reason}; {remedy}") from None
-
-
-def platform() -> str | None:
-    """What the devices of the mesh that is set are: "cpu", "gpu", "tpu"; None where it has none."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else None
-
-
-def after(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, which on several CPU devices is not there before `other`, a float32 scalar, is.
-
-    XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
-    collective beside it: a device that begins with one waits for ever for a device that began with
-    the other. So what could run beside the layers' loop is made to wait, and by data, because an
-    optimization barrier is dropped before the order is chosen. Elsewhere nothing is added.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if platform() != "cpu" or mesh.size == 1:
-        return value
-    bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
-    return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+        raise ConfigError(f"hardware={keys.hardware}: {reason}; {remedy}") from None
 
 
 def together(function: Callable[[], _T]) -> _T:
@@ -153,14 +128,13 @@ def num_slices() -> int:
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})
 
 
-def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The device mesh of a resolved config, over all devices of the job or those given.
 
     An axis is its dcn part (outer, between slices) times its ici part (inner, inside a slice).
     """
     devices = jax.devices() if devices is None else devices
-    ici = [config[f"ici_{axis}_parallelism"] for axis in AXES]
-    dcn = [config[f"dcn_{axis}_parallelism"] for axis in AXES]
+    ici, dcn = (list(keys.group(group).values()) for group in ("ici", "dcn"))
     if math.prod(dcn) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
     elif devices[0].platform == "cpu":

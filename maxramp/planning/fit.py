@@ -5,19 +5,31 @@ from fractions import Fraction
 
 import jax
 
-from maxramp.config.keys import Config
+from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.planning.memory import GIB, compiled_bytes, device_memory
+from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.device_memory import GIB, compiled_bytes, device_memory
+from maxramp.training.keys import LearningRateKeys, Recipe
+from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
 
 
-def largest_per_device_batch_size(config: Config) -> str:
+def largest_per_device_batch_size(
+    recipe: Recipe,
+    mesh_keys: MeshKeys,
+    batch: BatchKeys,
+    schedule: LearningRateKeys,
+    device_memory_gib: float,
+) -> str:
     """Compiles steps of growing size on this machine's devices and bisects.
+
+    Args:
+      recipe, mesh_keys, batch, schedule: sections of a config that is resolved for these devices.
+      device_memory_gib: of a device; -1 = what it reports.
 
     Returns:
       The line to put into a config.
@@ -25,20 +37,20 @@ def largest_per_device_batch_size(config: Config) -> str:
     Raises:
       ConfigError: the device does not say how much memory it has, or one row is too much.
     """
-    limit = device_memory(config)
+    limit = device_memory(device_memory_gib)
     if not limit:
         raise ConfigError(
             f"device_memory_gib=-1: {jax.devices()[0].device_kind} does not report its memory; "
             "give device_memory_gib"
         )
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(mesh_keys)
     jax.set_mesh(mesh)
-    parallel = BatchKeys.read(config).model_parallel_size
+    parallel = batch.model_parallel_size
     ranks = mesh.size // parallel
-    rate = LearningRate.of(config, RampupBatchManager(config, mesh.size))
+    rate = LearningRate.of(schedule, RampupBatchManager(batch, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.
-    passes = 2 if config.gradient_accumulation_steps > 1 or config.global_batch_size != -1 else 1
-    lower = lower_step(config, mesh, rate)
+    passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
+    lower = lower_step(recipe, mesh, rate)
 
     @functools.cache
     def needed(rows: int) -> int:
@@ -46,7 +58,7 @@ def largest_per_device_batch_size(config: Config) -> str:
 
     if needed(1) > limit:
         raise ConfigError(
-            f"one row per {parallel} device{'s'[: parallel > 1]} needs {needed(1) / GIB:.3g} "
+            f"one row per {count(parallel, 'device')} needs {needed(1) / GIB:.3g} "
             f"GiB, but device_memory_gib={limit / GIB:.3g}; use remat_policy=full, a shorter "
             "max_target_length, or more devices"
         )

@@ -1,30 +1,30 @@
-"""Memory per device: what the shapes decide, what a pass is estimated to need, what a compiler
-says."""
+"""Memory per device: what the shapes decide, and what a pass is estimated to need."""
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from maxramp.config.keys import Config
+from maxramp.model.size import pass_bytes
 from maxramp.parallel.mesh import AXIS_TYPE
 from maxramp.rampup.schedule import Stage
-from maxramp.training.step import TrainState, init_state
+from maxramp.training.device_memory import GIB
+from maxramp.training.keys import Recipe
+from maxramp.training.state import TrainState, init_state
 
-GIB = 2**30
 
-
-def abstract_train_state(config: Config) -> tuple[TrainState, dict[str, int]]:
-    """Shapes and shardings of the train state on the mesh of a resolved config, without devices."""
-    sizes = config.mesh.sizes
+def state_without_devices(recipe: Recipe, sizes: Mapping[str, int]) -> TrainState:
+    """Shapes and shardings of the train state on a mesh of these sizes, without devices."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.eval_shape(functools.partial(init_state, config)), sizes
+        return jax.eval_shape(functools.partial(init_state, recipe))
 
 
-def bytes_per_device(tree: Any, sizes: dict[str, int]) -> int:
+def bytes_per_device(tree: Any, sizes: Mapping[str, int]) -> int:
     """Bytes that a device holds of a tree of abstract arrays on a mesh of these sizes."""
     total = 0
     for leaf in jax.tree.leaves(tree):
@@ -36,65 +36,24 @@ def bytes_per_device(tree: Any, sizes: dict[str, int]) -> int:
     return total
 
 
-def estimate(config: Config, stage: Stage) -> dict[str, float]:
-    """GiB per device in a stage, on the mesh that `config` is resolved for.
+def estimate(recipe: Recipe, sizes: Mapping[str, int], stage: Stage) -> dict[str, float]:
+    """GiB per device in a stage, on a mesh of these sizes.
 
     Returns:
       `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
       and the weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
       for its backward pass, plus a block of logits; `total`.
     """
-    state, sizes = abstract_train_state(config)
+    state, model = state_without_devices(recipe, sizes), recipe.model
     weights = bytes_per_device(state.model, sizes)
-    optimizer = bytes_per_device(state.opt_state, sizes)
-    count = weights // jax.numpy.dtype(config.weight_dtype).itemsize
-    copies = count * jax.numpy.dtype(config.dtype).itemsize
+    count = weights // jnp.dtype(model.weight_dtype).itemsize
+    copies = count * jnp.dtype(model.dtype).itemsize
+    rows = stage.micro_batch_size / (sizes["data"] * sizes["fsdp"])
     parts = {
         "weights": weights,
-        "optimizer": optimizer,
-        "gradients": 4 * count + (copies if config.dtype != config.weight_dtype else 0),
-        "activations": _activation_bytes(config, stage, sizes),
+        "optimizer": bytes_per_device(state.opt_state, sizes),
+        "gradients": 4 * count + (copies if model.dtype != model.weight_dtype else 0),
+        "activations": pass_bytes(model, rows, sizes["tensor"], recipe.objective.loss_block_tokens),
     }
     parts["total"] = sum(parts.values())
     return {name: size / GIB for name, size in parts.items()}
-
-
-def _activation_bytes(config: Config, stage: Stage, sizes: dict[str, int]) -> float:
-    """The tensors that a layer's backward pass reads, by what remat keeps of them."""
-    itemsize, tensor = jax.numpy.dtype(config.dtype).itemsize, sizes["tensor"]
-    rows = stage.micro_batch_size / (sizes["data"] * sizes["fsdp"])
-    T, D, F = config.max_target_length, config.base_emb_dim, config.base_mlp_dim / tensor
-    heads = config.base_num_query_heads / tensor
-    kv_heads = config.base_num_kv_heads / tensor
-    tokens = rows * T
-    stream = tokens * D * itemsize
-    products = tokens * ((2 * heads + 2 * kv_heads) * config.head_dim + 2 * F) * itemsize
-    # A kernel makes no scores; autoselected is taken to find one for an accelerator's dtype.
-    kernel = config.attention in ("cudnn_flash", "splash")
-    kernel |= config.attention == "autoselected" and config.dtype != "float32"
-    scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
-    everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
-    kept = {"full": stream, "minimal": 3 * stream + products, "none": everything}
-    one_layer = 0 if config.remat_policy == "none" else everything
-    block = min(tokens, config.loss_block_tokens or tokens)
-    logits = (block * (2 * 4 + itemsize) + D * 4) * config.vocab_size / tensor
-    layers = config.base_num_decoder_layers
-    return layers * kept[config.remat_policy] + max(one_layer, logits)
-
-
-def device_memory(config: Config) -> int:
-    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where it does not."""
-    if config.device_memory_gib != -1:
-        return int(config.device_memory_gib * GIB)
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-
-
-def compiled_bytes(compiled: Any) -> int:
-    """Peak bytes per device of a compiled program, by the compiler's own account."""
-    analysis = compiled.memory_analysis()
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )

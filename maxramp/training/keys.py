@@ -4,7 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, at_least, below_one, fraction, one_of, positive_or_open, seed
-from maxramp.model.keys import DTYPES
+from maxramp.model.keys import DTYPES, ModelKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +57,12 @@ class LearningRateKeys(Keys):
                 f"warmup_steps_fraction={self.warmup_steps_fraction} and "
                 f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a train state and its step are made from."""
+
+    model: ModelKeys
+    objective: ObjectiveKeys
+    optimizer: OptimizerKeys

@@ -11,13 +11,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from maxramp.data.marks import PADDING
-from maxramp.parallel.mesh import BATCH_AXES, after
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.cpu import after
+from maxramp.parallel.sharding import HEAD_DV, REPLICATED, TOKENS_BT, X_BTD
 
-_X_BTD = P(BATCH_AXES, None, None)
-_HEAD_DV = P("fsdp", "tensor")
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -33,7 +32,7 @@ def cross_entropy_sums(
 
     Args:
       x_BTD: the last layer's output, rows sharded.
-      head_DV: output weights of x's dtype, sharded as P("fsdp", "tensor").
+      head_DV: output weights of x's dtype, sharded as HEAD_DV.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
@@ -78,12 +77,12 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
         return tuple(sums), gradients
 
-    specs = (_X_BTD, _HEAD_DV, P(BATCH_AXES, None))
+    specs = (X_BTD, HEAD_DV, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
     return jax.shard_map(
         local,
         in_specs=specs,
-        out_specs=((P(),) * 3, (_X_BTD, _HEAD_DV) if with_gradients else ()),
+        out_specs=((REPLICATED,) * 3, (X_BTD, HEAD_DV) if with_gradients else ()),
         check_vma=False,
     )(*arrays)
 

@@ -1,119 +1,22 @@
-"""The learning rate as a function of consumed samples, and the optimizer.
-
-One clock decides both the batch and the learning rate, so a ramp bends neither: under a ramp the
-curve over samples is the curve of the constant batch it ends at.
-"""
-
-import dataclasses
-import math
-from typing import Any
+"""The optimizer: gradients -> the direction in which weights move."""
 
 import jax.numpy as jnp
 import optax
 
-from maxramp.config.keys import Config
-from maxramp.errors import ConfigError
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.keys import OptimizerKeys
 
 
-@dataclasses.dataclass(frozen=True)
-class LearningRate:
-    """MaxText's warmup + cosine and warmup + stable + decay, over samples instead of steps.
-
-    With a constant batch of B rows and s = step * B it is MaxText's schedule exactly, down to its
-    phases of len - 1 intervals: every length below is in whole batches of `quantum` = B rows, and a
-    phase of n samples moves from its first to its last value over n - quantum samples. Under a ramp
-    the quantum is the final batch, so that the curve is the one of the constant-batch run.
-
-    With `learning_rate_by=steps` the clock is the step and the quantum is 1.
-    """
-
-    config: Config
-    ramp: RampupBatchManager
-    final_batch_size: int
-    quantum: int
-    total: int  # samples (or steps) that the schedule spans
-
-    @classmethod
-    def of(cls, config: Config, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a resolved config, over its learning_rate_schedule_steps or the run.
-
-        Raises:
-          ConfigError: it would end before the step from which a changed ramp goes on: how many
-            samples such a schedule spans, the ramp of today cannot tell.
-        """
-        steps = config.learning_rate_schedule_steps
-        steps = ramp.total_steps if steps == -1 else steps
-        start = ramp.stages[0].first_step
-        if steps <= start:
-            raise ConfigError(
-                f"learning_rate_schedule_steps={steps}: the schedule would end before step "
-                f"{start}, where the changed ramp begins; use {start + 1} or more, or -1 for all"
-            )
-        samples = ramp.samples_before(steps)
-        final = ramp.stage_at_step(steps - 1).global_batch_size
-        if config.learning_rate_by == "steps":
-            return cls(config, ramp, final, 1, steps)
-        return cls(config, ramp, final, final, samples)
-
-    def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
-        """Learning rate of the step that starts at `consumed_samples` (an array, float32).
-
-        `batch_size_lr_scaling` multiplies it by (global_batch_size / final batch)^(1/2 or 1), the
-        square-root rule for Adam (Malladi et al., arXiv 2205.10287) or the linear one for SGD.
-        """
-        config, s = self.config, jnp.asarray(consumed_samples, jnp.float32)
-        if config.learning_rate_by == "steps":
-            s = self._step_at(s)
-        peak = config.learning_rate
-        if global_batch_size is not None:
-            power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.batch_size_lr_scaling]
-            peak *= (global_batch_size / self.final_batch_size) ** power
-        final, total = peak * config.learning_rate_final_fraction, float(self.total)
-        warmup = self._part(config.warmup_steps_fraction)
-        decay = total - warmup
-        style = "cosine"
-        if config.lr_schedule_type == "wsd":
-            decay = self._part(config.wsd_decay_steps_fraction)
-            style = config.wsd_decay_style
-        done = self._progress(s - (total - decay), decay, 1.0 if style == "cosine" else 0.0)
-        left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if style == "cosine" else 1 - done
-        rate = jnp.where(s < total - decay, peak, final + (peak - final) * left)
-        rate = jnp.where(s < warmup, peak * self._progress(s, warmup, 0.0), rate)
-        return jnp.where(s < total, rate, 0.0)
-
-    def _part(self, fraction: float) -> float:
-        """A fraction of the schedule in whole quanta; a float, as samples pass JAX's int32."""
-        return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
-
-    def _progress(self, since: Any, length: float, of_one_batch: float) -> Any:
-        """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""
-        if length <= self.quantum:
-            return of_one_batch
-        return jnp.clip(since / (length - self.quantum), 0.0, 1.0)
-
-    def _step_at(self, samples: Any) -> Any:
-        """The step that starts at so many consumed samples, from the stage list."""
-        stages = self.ramp.stages
-        starts, steps, sizes = (
-            jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)
-            for name in ("first_sample", "first_step", "global_batch_size")
-        )
-        i = jnp.searchsorted(starts, samples, side="right") - 1
-        return jnp.round(steps[i] + (samples - starts[i]) / sizes[i])
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
+def make_optimizer(keys: OptimizerKeys) -> optax.GradientTransformation:
     """The update before the learning rate: gradients -> direction, for `opt_type`.
 
     Clipping and the learning rate are in `step.py`: the first needs the norm that is logged, the
     second the consumed samples.
     """
-    if config.opt_type == "sgd":
+    if keys.opt_type == "sgd":
         return optax.identity()
     return optax.chain(
         optax.scale_by_adam(
-            config.adam_b1, config.adam_b2, config.adam_eps, mu_dtype=jnp.dtype(config.mu_dtype)
+            keys.adam_b1, keys.adam_b2, keys.adam_eps, mu_dtype=jnp.dtype(keys.mu_dtype)
         ),
-        optax.add_decayed_weights(config.adam_weight_decay),
+        optax.add_decayed_weights(keys.adam_weight_decay),
     )

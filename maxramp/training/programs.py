@@ -20,19 +20,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from maxramp.config.keys import Config
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError, reason_of
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import cpu as heap
-from maxramp.parallel import processes
-from maxramp.parallel.mesh import platform
-from maxramp.planning.memory import GIB, compiled_bytes, device_memory
+from maxramp.parallel import cpu, processes
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import Stage
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, Metrics, TrainState, eval_step, init_state, train_step
+from maxramp.training.device_memory import GIB, compiled_bytes
+from maxramp.training.keys import Recipe
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.objective import next_token_prediction
+from maxramp.training.state import TrainState, abstract_state
+from maxramp.training.step import Metrics, eval_step, make_train_step
 
 # What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
 # arithmetic. A flag that the user sets in XLA_FLAGS stays as it is.
@@ -61,56 +61,23 @@ def compiler_options(on: str | None) -> dict[str, bool]:
     return {name: value for name, value in ours.items() if name not in set_by_user}
 
 
-def abstract_state(config: Config, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the train state on a mesh."""
-
-    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = x.sharding.spec if x.sharding else P()  # what is not sharded is on every device
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, config)))
-
-
 def lower_step(
-    config: Config, mesh: Mesh, learning_rate: LearningRate
+    recipe: Recipe, mesh: Mesh, learning_rate: LearningRate
 ) -> Callable[[int, int], jax.stages.Lowered]:
-    """Lowers the train step alone, for who asks what a batch would take: call it on a set mesh.
+    """Lowers the train step alone, to ask how much memory a batch needs. Call it on a set mesh.
 
     Returns:
       A function of gradient accumulation steps and the rows of a micro batch over all devices.
     """
-    state = abstract_state(config, mesh)
-    step = functools.partial(train_step, config=config, learning_rate=learning_rate)
-    jitted = jax.jit(step, donate_argnums=0)
+    state = abstract_state(recipe, mesh)
+    jitted = jax.jit(make_train_step(recipe, learning_rate), donate_argnums=0)
     sharding = NamedSharding(mesh, BATCH_ABS)
 
     def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
-        shape = (accumulation, rows, config.max_target_length + 1)
+        shape = (accumulation, rows, recipe.model.max_target_length + 1)
         return jitted.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
 
     return lower
-
-
-class HeldState:
-    """A train state between steps: the flat list of arrays that a train step takes and gives.
-
-    To take the modules apart and put them together at every step would cost the loop a millisecond.
-    """
-
-    def __init__(self, state: TrainState):
-        self.arrays, self._structure = jax.tree.flatten(state)
-
-    @property
-    def tree(self) -> TrainState:
-        """The state as modules."""
-        return self._structure.unflatten(self.arrays)
-
-
-def initial_state(config: Config) -> TrainState:
-    """The state before the first step, on the mesh that is set."""
-    # On CPUs the random numbers take longer to optimize than the whole step, and run once.
-    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    return jax.jit(functools.partial(init_state, config), compiler_options=options)()
 
 
 class Programs:
@@ -118,32 +85,34 @@ class Programs:
 
     def __init__(
         self,
-        config: Config,
+        recipe: Recipe,
         expansion: Expansion,
         learning_rate: LearningRate,
         state: TrainState,
         stages: list[Stage],
         eval_rows: int,
         packed: bool,
+        memory_limit: int,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
     ):
         """Lowers the first program, and hands it to the compiler.
 
         Args:
-          config: a resolved config.
+          recipe: what the step is made from.
           expansion: how rows get to their devices, on the mesh that is set.
           learning_rate: of consumed samples.
           state: abstract state.
           stages: the stages that will run, in order.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
           packed: whether rows hold several documents.
+          memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
         self._expansion = expansion
-        self._row_length = config.max_target_length + 1
-        self._memory_limit = device_memory(config)
+        self._row_length = recipe.model.max_target_length + 1
+        self._memory_limit = memory_limit
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform)
         self._say, self._on_failure = say, on_failure
         self._failure: TrainingError | None = None
@@ -152,17 +121,17 @@ class Programs:
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
 
+        train_step = make_train_step(recipe, learning_rate, packed)
+        objective = next_token_prediction(recipe.objective, packed)
         arrays, structure = jax.tree.flatten(state)
 
         def step(arrays: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], Metrics]:
             state, rows = structure.unflatten(arrays), expansion.gather(batch)
-            state, metrics = train_step(
-                state, rows, config=config, learning_rate=learning_rate, packed=packed
-            )
+            state, metrics = train_step(state, rows)
             return jax.tree.leaves(state), metrics
 
         def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
-            return eval_step(model, sums, expansion.gather(batch), config=config, packed=packed)
+            return eval_step(model, sums, expansion.gather(batch), objective=objective)
 
         for i, stage in enumerate(stages):
             batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
@@ -199,7 +168,7 @@ class Programs:
         if self._ahead:
             self._lower_next()
         elif self._sizes:
-            heap.prepare(self._sizes.popleft())
+            cpu.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

@@ -21,8 +21,7 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training.programs import abstract_state
-from maxramp.training.step import init_state
+from maxramp.training.state import abstract_state, initial_state
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
 RAMP = ("step_batch_size_schedule=0:8 80:16 160:24", "step_batch_size_unit=samples", "steps=40")
@@ -37,7 +36,7 @@ def first_state():
     """A first state, with a clock that stands where checkpoint 12 of the ramp does."""
     config = config_of()
     with jax.set_mesh(make_mesh(config)):
-        state = jax.jit(functools.partial(init_state, config))()
+        state = initial_state(config.recipe)
         clock = np.array([RampupBatchManager(config.batch).samples_before(12), 0], np.uint32)
         return jax.tree.unflatten(
             jax.tree.structure(state), [jax.numpy.asarray(clock), *jax.tree.leaves(state)[1:]]
@@ -67,7 +66,7 @@ class Folder:
         mesh = make_mesh(self.config)
         with jax.set_mesh(mesh):
             saved = self.checkpoints.latest()
-            abstract = abstract_state(self.config, mesh)
+            abstract = abstract_state(self.config.recipe, mesh)
             self.checkpoints.compare(saved, abstract)
             return saved, self.checkpoints.restore(saved, abstract), abstract
 
@@ -139,7 +138,7 @@ def test_the_weights_alone(saved_folder, tmp_path):
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         assert folder.checkpoints.latest() is None
-        model = folder.checkpoints.load_parameters(abstract_state(config, mesh).model)
+        model = folder.checkpoints.load_parameters(abstract_state(config.recipe, mesh).model)
     assert equal(model, first_state().model)
 
 

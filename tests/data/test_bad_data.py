@@ -288,9 +288,10 @@ CASES = {
     **{
         f"no {kind}": grain(
             "{f}/good.jsonl",
-            *("{f}/" + name, f"no {kind} tokenizer"),
+            f"{{f}}/{name}",
+            f"no {kind} tokenizer",
             tokenizer_type=kind,
-            tokenizer_path="{f}/" + name,
+            tokenizer_path=f"{{f}}/{name}",
         )
         for kind, name in {
             "huggingface": "no.json",
@@ -321,7 +322,7 @@ def test_one_line(name, f):
     if not any(argument.startswith("vocab_size=") for argument in given):
         given.append("vocab_size=320")
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config(*given))
+        open_corpus(make_config(*given).data)
     check_line(str(caught.value), names, f)
 
 
@@ -341,10 +342,11 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     keys = (f"grain_train_files={tmp_path}/a.jsonl", "add_bos=False", "add_eos=False")
     given = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
     with pytest.raises(ConfigError) as caught:
-        open_rows(make_config("dataset_type=grain", *given), True)
+        config = make_config("dataset_type=grain", *given)
+        open_rows(config.data, config.reading, True)
     check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
     unread = make_config("dataset_type=grain", *given, "eval_interval=-1")
-    assert len(open_rows(unread, True).train[0].items)
+    assert len(open_rows(unread.data, unread.reading, True).train[0].items)
 
 
 # Every fourth as a whole run, and most of those among the slow ones: seconds each.
@@ -401,7 +403,7 @@ def test_a_package_that_is_not_installed(package, f, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"python -m pip install {package} ") as caught:
         given = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
-        open_corpus(make_config(*given, "vocab_size=320"))
+        open_corpus(make_config(*given, "vocab_size=320").data)
     check_line(str(caught.value), ("maxramp[data]",), f)
 
 
@@ -467,10 +469,10 @@ def test_there_are_enough():
 
 def test_good_files_are_not_refused(f):
     """What the cases are made from opens: a case fails for its own reason alone."""
-    for arguments, _ in (
-        *(grain(f"{f}/{name}") for name in ("good.jsonl", "good.parquet", "good.array_record")),
-        *(grain(f"{f}/{name}") for name in ("good.bin", "good", "set_good")),
-        grain(f"{f}/rows.array_record", **TOKENS),
-        grain(f"{f}/good.jsonl,1;{f}/good.parquet,2"),
-    ):
-        assert len(open_corpus(make_config(*arguments, "vocab_size=320")).train[0].items)
+    alone = ("good.jsonl", "good.parquet", "good.array_record", "good.bin", "good", "set_good")
+    cases = [grain(f"{f}/{name}") for name in alone]
+    cases.append(grain(f"{f}/rows.array_record", **TOKENS))
+    cases.append(grain(f"{f}/good.jsonl,1;{f}/good.parquet,2"))
+    for arguments, _ in cases:
+        config = make_config(*arguments, "vocab_size=320")
+        assert len(open_corpus(config.data).train[0].items)

@@ -29,23 +29,29 @@ def texts(tmp_path) -> pathlib.Path:
 
 
 def small(texts, *arguments, devices=8):
-    return make_config(
-        f"text_files={texts}",
-        *("steps=6", "per_device_batch_size=2", "per_device_batch_size_start=1"),
-        *("per_device_batch_size_increment=1", "global_rampup_samples=24", "eval_interval=-1"),
-        *("eval_steps=-1", "eval_fraction=0.1"),
-        *arguments,
-        devices=devices,
+    keys = "steps=6 per_device_batch_size=2 per_device_batch_size_start=1"
+    keys += " per_device_batch_size_increment=1 global_rampup_samples=24"
+    keys += " eval_interval=-1 eval_steps=-1 eval_fraction=0.1"
+    return make_config(f"text_files={texts}", *keys.split(), *arguments, devices=devices)
+
+
+def make_loader(config, first_step=0, eval_rows=16):
+    """A loader of the whole corpus in this process, and its ramp."""
+    data, steps = config.data, config.evaluation.eval_steps
+    corpus, ramp = open_corpus(data), RampupBatchManager(config.batch)
+    expansion = Expansion(make_mesh(config), 1)
+    loader = Loader(
+        data, config.reading, corpus, ramp, expansion, first_step, eval_rows, eval_steps=steps
     )
+    return loader, ramp
 
 
 def read_run(config, first_step=0):
     """The rows of every step from `first_step` on, in order, and the loader's mesh shape."""
-    ramp, mesh = RampupBatchManager(config), make_mesh(config)
-    eval_rows = int(config.eval_per_device_batch_size * mesh.size)
-    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), first_step, eval_rows)
+    eval_rows = int(config.evaluation.eval_per_device_batch_size * make_mesh(config).size)
+    loader, ramp = make_loader(config, first_step, eval_rows)
     rows = []
-    for step in range(first_step, config.steps):
+    for step in range(first_step, config.batch.steps):
         batch, waited = loader.batch(step)
         stage = ramp.stage_at_step(step)
         assert batch.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
@@ -66,7 +72,7 @@ def test_rows_overlap_by_the_token_they_predict():
 
 def test_documents_are_whole_and_marked(texts):
     config = small(texts)
-    corpus = open_corpus(config)
+    corpus = open_corpus(config.data)
     tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out._tokens])
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
@@ -75,28 +81,29 @@ def test_documents_are_whole_and_marked(texts):
     }
     assert documents == {path.read_bytes() for path in texts.rglob("*.txt")}
     held_out_fraction = len(corpus.held_out._tokens) / len(tokens)
-    assert abs(held_out_fraction - config.eval_fraction) < 1e-3
+    assert abs(held_out_fraction - config.data.eval_fraction) < 1e-3
 
 
 def test_corpus_depends_on_the_files_alone(texts, tmp_path):
     """Another folder, another order of creation: the same rows; one changed byte: another hash."""
-    first = open_corpus(small(texts))
+    first = open_corpus(small(texts).data)
     copy = tmp_path / "copy"
     for path in sorted(texts.rglob("*.txt"), reverse=True):
         target = copy / path.relative_to(texts)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     (copy / ".hidden").write_text("not read")
-    assert open_corpus(small(copy)).hash == first.hash
-    assert open_corpus(small(f"{copy}/**/*.txt")).hash == first.hash
+    assert open_corpus(small(copy).data).hash == first.hash
+    assert open_corpus(small(f"{copy}/**/*.txt").data).hash == first.hash
     target.write_bytes(target.read_bytes()[:-1] + b"!")
-    assert open_corpus(small(copy)).hash != first.hash
+    assert open_corpus(small(copy).data).hash != first.hash
 
 
 def test_standard_library_is_there():
-    corpus = open_corpus(make_config("max_target_length=128"))
+    keys = make_config("max_target_length=128").data
+    corpus = open_corpus(keys)
     assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out) > 100
-    assert open_corpus(make_config("max_target_length=128")).hash == corpus.hash
+    assert open_corpus(keys).hash == corpus.hash
 
 
 SPLITS = {
@@ -114,12 +121,9 @@ def test_rows_depend_on_no_split(texts):
     for arguments in SPLITS.values():
         for got, rows in zip(read_run(small(texts, *arguments))[0], expected, strict=True):
             np.testing.assert_array_equal(got, rows)
-    on_two = small(
-        texts,
-        *("per_device_batch_size=4", "per_device_batch_size_start=2"),
-        *("per_device_batch_size_increment=2", "gradient_accumulation_steps=2"),
-        devices=2,
-    )
+    keys = "per_device_batch_size=4 per_device_batch_size_start=2"
+    keys += " per_device_batch_size_increment=2 gradient_accumulation_steps=2"
+    on_two = small(texts, *keys.split(), devices=2)
     for got, rows in zip(read_run(on_two)[0], expected, strict=True):
         np.testing.assert_array_equal(got, rows)
 
@@ -139,17 +143,13 @@ def test_rows_do_not_depend_on_the_batch_sizes(texts):
 
 
 def test_an_epoch_holds_every_row_once(texts):
-    count = len(open_corpus(small(texts)).train[0].items)
-    config = small(
-        texts,
-        *("enable_rampup_batch_size=False", "per_device_batch_size=1", "num_epoch=3"),
-        f"steps={3 * count // 8}",
-    )
+    count = len(open_corpus(small(texts).data).train[0].items)
+    keys = ("enable_rampup_batch_size=False", "per_device_batch_size=1", "num_epoch=3")
+    config = small(texts, *keys, f"steps={3 * count // 8}")
     rows = np.concatenate(read_run(config)[0])
     epochs = [sorted(map(bytes, rows[e * count : (e + 1) * count])) for e in range(2)]
-    assert (
-        epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(open_corpus(config).train[0].items)))
-    )
+    items = open_corpus(config.data).train[0].items
+    assert epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(items)))
     assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
     other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
     assert not np.array_equal(other, rows[: len(other)])
@@ -168,7 +168,7 @@ def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
         records = read_records(tmp_path / "run" / "metrics.jsonl")
         return [record["batch_fingerprint"] for record in records]
 
-    rows = open_corpus(make_config(*keys, "steps=4", devices=1)).train[0].items
+    rows = open_corpus(make_config(*keys, "steps=4", devices=1).data).train[0].items
     added = grain.MapDataset.source(range(len(rows))).shuffle(seed=3)
     expected = []
     for first in range(0, 32, 8):
@@ -189,16 +189,15 @@ def iter_rows(source):
 def test_unshuffled_rows_follow_the_text(texts):
     config = small(texts, "enable_data_shuffling=False")
     rows = np.concatenate(read_run(config)[0])
-    np.testing.assert_array_equal(
-        rows, list(iter_rows(open_corpus(config).train[0].items))[: len(rows)]
-    )
+    items = open_corpus(config.data).train[0].items
+    np.testing.assert_array_equal(rows, list(iter_rows(items))[: len(rows)])
 
 
 @pytest.mark.parametrize("arguments", SPLITS.values(), ids=SPLITS)
 def test_evaluation_drops_no_row(texts, arguments):
     """Every held-out row once; what fills the last batch is padding and nothing else."""
     config = small(texts, *arguments)
-    held_out = open_corpus(config).held_out
+    held_out = open_corpus(config.data).held_out
     rows = np.concatenate(read_run(config)[1])
     is_padding = (rows == -1).all(axis=1)
     assert (rows[~is_padding] >= 0).all() and len(held_out) % 16  # the last batch is not full
@@ -206,12 +205,12 @@ def test_evaluation_drops_no_row(texts, arguments):
 
 
 def test_synthetic_rows_are_a_function_of_seed_and_row():
-    config = make_config("dataset_type=synthetic")
-    first, second = open_corpus(config).train[0].items, open_corpus(config).train[0].items
+    keys = make_config("dataset_type=synthetic").data
+    first, second = open_corpus(keys).train[0].items, open_corpus(keys).train[0].items
     np.testing.assert_array_equal(first[10**9], second[10**9])
-    assert first[0].shape == (17,) and first[0].max() < config.vocab_size
+    assert first[0].shape == (17,) and first[0].max() < keys.vocab_size
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first[0], open_corpus(config).held_out[0])
+    assert not np.array_equal(first[0], open_corpus(keys).held_out[0])
 
 
 def test_too_few_rows_say_what_would_do(texts):
@@ -220,16 +219,14 @@ def test_too_few_rows_say_what_would_do(texts):
         read_run(config)
     wanted = str(caught.value).split("num_epoch=")[2].split(",")[0]
     steps = str(caught.value).rsplit("steps=", 1)[1]
-    read_first = small(texts, "steps=100000", f"num_epoch={wanted}")
-    mesh, ramp = make_mesh(read_first), RampupBatchManager(read_first)
-    Loader(read_first, open_corpus(read_first), ramp, Expansion(mesh, 1), 0, 16).close()
+    enough = small(texts, "steps=100000", f"num_epoch={wanted}")
+    make_loader(enough)[0].close()
     read_run(small(texts, f"steps={steps}"))
 
 
 def test_batches_are_sharded_over_rows(texts):
     config = small(texts, "ici_tensor_parallelism=2")
-    mesh, ramp = make_mesh(config), RampupBatchManager(config)
-    loader = Loader(config, open_corpus(config), ramp, Expansion(mesh, 1), 0, 16)
+    loader, _ = make_loader(config)
     batch, _ = loader.batch(0)
     loader.close()
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 2, 17)}

@@ -220,12 +220,12 @@ def test_what_is_written_is_megatrons(tmp_path):
         writer.add(documents[:2])
         writer.add(documents[2:])
         assert not (tmp_path / "ours.bin").exists()
-        told = writer.finish()
+        counts = writer.finish()
     write_megatron(tmp_path / "theirs", [[d.tolist()] for d in documents], "<u2")
     for suffix in ("bin", "idx"):
         ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
         assert ours.read_bytes() == theirs.read_bytes()
-    assert (told["documents"], told["tokens"], told["max_token"]) == (4, 6, 60000)
+    assert counts == {"documents": 4, "tokens": 6, "max_token": 60000}
 
 
 def test_rows_span_files(tmp_path):
@@ -327,7 +327,7 @@ def test_marks_named_beside_the_tokenizer(models, tmp_path):
 
 def corpus(files, *arguments: str) -> Corpus:
     given = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
-    return open_corpus(make_config("dataset_type=grain", *given, *arguments))
+    return open_corpus(make_config("dataset_type=grain", *given, *arguments).data)
 
 
 def test_documents_of_a_corpus(tmp_path):
@@ -391,11 +391,11 @@ def test_the_hash_is_of_the_tokens(tmp_path):
 def test_a_summary_stands_for_a_corpus(tmp_path):
     """What a process that opens nothing is told: sizes and hash, as JSON."""
     opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
-    told = Corpus.from_summary(json.loads(json.dumps(opened.summary())))
-    assert told.summary() == opened.summary()
-    assert len(told.train[0].items) == len(opened.train[0].items) and told.documents
+    received = Corpus.from_summary(json.loads(json.dumps(opened.summary())))
+    assert received.summary() == opened.summary()
+    assert len(received.train[0].items) == len(opened.train[0].items) and received.documents
     with pytest.raises(RuntimeError, match="opened no data"):
-        told.train[0].items[0]
+        received.train[0].items[0]
 
 
 @pytest.mark.parametrize(

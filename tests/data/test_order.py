@@ -1,5 +1,6 @@
 """Which row comes when: exact shares, whole epochs, and batches read ahead in order."""
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -123,12 +124,10 @@ class Elements:
 
 
 def read(elements, first, last, *arguments, size=24):
-    config = make_config(*arguments)
-    reading = ReadAhead(elements, first, last, config, size, config.grain_worker_count)
-    try:
+    keys = make_config(*arguments).reading
+    reading = ReadAhead(elements, first, last, keys, size, keys.grain_worker_count)
+    with contextlib.closing(reading):
         return [int(element[0]) for element in reading]
-    finally:
-        reading.close()
 
 
 SETTINGS = {
@@ -161,9 +160,9 @@ def test_workers_stay_with_their_parent(ending):
         "import os, time, test_order, conftest\n"
         "from maxramp.data.prefetch import ReadAhead\n"
         "if __name__ == '__main__':\n"
-        "    config = conftest.make_config()\n"
-        "    reading = ReadAhead(test_order.Elements(), 0, 100, config, 24, workers=2)\n"
-        "    next(reading), next(reading)  # one of each worker: both are up\n"
+        "    keys = conftest.make_config().reading\n"
+        "    ahead = ReadAhead(test_order.Elements(), 0, 100, keys, 24, workers=2)\n"
+        "    next(ahead), next(ahead)  # one of each worker: both are up\n"
         "    import multiprocessing\n"
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
         "    time.sleep(60)\n"
@@ -218,7 +217,7 @@ class Counted(Elements):
 )
 def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
-    reading = ReadAhead(elements, 0, 100, make_config(*arguments), size, workers=0)
+    reading = ReadAhead(elements, 0, 100, make_config(*arguments).reading, size, workers=0)
     for taken in range(20):
         next(reading)
         deadline = time.monotonic() + 5

@@ -12,8 +12,9 @@ from conftest import make_config, make_mesh
 from maxramp.data.marks import PADDING, START
 from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.step import BATCH_ABS, eval_step, take_apart
+from maxramp.training.step import eval_step, take_apart
 
 LENGTH = 16
 LAYOUTS = (concat_then_split, best_fit, one_per_row)

@@ -57,11 +57,9 @@ def test_every_format_holds_the_same_documents(tmp_path):
     assert manifest["documents"] == len(TEXTS) * len(files) and len(manifest["shards"]) > 10
     assert manifest["tokens"] == sum(map(len, expected)) * len(files)
     assert (manifest["dtype"], manifest["max_token"]) == ("uint16", 257)
-    names = {
-        "manifest.json",
-        *(f"{s['name']}.{x}" for s in manifest["shards"] for x in ("bin", "idx")),
-    }
-    assert content(tmp_path / "set").keys() == names  # and nothing half made
+    names = {f"{s['name']}.{x}" for s in manifest["shards"] for x in ("bin", "idx")}
+    # Nothing half made.
+    assert content(tmp_path / "set").keys() == names | {"manifest.json"}
 
 
 def test_workers_do_not_change_the_set(tmp_path):
@@ -74,10 +72,8 @@ def test_workers_do_not_change_the_set(tmp_path):
 
 def test_tokens_are_prepared_as_they_are(tmp_path):
     ids = [[1, 2, 3], [70000], [5] * 40]
-    prepare(
-        write_file(tmp_path, "parquet", ids),
-        *("--output", tmp_path / "a", COLUMN, "tokenize_train_data=False"),
-    )
+    source, tokens = write_file(tmp_path, "parquet", ids), "tokenize_train_data=False"
+    prepare(source, "--output", tmp_path / "a", COLUMN, tokens)
     write_megatron(tmp_path / "m", [[[1, 2], [3]], [[70000]], [[5] * 40]])
     prepare(tmp_path / "m.bin", "--output", tmp_path / "b")
     assert documents(tmp_path / "a") == documents(tmp_path / "b") == ids
@@ -93,7 +89,7 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         folder = tmp_path / f"set{megabytes}"
         prepare(source, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
         keys = ("dataset_type=grain", f"grain_train_files={folder}", "vocab_size=264")
-        opened = open_corpus(make_config(*keys, "eval_fraction=0.1"))
+        opened = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
         rows = opened.train[0].items
         assert not opened.documents and len(rows) + len(opened.held_out) == (len(stream) - 1) // 16
         for i in (0, 1, len(rows) // 2, len(rows) - 1):
@@ -104,9 +100,8 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
                 copy.write(path.read_bytes())
-        far = open_corpus(
-            make_config(keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
-        )
+        keys = (keys[0], f"grain_train_files=memory://{folder.name}", keys[2])
+        far = open_corpus(make_config(*keys).data)
         assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
     assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
@@ -137,8 +132,8 @@ def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
         digest = hashlib.blake2b(struct.pack(f"<{len(document)}i", *document), digest_size=16)
         power = point ** (len(documents) - 1 - i)
         total += int.from_bytes(digest.digest(), "big") * power
-    told = f"{total % prime:032x} {len(documents)}".encode()
-    expected = hashlib.blake2b(told, digest_size=8).hexdigest()
+    hashed_text = f"{total % prime:032x} {len(documents)}".encode()
+    expected = hashlib.blake2b(hashed_text, digest_size=8).hexdigest()
     assert hashed(documents, 1) == (expected, 1)
     finer, shards = hashed(documents, 0.0003)
     assert finer == expected and shards > 5
@@ -401,11 +396,11 @@ def test_killed_at_any_moment(tmp_path):
 KILLED_AT_COUNTING = """
 import os, signal, sys
 from maxramp import prepare
-from maxramp.data import preparation
+from maxramp.data import shards
 def count(*more):
-    preparation._counts.get_lock().acquire()
+    shards._counts.get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
-preparation._count = count
+shards._count = count
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """

@@ -54,13 +54,13 @@ def loaded(*keys: str):
 )
 def test_the_type_follows_from_the_file(path, kind, f):
     path = path.replace("{f}", str(f))
-    assert make_config(*GRAIN, f"tokenizer_path={path}").tokenizer_type == kind
+    assert make_config(*GRAIN, f"tokenizer_path={path}").data.tokenizer_type == kind
 
 
 def test_documents_are_tokenized_by_it(f):
     keys = ("dataset_type=grain", f"grain_train_files={f}/jsonl.jsonl", COLUMN, "vocab_size=448")
     keys += (f"tokenizer_path={f}/one/tokenizer.json", "add_bos=False", "add_eos=False")
-    items = open_corpus(make_config(*keys)).train[0].items
+    items = open_corpus(make_config(*keys).data).train[0].items
     ids = hf.Tokenizer.from_file(f"{f}/one/tokenizer.json").encode(TEXTS[20]).ids
     assert items[20].tolist() == ids and len(ids) < len(TEXTS[20]) / 2
 
@@ -122,17 +122,17 @@ def check(caught, names, f):
 def test_sets_of_another_tokenizer(keys, names, f):
     given = [key.replace("{f}", str(f)) for key in keys]
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config("dataset_type=grain", "vocab_size=448", *given))
+        open_corpus(make_config("dataset_type=grain", "vocab_size=448", *given).data)
     check(caught, names, f)
 
 
 def test_sets_of_the_same_tokenizer(f):
     shutil.copytree(f / "set_one", f / "copy", dirs_exist_ok=True)
     keys = ("dataset_type=grain", "vocab_size=448", f"tokenizer_path={f}/one/tokenizer.json")
-    opened = open_corpus(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1"))
+    opened = open_corpus(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1").data)
     assert "not used" not in opened.description
     keys = ("dataset_type=grain", "vocab_size=448", f"grain_train_files={f}/megatron,1;{f}/copy,1")
-    assert len(open_corpus(make_config(*keys)).train) == 2  # nobody knows of Megatron's
+    assert len(open_corpus(make_config(*keys).data).train) == 2  # nobody knows of Megatron's
 
 
 def test_what_is_not_used_is_said(f):
@@ -141,10 +141,10 @@ def test_what_is_not_used_is_said(f):
     megatron = ("dataset_type=grain", f"grain_train_files={f}/megatron", "vocab_size=448")
     megatron += ("eval_interval=-1",)
     for keys in (("dataset_type=synthetic",), megatron):
-        assert f"{path} is not used" in open_corpus(make_config(*keys, path)).description
-        assert "not used" not in open_corpus(make_config(*keys)).description
+        assert f"{path} is not used" in open_corpus(make_config(*keys, path).data).description
+        assert "not used" not in open_corpus(make_config(*keys).data).description
     maxtexts = "tokenizer_path=assets/tokenizer.llama2"
-    assert make_config("dataset_type=synthetic", maxtexts).tokenizer_type == "bytes"
+    assert make_config("dataset_type=synthetic", maxtexts).data.tokenizer_type == "bytes"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_old_runs_go_on(f):
     keys = ("dataset_type=grain", f"grain_train_files={f}/set_one", "vocab_size=448")
     path = f"tokenizer_path={f}/one"
     config = make_config(*keys, path)
-    before = json.loads(json.dumps(config.to_dict())) | {"tokenizer_type": "bytes"}
+    before = json.loads(json.dumps(dict(config.values))) | {"tokenizer_type": "bytes"}
     old = Saved(f, 4, 32, [], "data", before, {})
     assert "tokenizer_type=bytes (now huggingface)" in changes_since(old, config, "data", {})
     assert "tokenizer_path" in changes_since(old, make_config(*keys), "data", {})

@@ -8,7 +8,8 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model.attention import Q_BTHh, causal_attention, select
+from maxramp.model.attention import causal_attention, select
+from maxramp.parallel.sharding import X_BTHh
 
 
 def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT):
@@ -41,7 +42,7 @@ def on_mesh(function, tensor, *arrays):
     )
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, Q_BTHh)
+        sharding = NamedSharding(mesh, X_BTHh)
         return jax.jit(function)(*(jax.device_put(x.astype(np.float32), sharding) for x in arrays))
 
 
@@ -93,7 +94,7 @@ def test_gradients_equal_those_of_plain_products(documents):
     ],
 )
 def test_what_is_chosen(platform, keys, chosen):
-    assert select(make_config(*keys), platform) == chosen
+    assert select(make_config(*keys).model, platform) == chosen
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_what_is_chosen(platform, keys, chosen):
 )
 def test_what_cannot_work_is_refused(platform, keys, reason):
     with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
-        select(make_config(*keys), platform)
+        select(make_config(*keys).model, platform)
 
 
 def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
-from maxramp.planning.cost import training_flops_per_token
 from maxramp.training.loss import cross_entropy_sums
 
 # Weights as published with the models.
@@ -49,7 +49,7 @@ def no_devices():
 
 def abstract_model(config):
     with no_devices():
-        return jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+        return jax.eval_shape(lambda: Decoder(config.model, jax.random.key(0)))
 
 
 @pytest.mark.parametrize("tied", (False, True))
@@ -93,7 +93,7 @@ def gradient_flops(config):
             model.hidden(tokens_BS[:, :-1]), model.head(), tokens_BS[:, 1:], 0.0, 0
         )[0]
 
-    B, T = 2, config.max_target_length
+    B, T = 2, config.model.max_target_length
     tokens_BS = jax.ShapeDtypeStruct((B, T + 1), jnp.int32)
     with no_devices():
         jaxpr = jax.make_jaxpr(jax.grad(loss))(abstract_model(config), tokens_BS)
@@ -108,7 +108,7 @@ def test_training_flops(scan, tied):
     config = load(*SMALL, f"scan_layers={scan}", f"logits_via_embedding={tied}")
     H, h, L, T = 6, 4, 3, 12
     masked = 2 * T * h * H * L * 2 * 3 / 2
-    assert gradient_flops(config) - masked == training_flops_per_token(config)
+    assert gradient_flops(config) - masked == training_flops_per_token(config.model)
 
 
 def test_remat_recomputes_what_it_says():
@@ -130,7 +130,7 @@ def test_initial_weights():
     of the normal's; norms are 1; layers differ, and another seed gives other weights."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=1")
     with jax.set_mesh(make_mesh(config)):
-        make = jax.jit(functools.partial(Decoder, config))
+        make = jax.jit(functools.partial(Decoder, config.model))
         model, other = make(jax.random.key(0)), make(jax.random.key(1))
     inputs = {"embedding_VD": 32, "head_DV": 32, "out_HhD": 64, "out_FD": 64}
     others = jax.tree.leaves(other)

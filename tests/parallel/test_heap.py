@@ -15,8 +15,9 @@ from maxramp.parallel import cpu as heap
 PROGRAM = """
 import resource, sys, threading
 import jax, jax.numpy as jnp
-from maxramp import config, heap, mesh
-mesh.start_backend(config.load(["configs/base.yml", "jax_cache_dir="]))
+from maxramp.config.load import load
+from maxramp.parallel import cpu as heap, mesh
+mesh.start_backend(load(["configs/base.yml", "jax_cache_dir="]).backend)
 if "keep" in sys.argv:
     heap.keep()
 x = jnp.arange(2.0**13)

@@ -19,9 +19,13 @@ TRAIN = [sys.executable, "-m", "maxramp.train"]
 
 # Eight steps on batches of 16, 32 and 48 rows, and held-out rows that no batch divides.
 RAMP = [
-    *("step_batch_size_schedule=0:16, 48:32, 144:48", "step_batch_size_unit=samples"),
-    *("total_samples=240", "text_files=text", "eval_interval=4", "eval_steps=-1"),
-    *("eval_fraction=0.1",),
+    "step_batch_size_schedule=0:16, 48:32, 144:48",
+    "step_batch_size_unit=samples",
+    "total_samples=240",
+    "text_files=text",
+    "eval_interval=4",
+    "eval_steps=-1",
+    "eval_fraction=0.1",
 ]
 
 
@@ -231,11 +235,13 @@ ON_A_HOST = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_HOST, "sh
 MESH = """
 import json, sys
 import jax
-from maxramp import config, mesh
-loaded = config.load(sys.argv[1:])
-mesh.start_backend(loaded)
-resolved = config.resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
-made = mesh.make_mesh(resolved)
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.parallel import mesh
+loaded = load(sys.argv[1:])
+mesh.start_backend(loaded.backend)
+resolved = resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
+made = mesh.make_mesh(resolved.mesh)
 hosts = sorted({device.slice_index for device in jax.devices()})
 print(json.dumps([hosts, dict(made.shape), [d.id for d in made.devices.flat]]))
 """

@@ -12,10 +12,10 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
+from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
 from maxramp.planning import hlo
-from maxramp.planning.cost import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 
 POD = [
@@ -72,7 +72,7 @@ def test_loops_are_counted_as_often_as_they_run(compiled):
     attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
     for s in compiled[0]["stages"]:
         tokens = s["global_batch_size"] * 256 / 8
-        expected = tokens * (training_flops_per_token(config) + attention)
+        expected = tokens * (training_flops_per_token(config.model) + attention)
         # The loss's blocks are recomputed: one product of the head more, of three.
         head = 2.0 * 256 * 512 * tokens
         assert s["flops_per_device"] == pytest.approx(expected + head, rel=0.02)
@@ -236,9 +236,9 @@ def test_shipped_pods_resolve():
     """Every stage of every pod's config, on its pod."""
     for path in sorted((CONFIGS / "pods").glob("*.yml")):
         loaded = load([str(path)])
-        chips = topology.parse(loaded.compile_topology).chips
-        assert chips == loaded.num_nodes * loaded.devices_per_node == 1024
+        chips = topology.parse(loaded.planning.compile_topology).chips
+        assert chips == loaded.batch.num_nodes * loaded.batch.devices_per_node == 1024
         config = resolve(loaded, chips, 1, 1)
-        ramp = RampupBatchManager(config, chips)
+        ramp = RampupBatchManager(config.batch, chips)
         ramp.check(ramp.stages)
         assert len(ramp.stages) > 1

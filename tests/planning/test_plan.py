@@ -26,12 +26,14 @@ from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import make_plan, print_plan
-from maxramp.planning.memory import compiled_bytes, estimate
+from maxramp.planning.memory import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import Programs, abstract_state
+from maxramp.training.device_memory import compiled_bytes
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import Programs
+from maxramp.training.state import abstract_state
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -177,7 +179,7 @@ def test_the_learning_rate_does_not_bend():
     curves = []
     for config in (ramped, constant):
         ramp = RampupBatchManager(config.batch)
-        curves.append(LearningRate.of(config, ramp)(jnp.arange(0, ramp.total_samples, 7)))
+        curves.append(LearningRate.of(config.schedule, ramp)(jnp.arange(0, ramp.total_samples, 7)))
     length = min(map(len, curves))
     # Lengths of the runs differ by less than a batch of 32 in 40000.
     assert jnp.abs(curves[0][:length] - curves[1][:length]).max() < 1e-2 * ramped.learning_rate
@@ -186,7 +188,7 @@ def test_the_learning_rate_does_not_bend():
 def test_learning_rate_by_steps_is_the_other_reading():
     config = make_config("learning_rate_by=steps", "steps=100", devices=1)
     ramp = RampupBatchManager(config.batch)
-    rate = LearningRate.of(config, ramp)
+    rate = LearningRate.of(config.schedule, ramp)
     constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
     by_step = LearningRate.of(constant, RampupBatchManager(constant))
     for step in range(100):
@@ -196,7 +198,7 @@ def test_learning_rate_by_steps_is_the_other_reading():
 @pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
 def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
     config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
-    rate = LearningRate.of(config, RampupBatchManager(config.batch))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
     assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
@@ -212,14 +214,22 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     )
     ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
     with jax.set_mesh(mesh):
-        state = abstract_state(config, mesh)
-        rate = LearningRate.of(config, ramp)
+        state = abstract_state(config.recipe, mesh)
+        rate = LearningRate.of(config.schedule, ramp)
         programs = Programs(
-            *(config, Expansion(mesh, 1), rate, state, ramp.stages),
-            *(0, False, print, lambda: None),
+            config.recipe,
+            Expansion(mesh, 1),
+            rate,
+            state,
+            ramp.stages,
+            eval_rows=0,
+            packed=False,
+            memory_limit=0,
+            say=print,
+            on_failure=lambda: None,
         )
         compiled, _ = programs.train_step(ramp.stages[0])
-    found = estimate(config, ramp.stages[0])
+    found = estimate(config.recipe, config.mesh.sizes, ramp.stages[0])
     for name, tree in (("weights", state.model), ("optimizer", state.opt_state)):
         held = sum(
             x.dtype.itemsize * int(jnp.prod(jnp.array(x.sharding.shard_shape(x.shape))))

@@ -23,11 +23,13 @@ from conftest import BASE, TINY, command, environment, make_config, make_mesh, r
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, cut_records, read_records
 from maxramp.run.tensorboard import TensorBoardWriter, read_events
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, init_state, train_step
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import initial_state
+from maxramp.training.step import make_train_step
 
 SLOW = pytest.mark.slow
 # Endless, at a constant batch, of data that needs no files.
@@ -474,12 +476,15 @@ def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
 def test_a_bad_step_changes_nothing_but_the_clock():
     """Bit for bit; the next good step trains as if the bad one had not been."""
     config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
-    mesh, rate = make_mesh(config), LearningRate.of(config, RampupBatchManager(config.batch))
+    mesh, rate = (
+        make_mesh(config),
+        LearningRate.of(config.schedule, RampupBatchManager(config.batch)),
+    )
     with jax.set_mesh(mesh):
-        step = jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+        step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
         batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
-        state, metrics = step(jax.jit(functools.partial(init_state, config))(), batch)
+        state, metrics = step(initial_state(config.recipe), batch)
         assert metrics["bad_steps"] == 0
         leaves, structure = jax.tree.flatten(state.model)
         spoilt = structure.unflatten([leaves[0].at[...].set(jnp.inf), *leaves[1:]])

@@ -19,7 +19,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.tensorboard import read_events
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
     *("step", "stage", "per_device_batch_size", "gradient_accumulation_steps"),
@@ -71,7 +71,7 @@ def test_the_schedule_was_run(uninterrupted):
 def test_every_field_is_there_and_means_what_it_says(uninterrupted):
     folder, _ = uninterrupted
     config = make_config(*RAMP, devices=1)
-    rate = LearningRate.of(config, RampupBatchManager(config.batch))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     for r in steps_of(folder):
         assert set(r) == FIELDS
         tokens = r["global_batch_size"] * 16

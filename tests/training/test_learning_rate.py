@@ -10,7 +10,7 @@ import pytest
 
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.optimizer import LearningRate
+from maxramp.training.learning_rate import LearningRate
 
 MOST_STEPS = 128  # one length for all curves: one compilation
 # Both sides take a position and a cosine in float32: a few roundings of 2^-24 of the peak.

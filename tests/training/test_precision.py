@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, make_config, make_mesh
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.mesh import BATCH_AXES
-from maxramp.training.step import _objective, init_state
+from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.training.objective import next_token_prediction
+from maxramp.training.state import init_state
 
 ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264
 
@@ -45,13 +45,15 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradient(model, rows_RS):
-        return jax.grad(_objective, has_aux=True)(model.cast(), rows_RS, config, False)
+        return jax.grad(next_token_prediction(config.objective), has_aux=True)(
+            model.cast(), rows_RS
+        )
 
     with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(functools.partial(init_state, config)).model
+        abstract = jax.eval_shape(functools.partial(init_state, config.recipe)).model
         model = jax.tree_util.tree_map_with_path(weight, abstract)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
-            placed = jax.device_put(rows_RS, NamedSharding(mesh, P(BATCH_AXES, None)))
+            placed = jax.device_put(rows_RS, NamedSharding(mesh, TOKENS_BT))
             found, (loss, tokens) = gradient(model, placed)
             assert tokens == rows_RS[:, 1:].size
             for path, x in [*jax.tree.leaves_with_path(found), ("loss", loss)]:

@@ -14,8 +14,9 @@ from conftest import BASE, TINY, environment, make_config, make_mesh, run
 from maxramp.data.relay import Expansion
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.programs import Programs, abstract_state, compiler_options
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import Programs, compiler_options
+from maxramp.training.state import abstract_state
 
 # Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.
 RAMP = [
@@ -28,8 +29,8 @@ RAMP = [
 PATCHED = """
 import os, sys, threading
 import jax
-from maxramp import stages
-from maxramp.processes import end_process
+from maxramp.parallel.processes import end_process
+from maxramp.training import programs
 from maxramp.train import main
 {patch}
 end_process(main(sys.argv[1:]))
@@ -94,7 +95,7 @@ def test_every_program_is_announced_once_in_order_of_use(undisturbed):
 
 def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     """Against a run that lowers and compiles each stage when it is reached."""
-    patch = "stages.Programs.lower_ahead = lambda self: None"
+    patch = "programs.Programs.lower_ahead = lambda self: None"
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(undisturbed[0])
@@ -218,9 +219,11 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     said = []
     with jax.set_mesh(mesh):
         programs = Programs(
-            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
-            abstract_state(config, mesh),
-            *(ramp.stages_between(20, ramp.total_steps), 0, False, said.append),
+            config.recipe,
+            Expansion(mesh, 1),
+            LearningRate.of(config.schedule, ramp),
+            abstract_state(config.recipe, mesh),
+            *(ramp.stages_between(20, ramp.total_steps), 0, False, 0, said.append),
             lambda: os.kill(os.getpid(), signal.SIGTERM),
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
@@ -268,9 +271,11 @@ def test_parts_of_the_model_are_named_in_the_program():
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         programs = Programs(
-            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
-            abstract_state(config, mesh),
-            *(ramp.stages, 0, False, json.dumps, programs_fail),
+            config.recipe,
+            Expansion(mesh, 1),
+            LearningRate.of(config.schedule, ramp),
+            abstract_state(config.recipe, mesh),
+            *(ramp.stages, 0, False, 0, json.dumps, programs_fail),
         )
         text = programs.train_step(ramp.stages[0])[0].as_text()
         programs.close()

@@ -1,7 +1,7 @@
 """The train step: one update, however the rows are split, sharded, recomputed or padded.
 
 Shapes: N steps, R rows of a step (= A x B), S tokens of a row and the one after it; others as in
-maxramp/model.py.
+maxramp/model/.
 """
 
 import dataclasses
@@ -17,10 +17,14 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.marks import PADDING
 from maxramp.parallel.axes import AXES
+from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.fingerprint import fingerprint
+from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.optimizer import LearningRate
-from maxramp.training.step import BATCH_ABS, eval_step, fingerprint, init_state, train_step
+from maxramp.training.objective import next_token_prediction
+from maxramp.training.state import init_state
+from maxramp.training.step import eval_step, make_train_step
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 64, 16, 264
 
@@ -58,13 +62,13 @@ def place(batch_ABS, mesh):
 def initial_state(config):
     """The first state, on the config's mesh."""
     with jax.set_mesh(make_mesh(config)):
-        return jax.jit(functools.partial(init_state, config), compiler_options=QUICK)()
+        return jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
 
 
 @functools.cache
 def compiled_step(config):
-    rate = LearningRate.of(config, RampupBatchManager(config))
-    return jax.jit(functools.partial(train_step, config=config, learning_rate=rate))
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+    return jax.jit(make_train_step(config.recipe, rate))
 
 
 def by_name(tree):
@@ -265,7 +269,7 @@ def test_reference(case):
     training = train(config, rows_NRS, accumulation=2)
     with jax.enable_x64(True):
         expected = reference_training(
-            training.first, rows_NRS, config.base_num_kv_heads, z_loss, clip=0.1, eps=1e-4
+            training.first, rows_NRS, config.model.base_num_kv_heads, z_loss, clip=0.1, eps=1e-4
         )
     assert_same(training, expected)
 
@@ -307,7 +311,7 @@ def loss_and_gradients():
         config = make_config(*arguments)
         state, mesh = initial_state(make_config(*ADAM)), make_mesh(config)
         with jax.set_mesh(mesh):
-            abstract = jax.eval_shape(functools.partial(init_state, config)).model
+            abstract = jax.eval_shape(functools.partial(init_state, config.recipe)).model
             model = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state.model))
             rows_RS = place(random_rows(1, ROWS), mesh)[0]
             loss, gradients = jax.jit(jax.value_and_grad(objective))(model, rows_RS)
@@ -350,14 +354,16 @@ def test_evaluation_of_a_padded_batch():
     rows_RS[3, 9:] = rows_RS[17, 2:] = PADDING
     filled_RS = np.concatenate([rows_RS, np.full((4, LENGTH + 1), PADDING, np.int32)])
     mesh, training = make_mesh(config), trained(*ADAM)
-    evaluate = jax.jit(functools.partial(eval_step, config=config))
+    evaluate = jax.jit(
+        functools.partial(eval_step, objective=next_token_prediction(config.objective))
+    )
     with jax.set_mesh(mesh):
         sums = jnp.float32(0), jnp.float32(0)
         for batch_BS in np.split(filled_RS, 3):
             sums = evaluate(training.states[1].model, sums, place(batch_BS[None], mesh))
     with jax.enable_x64(True):
         weights = {name: x.astype(np.float64) for name, x in training.last.items()}
-        expected = reference_sums(weights, rows_RS, config.base_num_kv_heads)
+        expected = reference_sums(weights, rows_RS, config.model.base_num_kv_heads)
         cross_entropy, _, tokens = map(float, expected)
     assert tokens == 20 * LENGTH - 8 - 15
     assert sums[1] == tokens

@@ -1,12 +1,13 @@
 """Files by glob or URL, their bytes by position, and packages that only some formats need."""
 
+import contextlib
 import functools
 import glob
 import importlib
 import os
 import pathlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -41,23 +42,35 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def _store(path: str) -> Any:
+    """The file system that serves a URL."""
+    return _store_of(path.partition("://")[0])
+
+
 @functools.cache
-def _filesystem(protocol: str) -> Any:
+def _store_of(protocol: str) -> Any:
     try:
         return optional("fsspec", "fsspec", f"{protocol}://").filesystem(protocol)
     except (ImportError, ValueError) as error:  # it names the package that serves a protocol
         raise ConfigError(f"{protocol}:// cannot be read: {error}") from None
 
 
-def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
-    """What the operating system, or for a URL the file system of its protocol, says of a path."""
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turns whatever goes wrong into a line that names the path."""
     try:
-        return far(_filesystem(path.partition("://")[0])) if is_remote(path) else near()
+        yield
     except ConfigError:
         raise
     except Exception as error:  # a store's client has errors of its own
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
+
+
+def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
+    """What the operating system says of a path, or of a URL the file system that serves it."""
+    with _reading(path):
+        return far(_store(path)) if is_remote(path) else near()
 
 
 def find(pattern: str) -> list[str]:
@@ -100,7 +113,8 @@ def map_bytes(path: str) -> Any:
     size = size_of(path)
     if is_remote(path):
         return _RemoteBytes(path, size)
-    return _ask(path, lambda: np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8), id)
+    with _reading(path):
+        return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
 
 
 class _RemoteBytes:
@@ -114,7 +128,8 @@ class _RemoteBytes:
         start, stop, _ = part.indices(self._size)
         if stop <= start:
             return np.empty(0, np.uint8)
-        data = _ask(self._path, bytes, lambda s: s.cat_file(self._path, start=start, end=stop))
+        with _reading(self._path):
+            data = _store(self._path).cat_file(self._path, start=start, end=stop)
         return np.frombuffer(data, np.uint8)
 
 

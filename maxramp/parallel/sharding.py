@@ -1,0 +1,37 @@
+"""Every PartitionSpec, named once: how each kind of array lies on the mesh's axes.
+
+Shapes: A accumulation steps, B rows, T tokens, S tokens of a row and the next one, N tokens of all
+rows, D model width, H query heads, K key/value heads, G query heads per key/value head, h head
+width, F MLP width, V vocabulary.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from maxramp.parallel.axes import AXES, BATCH_AXES
+
+REPLICATED = P()
+
+# The batch and what follows from it
+BATCH_ABS = P(None, BATCH_AXES, None)
+TOKENS_BT = P(BATCH_AXES, None)
+SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
+
+# Activations: rows over data x fsdp; heads, MLP and vocabulary over tensor
+X_BTD = P(BATCH_AXES, None, None)  # the residual stream
+X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
+X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
+X_BTKGh = P(BATCH_AXES, None, "tensor", None, None)
+
+# Weights: one side over fsdp, one over tensor
+EMBEDDING_VD = P("tensor", "fsdp")
+GATHERED_VD = P("tensor", None)  # the embedding as a lookup reads it
+HEAD_DV = P("fsdp", "tensor")
+HEADS_IN_DHh = P("fsdp", "tensor", None)
+HEADS_OUT_HhD = P("tensor", None, "fsdp")
+MLP_IN_DF = P("fsdp", "tensor")
+MLP_OUT_FD = P("tensor", "fsdp")
+
+
+def merged(spec_BT: P) -> P:
+    """The spec of an array whose rows and tokens are one axis: [B, T, ...] -> [N, ...]."""
+    return P(BATCH_AXES, *spec_BT[2:])

@@ -1,0 +1,25 @@
+"""The memory of a device, and what a compiled program takes of it."""
+
+from typing import Any
+
+import jax
+
+GIB = 2**30
+
+
+def device_memory(device_memory_gib: float) -> int:
+    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where it does not."""
+    if device_memory_gib != -1:
+        return int(device_memory_gib * GIB)
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+
+
+def compiled_bytes(compiled: Any) -> int:
+    """Peak bytes per device of a compiled program, by the compiler's own account."""
+    analysis = compiled.memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )

@@ -1,0 +1,76 @@
+"""The train state: all that training changes, its initial value, its shapes, and how it is held."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from maxramp.model.decoder import Decoder
+from maxramp.parallel.platform import platform
+from maxramp.parallel.sharding import REPLICATED
+from maxramp.training.keys import Recipe
+from maxramp.training.optimizer import make_optimizer
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("consumed_samples", "model", "opt_state", "bad_steps"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that training changes.
+
+    `consumed_samples` is the clock: uint32[2], low and high word, because a long run passes 2^32
+    samples and JAX has no 64-bit integers by default. `bad_steps` counts the last steps in a row
+    that were skipped (uint32).
+    """
+
+    consumed_samples: jax.Array
+    model: Decoder
+    opt_state: Any
+    bad_steps: jax.Array
+
+
+def init_state(recipe: Recipe) -> TrainState:
+    """The state before the first step; under jit and a mesh weights are born sharded."""
+    model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
+    opt_state = make_optimizer(recipe.optimizer).init(model)
+    return TrainState(jnp.zeros((2,), jnp.uint32), model, opt_state, jnp.uint32(0))
+
+
+def initial_state(recipe: Recipe) -> TrainState:
+    """The state before the first step, on the mesh that is set."""
+    # On CPUs the random numbers take longer to optimize than the whole step, and run once.
+    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
+    return jax.jit(functools.partial(init_state, recipe), compiler_options=options)()
+
+
+def abstract_state(recipe: Recipe, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the train state on a mesh."""
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = (
+            x.sharding.spec if x.sharding else REPLICATED
+        )  # what is not sharded is on every device
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, recipe)))
+
+
+class HeldState:
+    """A train state between steps: the flat list of arrays that a train step takes and gives.
+
+    To take the modules apart and put them together at every step would cost the loop a millisecond.
+    """
+
+    def __init__(self, state: TrainState):
+        self.arrays, self._structure = jax.tree.flatten(state)
+
+    @property
+    def tree(self) -> TrainState:
+        """The state as modules."""
+        return self._structure.unflatten(self.arrays)
