@@ -109,10 +109,7 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
         entry = stage.to_json() | pod.step(
             stage.gradient_accumulation_steps, stage.micro_batch_size
         )
-        end = ramp.total_steps
-        if stage.steps is not None:
-            end = min(end, stage.first_step + stage.steps)
-        entry["run_steps"] = end - stage.first_step
+        entry["run_steps"] = ramp.run_steps(stage)
         say(
             f"stage {stage.index}: global batch {stage.global_batch_size}, compiled in "
             f"{entry['compile_seconds']:.0f} s"

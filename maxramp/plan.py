@@ -52,16 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(arguments, "plan", USAGE)
         if fit:
             mesh_lib.start_backend(config.backend)
-            config = resolve(config, jax.devicecount(), mesh_lib.num_slices(), 1)
-            print(
-                largest_per_device_batch_size(
-                    config.recipe,
-                    config.mesh,
-                    config.batch,
-                    config.schedule,
-                    config.planning.device_memory_gib,
-                )
+            config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
+            line = largest_per_device_batch_size(
+                config.recipe,
+                config.mesh,
+                config.batch,
+                config.schedule,
+                config.planning.device_memory_gib,
             )
+            print(line)
             return 0
         plan = make_plan(config)
         if compiled:
@@ -120,7 +119,8 @@ def make_plan(config: Config) -> dict[str, Any]:
             **_against_all_nodes(stage, steps, time, keys, cost),
         }
         try:
-            entry["memory_gib"] = _memory_of(stage, resolve_planned(config, stage.devices))
+            sizes = resolve_planned(config, stage.devices).mesh.sizes
+            entry["memory_gib"] = estimate(target.recipe, sizes, stage)
         except ConfigError as error:
             entry["memory_gib"] = None
             plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
@@ -177,10 +177,6 @@ def _merge(plan: dict[str, Any], path: pathlib.Path) -> None:
 def _shape(entry: dict[str, Any], length: int) -> tuple:
     names = ("global_batch_size", "gradient_accumulation_steps", "devices")
     return (*(entry[name] for name in names), length)
-
-
-def _memory_of(stage: Stage, config: Config) -> dict[str, float]:
-    return estimate(config.recipe, config.mesh.sizes, stage)
 
 
 def _against_all_nodes(

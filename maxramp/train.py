@@ -138,8 +138,9 @@ def train(
             output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
 
-        with_eval = config.evaluation.eval_interval > 0
-        eval_rows = int(exact(config.evaluation.eval_per_device_batch_size) * jax.device_count())
+        evaluation = config.evaluation
+        with_eval = evaluation.eval_interval > 0
+        eval_rows = int(exact(evaluation.eval_per_device_batch_size) * jax.device_count())
         loader = Loader(
             config.data,
             config.reading,
@@ -148,7 +149,7 @@ def train(
             expansion,
             first_step,
             eval_rows,
-            config.evaluation.eval_steps,
+            evaluation.eval_steps,
             checkpoints.shuffle,
         )
         closing.callback(loader.close)
@@ -208,9 +209,7 @@ def train(
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (
-                done % config.evaluation.eval_interval == 0 or done == ramp.total_steps
-            ):
+            if with_eval and (done % evaluation.eval_interval == 0 or done == ramp.total_steps):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model

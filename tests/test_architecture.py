@@ -11,6 +11,7 @@ from conftest import ROOT, environment
 PACKAGE = ROOT / "maxramp"
 
 # Bottom up. A room is a folder, or a module beside them; rooms of one line do not know each other.
+# Of launch, which hands a whole config on, the section alone stands below the config.
 FLOORS = (
     ("errors", "console"),
     ("commandline",),

@@ -35,7 +35,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel import processes
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.step import TrainState
+from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)

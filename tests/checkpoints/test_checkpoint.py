@@ -21,7 +21,7 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training.state import abstract_state, init_state
+from maxramp.training.state import abstract_state, initial_state
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
 RAMP = ("step_batch_size_schedule=0:8 80:16 160:24", "step_batch_size_unit=samples", "steps=40")
@@ -36,7 +36,7 @@ def first_state():
     """A first state, with a clock that stands where checkpoint 12 of the ramp does."""
     config = config_of()
     with jax.set_mesh(make_mesh(config)):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
+        state = initial_state(config.recipe)
         clock = np.array([RampupBatchManager(config.batch).samples_before(12), 0], np.uint32)
         return jax.tree.unflatten(
             jax.tree.structure(state), [jax.numpy.asarray(clock), *jax.tree.leaves(state)[1:]]

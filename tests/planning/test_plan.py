@@ -245,8 +245,16 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
         state = abstract_state(config.recipe, mesh)
         rate = LearningRate.of(config.schedule, ramp)
         programs = Programs(
-            *(config.recipe, Expansion(mesh, 1), rate, state, ramp.stages),
-            *(0, False, 0, print, lambda: None),
+            config.recipe,
+            Expansion(mesh, 1),
+            rate,
+            state,
+            ramp.stages,
+            eval_rows=0,
+            packed=False,
+            memory_limit=0,
+            say=print,
+            on_failure=lambda: None,
         )
         compiled, _ = programs.train_step(ramp.stages[0])
     found = estimate(config.recipe, config.mesh.sizes, ramp.stages[0])

@@ -28,7 +28,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, cut_records, read_records
 from maxramp.run.tensorboard import TensorBoardWriter, read_events
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.state import init_state
+from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
 
 SLOW = pytest.mark.slow
@@ -476,15 +476,13 @@ def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
 def test_a_bad_step_changes_nothing_but_the_clock():
     """Bit for bit; the next good step trains as if the bad one had not been."""
     config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
-    mesh, rate = (
-        make_mesh(config),
-        LearningRate.of(config.schedule, RampupBatchManager(config.batch)),
-    )
+    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch)
+    rate = LearningRate.of(config.schedule, ramp)
     with jax.set_mesh(mesh):
         step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
         batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
-        state, metrics = step(jax.jit(functools.partial(init_state, config.recipe))(), batch)
+        state, metrics = step(initial_state(config.recipe), batch)
         assert metrics["bad_steps"] == 0
         leaves, structure = jax.tree.flatten(state.model)
         spoilt = structure.unflatten([leaves[0].at[...].set(jnp.inf), *leaves[1:]])

@@ -25,7 +25,7 @@ def start(folder, *keys, first_step=0, records=()):
 
 
 def resolved(path):
-    return resolve(load([str(path)]), 8, 1, 1)
+    return resolve(load([str(path)]), 8, 1, 1).values
 
 
 def test_its_own_config_is_replaced(tmp_path, capsys):
@@ -33,7 +33,9 @@ def test_its_own_config_is_replaced(tmp_path, capsys):
     path = folder / "config.yml"
     for steps in (10, 20):
         config = start(folder, f"steps={steps}")
-        assert resolved(path) == config and yaml.safe_load(path.read_text())["steps"] == steps
+        assert (
+            resolved(path) == config.values and yaml.safe_load(path.read_text())["steps"] == steps
+        )
     path.write_text(path.read_text().partition("\n")[2])  # what earlier versions wrote
     start(folder, "steps=30")
     assert yaml.safe_load(path.read_text())["steps"] == 30
@@ -66,7 +68,7 @@ def test_a_persons_config_stays(tmp_path, capsys, change):
     for steps in (20, 30):
         config = start(folder, f"steps={steps}")
         assert path.read_text() == text
-        assert resolved(folder / "config.resolved.yml") == config
+        assert resolved(folder / "config.resolved.yml") == config.values
     assert "config.resolved.yml, plan.json" in capsys.readouterr().out.splitlines()[-1]
     edited(folder / "config.resolved.yml", lambda text: f"{text}# mine\n")
     with pytest.raises(ConfigError, match="move config.resolved.yml away"):
