@@ -38,8 +38,8 @@ class LearningRate:
         """The schedule of a run, over its learning_rate_schedule_steps or the run.
 
         Raises:
-          ConfigError: there is no learning rate; or it would end before the step from which a changed
-            ramp goes on: how many samples such a schedule spans, the ramp of today cannot tell.
+          ConfigError: there is no learning rate, or the schedule would end before the step from
+            which a changed ramp goes on: how many samples it spans, the ramp of today cannot tell.
         """
         if keys.learning_rate is None:
             raise ConfigError(

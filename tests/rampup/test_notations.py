@@ -411,14 +411,14 @@ def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
     assert [b for b, _ in sizes(over("global_batch_size=16"))] == [8, 16]
     listed = over("step_batch_size_schedule=0:8 1M:64")
     assert [b for b, _ in sizes(listed)] == [8, 64]
-    assert listed.global_batch_size == -1 and listed.micro_batch_size == 2
+    assert listed.batch.global_batch_size == -1 and listed.batch.micro_batch_size == 2
     maxtext = over("enable_rampup_batch_size=True", "per_device_batch_size=32")
     assert [b for b, _ in sizes(maxtext)] == [64, 128, 192, 256]
-    assert maxtext.rampup_batch_size is None and maxtext.micro_batch_size == -1
+    assert maxtext.batch.rampup_batch_size is None and maxtext.batch.micro_batch_size == -1
     maxtext_file = tmp_path / "maxtext.yml"
     maxtext_file.write_text("gradient_accumulation_steps: 4\nglobal_rampup_samples: 99\n")
     nemo = load([str(maxtext_file), "global_batch_size=64"])
-    assert nemo.gradient_accumulation_steps == 1 and not nemo.enable_rampup_batch_size
+    assert nemo.batch.gradient_accumulation_steps == 1 and not nemo.batch.enable_rampup_batch_size
 
 
 def test_the_length_of_a_run_in_three_ways():
