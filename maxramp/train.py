@@ -38,7 +38,7 @@ from maxramp.errors import (
     report,
 )
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import cpu, lifeline
+from maxramp.parallel import agreement, cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
 from maxramp.planning.cost import PassCost
@@ -118,7 +118,7 @@ def train(
         checkpoints = closing.enter_context(
             Checkpoints(config.checkpoints, folder, corpus.hash, config.values, output.warn)
         )
-        closing.enter_context(mesh_lib.noticing_lost_peers())
+        closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
         first_step = position.step if position else 0
         changes = ""

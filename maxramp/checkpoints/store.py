@@ -32,8 +32,7 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel import processes
+from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import TrainState
 
@@ -113,12 +112,14 @@ class Checkpoints:
           ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
             off: a start from nothing would overwrite what belongs to them.
         """
-        newest = mesh_lib.exchange(mesh_lib.together(self._newest_whole))[0]
+        newest = agreement.all_gather_json(agreement.raise_everywhere(self._newest_whole))[0]
         self._last_good = None if newest < 0 else newest
         if newest >= 0:
-            return mesh_lib.together(lambda: self._read(self._folder / str(newest)))
+            return agreement.raise_everywhere(lambda: self._read(self._folder / str(newest)))
         if path := self._keys.load_full_state_path:
-            return mesh_lib.together(lambda: self._read(folder_lib.find(pathlib.Path(path))))
+            return agreement.raise_everywhere(
+                lambda: self._read(folder_lib.find(pathlib.Path(path)))
+            )
         return None
 
     def _newest_whole(self) -> int:
@@ -283,7 +284,7 @@ class Checkpoints:
             shuffle=self.shuffle,
         )
         error = self._error_of(prepare)
-        if any(mesh_lib.exchange(error is not None)):
+        if any(agreement.all_gather_json(error is not None)):
             writing = _raiser(error or OSError("the first process cannot write"))
         else:
             try:
@@ -542,7 +543,7 @@ def _agreed(saving: concurrent.futures.Future) -> str:
         if saving.done():
             error = saving.exception()
             own = _reason_of(error) if error else ""
-        reasons = mesh_lib.exchange(own)
+        reasons = agreement.all_gather_json(own)
         for process, reason in enumerate(reasons):
             if reason:
                 return f"process {process}: {reason}" if several else reason

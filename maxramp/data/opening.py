@@ -20,7 +20,7 @@ from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
-from maxramp.parallel.mesh import exchange, together
+from maxramp.parallel.agreement import all_gather_json, raise_everywhere
 
 _LAYOUTS = {
     "concat_then_split": packing.concat_then_split,
@@ -48,9 +48,9 @@ def open_rows(
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
-    corpus = together(lambda: open_corpus(data) if reads else None)
+    corpus = raise_everywhere(lambda: open_corpus(data) if reads else None)
     beat()
-    summaries = exchange(corpus.summary() if corpus else None)
+    summaries = all_gather_json(corpus.summary() if corpus else None)
     for process, other in enumerate(summaries):
         if other is not None and other != summaries[0]:
             raise ConfigError(
@@ -151,7 +151,7 @@ def _count_lengths(
     counts = [np.empty(0, np.int32)]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):
-            counts += together(lambda: list(itertools.islice(ahead, _ROUND)))
+            counts += raise_everywhere(lambda: list(itertools.islice(ahead, _ROUND)))
             beat()
     counted = np.concatenate(counts)
     if jax.process_count() == 1:

@@ -4,20 +4,16 @@ Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` 
 layer's heads and MLP. Rows of a batch are spread over data x fsdp.
 """
 
-import contextlib
-import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.errors import ConfigError
 from maxramp.parallel import processes
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.keys import BackendKeys, MeshKeys
@@ -26,7 +22,6 @@ from maxramp.parallel.keys import BackendKeys, MeshKeys
 # be laid out in two ways does not trace until the code says which.
 AXIS_TYPE = AxisType.Explicit
 
-_T = TypeVar("_T")
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -65,56 +60,6 @@ def start_backend(keys: BackendKeys) -> None:
             else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
         )
         raise ConfigError(f"hardware={keys.hardware}: {reason}; {remedy}") from None
-
-
-def together(function: Callable[[], _T]) -> _T:
-    """What `function` returns here, once it has failed on no process of the job.
-
-    Raises:
-      ConfigError, TrainingError: on every process, what it raised on the first where it failed.
-    """
-    result, failure = None, None
-    try:
-        result = function()
-    except (ConfigError, TrainingError) as error:
-        failure = [isinstance(error, ConfigError), str(error)]
-    for other in exchange(failure):
-        if other is not None:
-            is_config, message = other
-            raise (ConfigError if is_config else TrainingError)(message)
-    return result
-
-
-def exchange(value: Any) -> list[Any]:
-    """The JSON values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.pad(text, (0, sizes.max() - len(text)))
-    texts = multihost_utils.process_allgather(padded)
-    return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
-
-
-@contextlib.contextmanager
-def noticing_lost_peers() -> Iterator[None]:
-    """Says in one line that another process of the job has ended.
-
-    Raises:
-      PeerLostError: in place of what the interrupted collective raised.
-    """
-    try:
-        yield
-    except (ConfigError, TrainingError):
-        raise
-    except (ValueError, jax.errors.JaxRuntimeError) as error:
-        status = re.match(r"[A-Z_]+: ", str(error))  # Gloo's is a ValueError, but with a status too
-        if jax.process_count() == 1 or not status or status[0] == "RESOURCE_EXHAUSTED: ":
-            raise
-        raise PeerLostError(
-            "another process of the job has ended (its own output says why); start again to go on "
-            f"from the last checkpoint; what was noticed here: {' '.join(str(error).split())[:200]}"
-        ) from None
 
 
 def num_slices() -> int:

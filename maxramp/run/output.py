@@ -23,7 +23,7 @@ from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.decoder import Decoder, num_parameters
-from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel import agreement
 from maxramp.parallel.locking import lock
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
@@ -69,7 +69,7 @@ class Output:
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
         self.folder = pathlib.Path(keys.base_output_directory) / keys.run_name
-        mesh_lib.together(self._take_folder)
+        agreement.raise_everywhere(self._take_folder)
         if jax.process_count() > 1:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
@@ -136,7 +136,7 @@ class Output:
     def _check_shared(self) -> None:
         """Looks on every process for what the first one wrote; the same answer on all of them."""
         mark = self.folder / ".shared"
-        number = mesh_lib.exchange(int.from_bytes(os.urandom(3)))[0]
+        number = agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]
         if self._is_first:
             mark.write_text(str(number))
         deadline, seen = time.monotonic() + _SHARED_SECONDS, False
@@ -166,7 +166,7 @@ class Output:
         Raises:
           ConfigError: the folder takes no more files.
         """
-        mesh_lib.together(lambda: self._open_files(ramp, first_step))
+        agreement.raise_everywhere(lambda: self._open_files(ramp, first_step))
         if not self._is_first:
             return []
         self._display.start(ramp)

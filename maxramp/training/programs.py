@@ -123,7 +123,7 @@ class Programs:
 
         train_step = make_train_step(recipe, learning_rate, packed)
         objective = next_token_prediction(recipe.objective, packed)
-        arrays, structure = jax.tree.flatten(state)
+        self._arrays, structure = jax.tree.flatten(state)
 
         def step(arrays: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], Metrics]:
             state, rows = structure.unflatten(arrays), expansion.gather(batch)
@@ -133,20 +133,31 @@ class Programs:
         def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
             return eval_step(model, sums, expansion.gather(batch), objective=objective)
 
-        for i, stage in enumerate(stages):
-            batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
-            name = f"stage {stage.index} (batch {stage.global_batch_size})"
-            self._plan(batch.shape, name, step, arrays, batch, donate=(0,))
-            if i == 0 and eval_rows:  # an evaluation may come before the second stage
-                sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
-                batch = self._batch(1, eval_rows)
-                self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
+        self._step = step
+        first, *later = stages
+        self.add(first)
+        if eval_rows:  # an evaluation may come before the second stage
+            sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+            batch = self._batch(1, eval_rows)
+            self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
+        for stage in later:
+            self.add(stage)
 
         self._thread = threading.Thread(
             target=self._compile_all, name=processes.COMPILING, daemon=True
         )
         self._thread.start()
         self._lower_next()
+
+    def add(self, stage: Stage) -> None:
+        """Has the step of one more stage compiled, after those that wait to be.
+
+        The list of stages may grow while the run goes on: call it in the main thread, on every
+        process after the same step. Stages of one shape share a program.
+        """
+        batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        name = f"stage {stage.index} (batch {stage.global_batch_size})"
+        self._plan(batch.shape, name, self._step, self._arrays, batch, donate=(0,))
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -210,8 +221,6 @@ class Programs:
     def _lower_next(self) -> None:
         program = self._ahead.popleft()
         self._work.put((program, program.lower()))
-        if not self._ahead:
-            self._work.put(None)
 
     def _compile_all(self) -> None:
         while item := self._work.get():

@@ -235,6 +235,43 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     assert steps[0] is steps[2]
 
 
+def test_a_stage_is_added_while_others_run():
+    """Its step is compiled as those that were known before; stages of one shape share it."""
+    config = make_config(
+        "step_batch_size_schedule=0:4 80:8 160:4",
+        "step_batch_size_unit=samples",
+        "total_samples=600",
+        "per_device_batch_size=8",
+        devices=1,
+    )
+    ramp, mesh, said = RampupBatchManager(config.batch, 1), make_mesh(config), []
+    with jax.set_mesh(mesh):
+        programs = Programs(
+            config.recipe,
+            Expansion(mesh, 1),
+            LearningRate.of(config.schedule, ramp),
+            abstract_state(config.recipe, mesh),
+            ramp.stages[:1],
+            eval_rows=0,
+            packed=False,
+            memory_limit=0,
+            say=said.append,
+            on_failure=programs_fail,
+        )
+        first, _ = programs.train_step(ramp.stages[0])
+        for stage in ramp.stages[1:]:
+            programs.add(stage)
+        programs.lower_ahead()
+        second, _ = programs.train_step(ramp.stages[1])
+        third, _ = programs.train_step(ramp.stages[2])
+        programs.close()
+    assert third is first is not second
+    assert [line.split(":")[0] for line in said] == [
+        "ready    stage 0 (batch 4)",
+        "ready    stage 1 (batch 8)",
+    ]
+
+
 def test_options_of_the_compiler(monkeypatch):
     """Ours hold on GPUs, where the user has not said otherwise; every compiler knows them."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")

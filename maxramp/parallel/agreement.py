@@ -1,0 +1,68 @@
+"""What the processes of a job agree on: values, errors, and that one of them has ended."""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
+
+_T = TypeVar("_T")
+
+
+def raise_everywhere(function: Callable[[], _T]) -> _T:
+    """Calls a function on every process; an error on one of them is raised on all.
+
+    Returns:
+      What `function` returned on this process.
+
+    Raises:
+      ConfigError, TrainingError: on every process, what it raised on the first where it failed.
+    """
+    result, failure = None, None
+    try:
+        result = function()
+    except (ConfigError, TrainingError) as error:
+        failure = [isinstance(error, ConfigError), str(error)]
+    for other in all_gather_json(failure):
+        if other is not None:
+            is_config, message = other
+            raise (ConfigError if is_config else TrainingError)(message)
+    return result
+
+
+def all_gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.pad(text, (0, sizes.max() - len(text)))
+    texts = multihost_utils.process_allgather(padded)
+    return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def noticing_lost_peers() -> Iterator[None]:
+    """Turns what a collective raises when a process has ended into one line that says so.
+
+    Raises:
+      PeerLostError: in place of what the interrupted collective raised.
+    """
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        status = re.match(r"[A-Z_]+: ", str(error))  # Gloo's is a ValueError, but with a status too
+        if jax.process_count() == 1 or not status or status[0] == "RESOURCE_EXHAUSTED: ":
+            raise
+        raise PeerLostError(
+            "another process of the job has ended (its own output says why); start again to go on "
+            f"from the last checkpoint; what was noticed here: {' '.join(str(error).split())[:200]}"
+        ) from None
