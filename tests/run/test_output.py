@@ -33,9 +33,8 @@ def test_its_own_config_is_replaced(tmp_path, capsys):
     path = folder / "config.yml"
     for steps in (10, 20):
         config = start(folder, f"steps={steps}")
-        assert (
-            resolved(path) == config.values and yaml.safe_load(path.read_text())["steps"] == steps
-        )
+        assert resolved(path) == config.values
+        assert yaml.safe_load(path.read_text())["steps"] == steps
     path.write_text(path.read_text().partition("\n")[2])  # what earlier versions wrote
     start(folder, "steps=30")
     assert yaml.safe_load(path.read_text())["steps"] == 30
