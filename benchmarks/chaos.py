@@ -229,7 +229,7 @@ def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
         event.step
         for path in sorted((stormy / "tensorboard").glob("events*"))
         for event, _ in read_events(path)
-        if any(value.tag == "loss" for value in event.summary.value)
+        if any(value.tag == "learning/loss" for value in event.summary.value)
     ]
     differ = collections.Counter()
     drift = 0.0

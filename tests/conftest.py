@@ -77,7 +77,7 @@ def environment(devices: int = 1) -> dict[str, str]:
     kept = {
         k: v
         for k, v in os.environ.items()
-        if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH")
+        if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
     }
     flags = (
         {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {}

@@ -18,7 +18,7 @@ BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
 def load(*arguments, config=BASE):
     """The keys that differ from base.yml, and the notes."""
     notes = []
-    values = loading.load([str(config), *arguments], note=notes.append).to_dict()
+    values = loading.load([str(config), *arguments], note=notes.append).values
     return {k: v for k, v in values.items() if v != BASE_VALUES[k]}, notes
 
 

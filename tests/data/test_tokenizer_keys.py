@@ -172,7 +172,9 @@ def test_old_runs_go_on(f):
     config = make_config(*keys, path)
     before = json.loads(json.dumps(dict(config.values))) | {"tokenizer_type": "bytes"}
     old = Saved(f, 4, 32, [], "data", before, {})
-    assert "tokenizer_type=bytes (now huggingface)" in changes_since(old, config, "data", {})
-    assert "tokenizer_path" in changes_since(old, make_config(*keys), "data", {})
+    assert "tokenizer_type=bytes (now huggingface)" in changes_since(
+        old, config.values, (), "data", {}
+    )
+    assert "tokenizer_path" in changes_since(old, make_config(*keys).values, (), "data", {})
     with pytest.raises(ConfigError, match="tokenizer_type=bytes"):
-        changes_since(old, config, "other data", {})
+        changes_since(old, config.values, (), "other data", {})

@@ -215,7 +215,7 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
         *("total_samples=600", "per_device_batch_size=12"),
         devices=1,
     )
-    ramp = RampupBatchManager(config, 1)
+    ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
     said = []
     with jax.set_mesh(mesh):
@@ -305,7 +305,7 @@ def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
 
 def test_parts_of_the_model_are_named_in_the_program():
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
-    ramp = RampupBatchManager(config, 1)
+    ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         programs = Programs(
@@ -324,16 +324,23 @@ def test_parts_of_the_model_are_named_in_the_program():
 def test_an_error_beside_the_compiler_reaches_the_loop():
     """It may not end the compiler's thread alone, for which the loop would wait for ever."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
-    ramp, mesh, asked = RampupBatchManager(config, 1), make_mesh(config), []
+    ramp, mesh, asked = RampupBatchManager(config.batch, 1), make_mesh(config), []
 
     def say(line: str) -> None:
         raise RuntimeError("no terminal")
 
     with jax.set_mesh(mesh):
         programs = Programs(
-            *(config, Expansion(mesh, 1), LearningRate.of(config, ramp)),
-            abstract_state(config, mesh),
-            *(ramp.stages, 0, False, say, lambda: asked.append(True)),
+            config.recipe,
+            Expansion(mesh, 1),
+            LearningRate.of(config.schedule, ramp),
+            abstract_state(config.recipe, mesh),
+            ramp.stages,
+            eval_rows=0,
+            packed=False,
+            memory_limit=0,
+            say=say,
+            on_failure=lambda: asked.append(True),
         )
         with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
             programs.train_step(ramp.stages[0])
