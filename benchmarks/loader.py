@@ -91,7 +91,7 @@ def write_texts(folder: pathlib.Path, megabytes: int) -> dict[str, tuple[str, ..
 
 
 def make_loader(config) -> tuple[Loader, RampupBatchManager]:
-    mesh = mesh_lib.make_mesh(config)
+    mesh = mesh_lib.make_mesh(config.mesh)
     expansion = Expansion(mesh, 1)
     ramp = RampupBatchManager(config.batch, 1)
     corpus = open_rows(config.data, config.reading, True)
@@ -188,7 +188,7 @@ def resident() -> float:
 def step_eats() -> float:
     """Tokens per second of the default model's step on this machine, at its largest batch."""
     config = resolved()
-    with jax.set_mesh(mesh_lib.make_mesh(config)):
+    with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         ramp = RampupBatchManager(config.batch, 1)
         rate = LearningRate.of(config.schedule, ramp)
         state = jax.jit(functools.partial(init_state, config.recipe))()
