@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from maxramp.data import tokenizer_keys
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, below_one, one_of, seed
+from maxramp.keys.section import Keys, at_least, below_one, one_of, uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class DataKeys(Keys):
     max_target_length: int
     packing: bool
     grain_packing_type: str = one_of("concat_then_split", "best_fit")
-    num_epoch: int = at_least(1)
+    num_epoch: int = uint32(1)
     enable_data_shuffling: bool
-    data_shuffle_seed: int = seed()
+    data_shuffle_seed: int = uint32()
     expansion_factor_real_data: float
 
     def check(self) -> None:

@@ -61,9 +61,10 @@ def local_path() -> Any:
     return _key(lambda value: "://" not in value, text)
 
 
-def seed() -> Any:
-    """An integer that a random generator of 32 bits takes."""
-    return _key(lambda value: 0 <= value < 2**32, f"must be 0 or more and below 2^32 = {2**32}")
+def uint32(least: int = 0) -> Any:
+    """An integer of 32 bits, such as a seed, from `least` up."""
+    text = f"must be {least} or more and below 2^32 = {2**32}"
+    return _key(lambda value: least <= value < 2**32, text)
 
 
 def _key(holds: Callable[[Any], bool], text: str) -> Any:

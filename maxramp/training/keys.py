@@ -3,7 +3,15 @@
 import dataclasses
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, below_one, fraction, one_of, positive_or_open, seed
+from maxramp.keys.section import (
+    Keys,
+    at_least,
+    below_one,
+    fraction,
+    one_of,
+    positive_or_open,
+    uint32,
+)
 from maxramp.model.keys import ModelKeys, dtype_of
 
 
@@ -19,7 +27,7 @@ class ObjectiveKeys(Keys):
 class OptimizerKeys(Keys):
     """Gradients -> new weights."""
 
-    init_weights_seed: int = seed()
+    init_weights_seed: int = uint32()
     opt_type: str = one_of("adamw", "sgd")
     adam_b1: float = below_one()
     adam_b2: float = below_one()

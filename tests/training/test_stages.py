@@ -186,7 +186,8 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
     (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
     assert running[1].returncode == 1
     assert "error: the program of stage 2" in error
-    assert running[0].returncode == 76
+    # Its own end after the save, or the failure's status, whichever comes first.
+    assert running[0].returncode in (1, 76)
     saved = [int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir() if p.name.isdigit()]
     records = read_records(tmp_path / "r" / "metrics.jsonl")
     done = max(r["step"] for r in records) + 1
