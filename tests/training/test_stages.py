@@ -206,11 +206,24 @@ def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_
     assert warnings[0].startswith(f"warning  stage 3 (batch 8) needs {needs['3']:.3g} GiB a device")
 
 
+def make_programs(config, mesh, ramp, stages, say, on_failure):
+    """The programs of some stages without an evaluation, on the mesh that is set."""
+    return Programs(
+        config.recipe,
+        Expansion(mesh, 1),
+        LearningRate.of(config.schedule, ramp),
+        abstract_state(config.recipe, mesh),
+        stages,
+        eval_rows=0,
+        packed=False,
+        memory_limit=0,
+        say=say,
+        on_failure=on_failure,
+    )
+
+
 def test_equal_shapes_are_one_program_and_passed_stages_none():
     """A list of stages that comes back to a batch compiles it once, from where it is taken up."""
-    config = make_config(
-        "step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12", "total_samples=600"
-    )
     config = make_config(
         *("step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12", "step_batch_size_unit=samples"),
         *("total_samples=600", "per_device_batch_size=12"),
@@ -220,12 +233,12 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     mesh = make_mesh(config)
     said = []
     with jax.set_mesh(mesh):
-        programs = Programs(
-            config.recipe,
-            Expansion(mesh, 1),
-            LearningRate.of(config.schedule, ramp),
-            abstract_state(config.recipe, mesh),
-            *(ramp.stages_between(20, ramp.total_steps), 0, False, 0, said.append),
+        programs = make_programs(
+            config,
+            mesh,
+            ramp,
+            ramp.stages_between(20, ramp.total_steps),
+            said.append,
             lambda: os.kill(os.getpid(), signal.SIGTERM),
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
@@ -247,18 +260,7 @@ def test_a_stage_is_added_while_others_run():
     )
     ramp, mesh, said = RampupBatchManager(config.batch, 1), make_mesh(config), []
     with jax.set_mesh(mesh):
-        programs = Programs(
-            config.recipe,
-            Expansion(mesh, 1),
-            LearningRate.of(config.schedule, ramp),
-            abstract_state(config.recipe, mesh),
-            ramp.stages[:1],
-            eval_rows=0,
-            packed=False,
-            memory_limit=0,
-            say=said.append,
-            on_failure=programs_fail,
-        )
+        programs = make_programs(config, mesh, ramp, ramp.stages[:1], said.append, programs_fail)
         first, _ = programs.train_step(ramp.stages[0])
         for stage in ramp.stages[1:]:
             programs.add(stage)
@@ -309,13 +311,7 @@ def test_parts_of_the_model_are_named_in_the_program():
     ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        programs = Programs(
-            config.recipe,
-            Expansion(mesh, 1),
-            LearningRate.of(config.schedule, ramp),
-            abstract_state(config.recipe, mesh),
-            *(ramp.stages, 0, False, 0, json.dumps, programs_fail),
-        )
+        programs = make_programs(config, mesh, ramp, ramp.stages, json.dumps, programs_fail)
         text = programs.train_step(ramp.stages[0])[0].as_text()
         programs.close()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
@@ -331,18 +327,7 @@ def test_an_error_beside_the_compiler_reaches_the_loop():
         raise RuntimeError("no terminal")
 
     with jax.set_mesh(mesh):
-        programs = Programs(
-            config.recipe,
-            Expansion(mesh, 1),
-            LearningRate.of(config.schedule, ramp),
-            abstract_state(config.recipe, mesh),
-            ramp.stages,
-            eval_rows=0,
-            packed=False,
-            memory_limit=0,
-            say=say,
-            on_failure=lambda: asked.append(True),
-        )
+        programs = make_programs(config, mesh, ramp, ramp.stages, say, lambda: asked.append(True))
         with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
             programs.train_step(ramp.stages[0])
         programs.close()
