@@ -21,6 +21,7 @@ from figures import ROOT, parser, save
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.data.batch import Batch
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
@@ -95,17 +96,8 @@ def make_loader(config) -> tuple[Loader, RampupBatchManager]:
     expansion = Expansion(mesh, 1)
     ramp = RampupBatchManager(config.batch, 1)
     corpus = open_rows(config.data, config.reading, True)
-    loader = Loader(
-        config.data,
-        config.reading,
-        corpus,
-        ramp,
-        expansion,
-        first_step=0,
-        eval_rows=BATCH,
-        eval_steps=config.evaluation.eval_steps,
-    )
-    return loader, ramp
+    given = config.data, config.reading, config.evaluation
+    return Loader(*given, corpus, ramp, expansion, first_step=0), ramp
 
 
 def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float:
@@ -193,7 +185,7 @@ def step_eats() -> float:
         rate = LearningRate.of(config.schedule, ramp)
         state = jax.jit(functools.partial(init_state, config.recipe))()
         shape = (1, ramp.stages[-1].global_batch_size, config.batch.max_target_length + 1)
-        batch = jax.device_put(np.zeros(shape, np.int32), BATCH_ABS)
+        batch = Batch(jax.device_put(np.zeros(shape, np.int32), BATCH_ABS))
         step = make_train_step(config.recipe, rate)
         compiled = jax.jit(step).lower(state, batch).compile()
         seconds = []

@@ -24,6 +24,7 @@ import functools, json, resource, sys
 import jax, jax.numpy as jnp
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.data.batch import Batch
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup import RampupBatchManager
@@ -37,7 +38,7 @@ jax.set_mesh(mesh_lib.make_mesh(config.mesh))
 rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
 state = initial_state(config.recipe)
 shape = (1, int(config.batch.per_device_batch_size), config.batch.max_target_length + 1)
-batch = jax.device_put(jnp.zeros(shape, jnp.int32), BATCH_ABS)
+batch = Batch(jax.device_put(jnp.zeros(shape, jnp.int32), BATCH_ABS))
 step = make_train_step(config.recipe, rate)
 compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 with open("/proc/self/clear_refs", "w") as file:

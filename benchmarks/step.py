@@ -16,6 +16,7 @@ from figures import parser, save
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.data.batch import Batch
 from maxramp.keys.base import CONFIGS
 from maxramp.parallel import cpu
 from maxramp.parallel import mesh as mesh_lib
@@ -52,7 +53,7 @@ def ours(size, batch):
     rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     state = jax.jit(functools.partial(init_state, config.recipe))()
     step = make_train_step(config.recipe, rate)
-    batch = jax.device_put(batch, BATCH_ABS)
+    batch = Batch(jax.device_put(batch, BATCH_ABS))
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
     def run():

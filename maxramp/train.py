@@ -42,7 +42,6 @@ from maxramp.parallel import agreement, cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
 from maxramp.planning.cost import PassCost
-from maxramp.rampup.numbers import exact
 from maxramp.run.metrics import MetricsLog
 from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
@@ -138,18 +137,16 @@ def train(
             output.write_next_stage(schedule.planned, last_step)
             return EXIT_STAGE_END
 
-        evaluation = config.evaluation
-        with_eval = evaluation.eval_interval > 0
-        eval_rows = int(exact(evaluation.eval_per_device_batch_size) * jax.device_count())
+        eval_interval = config.evaluation.eval_interval
+        with_eval = eval_interval > 0
         loader = Loader(
             config.data,
             config.reading,
+            config.evaluation,
             corpus,
             ramp,
             expansion,
             first_step,
-            eval_rows,
-            evaluation.eval_steps,
             checkpoints.shuffle,
         )
         closing.callback(loader.close)
@@ -162,7 +159,7 @@ def train(
             LearningRate.of(config.schedule, ramp),
             abstract,
             stages=ramp.stages_between(first_step, last_step),
-            eval_rows=eval_rows if with_eval else 0,
+            eval_rows=loader.eval_rows if with_eval else 0,
             packed=corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
             say=output.say,
@@ -209,7 +206,7 @@ def train(
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (done % evaluation.eval_interval == 0 or done == ramp.total_steps):
+            if with_eval and (done % eval_interval == 0 or done == ramp.total_steps):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model

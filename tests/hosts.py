@@ -6,7 +6,6 @@ every step from the first step on and of every evaluation batch, the bytes that 
 in each step by the compiled program, and what this process reads.
 """
 
-import functools
 import json
 import re
 import sys
@@ -45,26 +44,17 @@ def serve(first_step: int, loaded) -> dict:
         expansion = Expansion(mesh, config.data.expansion_factor_real_data)
         corpus = open_rows(config.data, config.reading, expansion.reads)
         ramp = RampupBatchManager(config.batch, jax.device_count())
-        eval_rows = int(config.evaluation.eval_per_device_batch_size * jax.device_count())
-        loader = Loader(
-            config.data,
-            config.reading,
-            corpus,
-            ramp,
-            expansion,
-            first_step,
-            eval_rows,
-            config.evaluation.eval_steps,
-        )
-
-        @functools.cache
-        def program(shape, sharding):
-            batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-            compiled = jax.jit(lambda x: fingerprint(expansion.gather(x))).lower(batch).compile()
-            return compiled, moved_bytes(compiled.as_text())
+        given = config.data, config.reading, config.evaluation
+        loader = Loader(*given, corpus, ramp, expansion, first_step)
+        gather = jax.jit(lambda batch: fingerprint(expansion.gather(batch)))
+        programs = {}
 
         def look(batch):
-            compiled, moved = program(batch.shape, batch.sharding)
+            shape = batch.tokens.shape
+            if shape not in programs:
+                compiled = gather.lower(batch).compile()
+                programs[shape] = compiled, moved_bytes(compiled.as_text())
+            compiled, moved = programs[shape]
             high, low = jax.device_get(compiled(batch)).tolist()
             return f"{high:08x}{low:08x}", moved
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.data.keys import DataKeys, ReadingKeys
+from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import BackendKeys, MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
-from maxramp.run.keys import EvalKeys, ProfilerKeys, RunKeys
+from maxramp.run.keys import ProfilerKeys, RunKeys
 from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, Recipe
 
 

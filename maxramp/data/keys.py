@@ -1,4 +1,4 @@
-"""The sections of the data: what to read, and how far ahead."""
+"""The sections of the data: what to read, how far ahead, and what to evaluate on."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from maxramp.data import tokenizer_keys
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, below_one, one_of, uint32
+from maxramp.keys.section import Keys, at_least, below_one, one_of, positive_or_open, uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,15 @@ class ReadingKeys(Keys):
     grain_num_threads: int = at_least(1)
     grain_prefetch_buffer_size: int = at_least(1)
     grain_prefetch_buffer_gib: float = at_least(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalKeys(Keys):
+    """When to evaluate, and on how much."""
+
+    eval_interval: int = positive_or_open()
+    eval_steps: int = positive_or_open()
+    eval_per_device_batch_size: float = at_least(0)
 
 
 def _check_expansion(factor: float) -> None:

@@ -1,4 +1,4 @@
-"""The batch of each step as one global array, read and placed ahead of the step."""
+"""The batch of each step as arrays of all processes, read and placed ahead of the step."""
 
 import concurrent.futures
 import contextlib
@@ -9,42 +9,45 @@ from typing import Any
 
 import grain
 import jax
-import numpy as np
 
+from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
-from maxramp.data.keys import DataKeys, ReadingKeys
+from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.errors import ConfigError
+from maxramp.rampup.numbers import exact
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 
 class Loader:
-    """Hands out the batch of each step, in order from `first_step`, and whole evaluations."""
+    """Hands out the batch of each step, in order from `first_step`, and whole evaluations.
+
+    Attributes:
+      eval_rows: rows of an evaluation batch.
+    """
 
     def __init__(
         self,
         data: DataKeys,
         reading: ReadingKeys,
+        evaluation: EvalKeys,
         corpus: Corpus,
         ramp: RampupBatchManager,
         expansion: Expansion,
         first_step: int,
-        eval_rows: int,
-        eval_steps: int,
         shuffle: str = SHUFFLE,
     ):
         """
         Args:
           data: the epochs, the order and the length of rows.
           reading: how to read ahead.
+          evaluation: how many rows an evaluation takes.
           corpus: the rows.
           ramp: which of them a step takes.
           expansion: which processes read them.
           first_step: the step whose batch comes first.
-          eval_rows: rows of an evaluation batch.
-          eval_steps: batches of an evaluation; -1 = all held-out rows.
           shuffle: how the run's shuffles are seeded, one of `order.SHUFFLES`.
 
         Raises:
@@ -54,8 +57,9 @@ class Loader:
         rows = RunRows(corpus.train, data.num_epoch, seed, shuffle)
         _check_enough(corpus, rows, data.num_epoch, ramp)
         self._reading, self._ramp, self._expansion = reading, ramp, expansion
-        self._row_length = data.max_target_length + 1
-        self._eval_rows, self._eval_steps = eval_rows, eval_steps
+        self._row_length, self._packed = data.max_target_length + 1, corpus.packed
+        self._eval_steps = evaluation.eval_steps
+        self.eval_rows = int(exact(evaluation.eval_per_device_batch_size) * expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
         last_step = ramp.total_steps
@@ -63,7 +67,7 @@ class Loader:
             ramp.stages_between(first_step, last_step), key=lambda stage: stage.global_batch_size
         )
         self._batches = self._read_ahead(
-            StepBatches(rows, ramp, expansion.share),
+            StepBatches(rows, corpus.packed, ramp, expansion.share),
             first_step,
             last_step,
             largest=self._abstract(largest),
@@ -74,11 +78,11 @@ class Loader:
         self._next_step, self._last_step = first_step, last_step
         self._placed = self._placer.submit(self._place, first_step)
 
-    def batch(self, step: int) -> tuple[jax.Array, float]:
+    def batch(self, step: int) -> tuple[Batch, float]:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
 
         Returns:
-          What `Expansion.gather` makes int32 [A, B, S] of, and seconds.
+          What `Expansion.gather` makes [A, B, S] of, and seconds.
         """
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         start = time.perf_counter()
@@ -89,18 +93,19 @@ class Loader:
             self._placed = self._placer.submit(self._place, self._next_step)
         return batch, waited
 
-    def _place(self, step: int) -> jax.Array:
+    def _place(self, step: int) -> Batch:
         shape = self._abstract(self._ramp.stage_at_step(step))
         return self._expansion.place(next(self._batches), shape)
 
-    def eval_batches(self) -> Iterator[jax.Array]:
+    def eval_batches(self) -> Iterator[Batch]:
         """The batches of one evaluation, as from `batch` with A = 1.
 
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
-        rows, length, expansion = self._eval_rows, self._row_length, self._expansion
-        abstract = expansion.abstract_batch(1, rows, length)
-        batches = EvalBatches(self._held_out, rows, length, expansion.share)
+        expansion = self._expansion
+        shape = self.eval_rows, self._row_length
+        abstract = expansion.abstract_batch(1, *shape, self._packed)
+        batches = EvalBatches(self._held_out, self._packed, *shape, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
         ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
         with contextlib.closing(ahead):
@@ -112,17 +117,17 @@ class Loader:
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
-    def _abstract(self, stage: Stage) -> jax.ShapeDtypeStruct:
-        return self._expansion.abstract_batch(
-            stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length
-        )
+    def _abstract(self, stage: Stage) -> Batch:
+        shape = stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length
+        return self._expansion.abstract_batch(*shape, self._packed)
 
     def _read_ahead(
-        self, batches: Any, first: int, last: int, largest: jax.ShapeDtypeStruct, workers: int
-    ) -> Iterator[np.ndarray | None]:
+        self, batches: Any, first: int, last: int, largest: Batch, workers: int
+    ) -> Iterator[Batch | None]:
         if not self._expansion.reads:
             return (None for _ in range(first, last))
-        size = largest.size * 4 // jax.process_count()
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
+        size //= jax.process_count()
         return ReadAhead(batches, first, last, self._reading, size, workers)
 
 

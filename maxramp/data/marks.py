@@ -2,7 +2,6 @@
 
 PADDING = -1  # no token: never a target
 
-# Added to the id of a document's first token where several documents share a row (`packing`). From
-# these marks follow segment ids, positions and which tokens are targets, so that a batch is one
-# array of integers whether it is packed or not.
+# Added to the id of a document's first token where several documents share a row (`packing`), so
+# that a row stays one array of integers until `batch.take_apart` makes it part of a batch.
 START = 1 << 30

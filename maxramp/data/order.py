@@ -11,8 +11,6 @@ Glossary
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them that a process
 reads, S tokens of a row and the next one.
-
-This module imports no jax, so that a process that only reads starts quickly.
 """
 
 import dataclasses
@@ -22,9 +20,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 from grain.experimental import index_shuffle
 
+from maxramp.data.batch import Batch, take_apart
 from maxramp.data.marks import PADDING
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -168,39 +168,45 @@ class Share:
         size = micro_batch_size // self.num_groups
         return [row for g in self.groups for row in range(g * size, (g + 1) * size)]
 
-    def lay_out(self, batch_ARS: np.ndarray) -> np.ndarray:
-        """What was read, as this process's part of the array that the step takes.
+    def lay_out(self, batch: Batch) -> Batch:
+        """What was read, as this process's part of the batch that the step takes.
 
         Returns:
           [A, R, S] as it is, or with slots [factor, A, devices x rows of a group, S].
         """
         if self.slots is None:
-            return batch_ARS
-        A, R, S = batch_ARS.shape
-        size = R // len(self.groups)
-        by_group = batch_ARS.reshape(A, len(self.groups), size, S)
-        chosen = np.moveaxis(by_group[:, self.slots], 1, 0)  # [factor, A, devices, size, S]
-        return chosen.reshape(len(self.slots), A, -1, S)
+            return batch
+
+        def slots(x_ARS: np.ndarray) -> np.ndarray:
+            A, R, S = x_ARS.shape
+            size = R // len(self.groups)
+            by_group = x_ARS.reshape(A, len(self.groups), size, S)
+            chosen = np.moveaxis(by_group[:, self.slots], 1, 0)  # [factor, A, devices, size, S]
+            return chosen.reshape(len(self.slots), A, -1, S)
+
+        return jax.tree.map(slots, batch)
 
 
 class StepBatches:
     """Element k: what this process reads for step k."""
 
-    def __init__(self, rows: Sequence[np.ndarray], ramp: RampupBatchManager, share: Share):
-        self._rows, self._ramp, self._share = rows, ramp, share
+    def __init__(
+        self, rows: Sequence[np.ndarray], packed: bool, ramp: RampupBatchManager, share: Share
+    ):
+        self._rows, self._packed, self._ramp, self._share = rows, packed, ramp, share
 
     def __len__(self) -> int:
         return self._ramp.step_at_sample(len(self._rows))  # whole batches only
 
-    def __getitem__(self, step: int) -> np.ndarray:
+    def __getitem__(self, step: int) -> Batch:
         stage = self._ramp.stage_at_step(step)
         first, B = self._ramp.samples_before(step), stage.micro_batch_size
         local = self._share.rows(B)
-        batch = [
+        rows = [
             [self._rows[first + a * B + row] for row in local]
             for a in range(stage.gradient_accumulation_steps)
         ]
-        return self._share.lay_out(np.asarray(batch, np.int32))
+        return self._share.lay_out(take_apart(np.asarray(rows, np.int32), self._packed))
 
     def __repr__(self) -> str:
         return "the batch of step"
@@ -209,18 +215,26 @@ class StepBatches:
 class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
-    def __init__(self, rows: Sequence[np.ndarray], batch_size: int, length: int, share: Share):
-        self._rows, self._batch_size, self._share = rows, batch_size, share
+    def __init__(
+        self,
+        rows: Sequence[np.ndarray],
+        packed: bool,
+        batch_size: int,
+        length: int,
+        share: Share,
+    ):
+        self._rows, self._packed, self._share = rows, packed, share
+        self._batch_size = batch_size
         self._padding = np.full((length,), PADDING, np.int32)
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Batch:
         first = index * self._batch_size
         rows = [first + row for row in self._share.rows(self._batch_size)]
-        batch = [self._rows[i] if i < len(self._rows) else self._padding for i in rows]
-        return self._share.lay_out(np.asarray([batch], np.int32))
+        rows = [self._rows[i] if i < len(self._rows) else self._padding for i in rows]
+        return self._share.lay_out(take_apart(np.asarray([rows], np.int32), self._packed))
 
     def __repr__(self) -> str:
         return "evaluation batch"

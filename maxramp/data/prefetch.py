@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
+import jax
+import numpy as np
 from absl import flags
 
 from maxramp.data.keys import ReadingKeys
@@ -75,7 +77,7 @@ class ReadAhead(Iterator[Any]):
             ) from None
         self._next += 1
         # A copy, since what workers share is not freed while a device array lies on it.
-        return element.copy() if self._shared else element
+        return jax.tree.map(np.copy, element) if self._shared else element
 
     def close(self) -> None:
         """Stops reading."""

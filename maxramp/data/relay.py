@@ -16,10 +16,10 @@ Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, BATCH_AXES
@@ -83,40 +83,45 @@ class Expansion:
         )
         self._nothing = functools.cache(self._make_nothing)
 
-    def abstract_batch(self, accumulation: int, rows: int, length: int) -> jax.ShapeDtypeStruct:
-        """Shape and sharding of the array that `gather` takes.
+    def abstract_batch(self, accumulation: int, rows: int, length: int, packed: bool) -> Batch:
+        """Shapes and shardings of what `gather` takes.
 
         Args:
           accumulation: A.
           rows: B.
           length: S.
+          packed: whether rows hold several documents.
         """
         shape, spec = (accumulation, rows, length), BATCH_ABS
         if self.factor > 1:
             shape = (self.factor, accumulation, rows * self._devices_per_group, length)
             spec = SLOTS_fANS
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
+        return abstract_batch(shape, packed, NamedSharding(self.mesh, spec))
 
-    def place(self, local: np.ndarray | None, batch: jax.ShapeDtypeStruct) -> jax.Array:
-        """The array of all processes, from what this one read (None where it does not read)."""
+    def place(self, local: Batch | None, batch: Batch) -> Batch:
+        """The batch of all processes, from what this one read (None where it does not read)."""
         if local is None:
-            return self._nothing(batch)
-        return jax.make_array_from_process_local_data(batch.sharding, local, batch.shape)
+            return jax.tree.map(self._nothing, batch)
 
-    def _make_nothing(self, batch: jax.ShapeDtypeStruct) -> jax.Array:
-        shape = batch.sharding.shard_shape(batch.shape)
+        def one(x: jax.ShapeDtypeStruct, local: np.ndarray) -> jax.Array:
+            return jax.make_array_from_process_local_data(x.sharding, local, x.shape)
+
+        return jax.tree.map(one, batch, local)
+
+    def _make_nothing(self, x: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = x.sharding.shard_shape(x.shape)
         return jax.make_array_from_callback(
-            batch.shape, batch.sharding, lambda index: np.zeros(shape, np.int32)
+            x.shape, x.sharding, lambda index: np.zeros(shape, x.dtype)
         )
 
-    def gather(self, batch: jax.Array) -> jax.Array:
+    def gather(self, batch: Batch) -> Batch:
         """Brings every row to its devices, inside a compiled step.
 
         Args:
           batch: from `place`.
 
         Returns:
-          int32 [A, B, S] sharded as BATCH_ABS.
+          Its arrays as [A, B, S], sharded as BATCH_ABS.
         """
         if self.factor == 1:
             return batch
@@ -129,4 +134,4 @@ class Expansion:
 
         # The devices of a group get equal rows, which the compiler cannot know.
         spread = jax.shard_map(move, in_specs=SLOTS_fANS, out_specs=BATCH_ABS, check_vma=False)
-        return spread(batch)
+        return jax.tree.map(spread, batch)

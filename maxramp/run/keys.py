@@ -1,4 +1,4 @@
-"""The sections of a run: its folder and what it shows, its evaluations, its profile."""
+"""The sections of a run: its folder and what it shows, its profile."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from maxramp.keys.section import (
     at_least,
     local_path,
     one_of,
-    positive_or_open,
 )
 
 
@@ -40,15 +39,6 @@ class RunKeys(Keys):
                 f"run_name={self.run_name} must name one folder below base_output_directory; put "
                 "the path into base_output_directory"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalKeys(Keys):
-    """When to evaluate, and on how much."""
-
-    eval_interval: int = positive_or_open()
-    eval_steps: int = positive_or_open()
-    eval_per_device_batch_size: float = at_least(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step minimizes: a function of the model and a batch's rows to sums.
+"""What a step minimizes: a function of the model and a micro batch to sums.
 
 Shapes: B rows, T tokens, S tokens of a row and the one after it (T + 1).
 """
@@ -8,46 +8,52 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxramp.data.marks import PADDING, START
+from maxramp.data.batch import Batch
+from maxramp.data.marks import PADDING
 from maxramp.model.decoder import Decoder
 from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.loss import cross_entropy_sums
 
-# (model, rows of a micro batch) -> (what is minimized, (what is shown as the loss, its tokens)),
+# (model, micro batch) -> (what is minimized, (what is shown as the loss, its tokens)),
 # each a sum over tokens in float32: sums of any split of the rows add up to the same.
 Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
-Objective = Callable[[Decoder, jax.Array], Sums]
+Objective = Callable[[Decoder, Batch], Sums]
 
 
-def next_token_prediction(keys: ObjectiveKeys, packed: bool = False) -> Objective:
+def next_token_prediction(keys: ObjectiveKeys) -> Objective:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it.
 
     Args:
       keys: the weight of the z-loss, and the block of tokens whose logits exist at a time.
-      packed: whether rows hold several documents, marked (`marks.START`).
     """
 
-    def objective(model: Decoder, rows_BS: jax.Array) -> Sums:
-        tokens_BT, targets_BT, segments_BT = rows_BS[:, :-1], rows_BS[:, 1:], None
-        if packed:
-            tokens_BT, targets_BT, segments_BT = take_apart(rows_BS)
-        x_BTD = model.hidden(tokens_BT, segments_BT)
+    def objective(model: Decoder, batch: Batch) -> Sums:
+        assert batch.weights is None, "next-token prediction weighs all tokens alike"
+        x_BTD = model.hidden(batch.tokens[:, :-1], segments(batch))
         with jax.named_scope("loss"):
             minimized, *shown = cross_entropy_sums(
-                x_BTD, model.head(), targets_BT, keys.z_loss_multiplier, keys.loss_block_tokens
+                x_BTD, model.head(), targets(batch), keys.z_loss_multiplier, keys.loss_block_tokens
             )
         return minimized, tuple(shown)
 
     return objective
 
 
-def take_apart(rows_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows of several documents -> tokens, targets and segment ids, all [B, T].
+def targets(batch: Batch) -> jax.Array:
+    """What each token of a micro batch predicts: [B, T], PADDING where that is nothing.
 
     The token that begins a document is no target of the document before it.
     """
-    begins_BS = rows_BS >= START
-    tokens_BS = jnp.where(begins_BS, rows_BS - START, rows_BS)
-    targets_BT = jnp.where(begins_BS[:, 1:], PADDING, tokens_BS[:, 1:])
-    segments_BS = jnp.cumsum(begins_BS, axis=1, dtype=jnp.int32)
-    return tokens_BS[:, :-1], targets_BT, segments_BS[:, :-1]
+    targets_BT = batch.tokens[:, 1:]
+    if batch.begins is not None:
+        targets_BT = jnp.where(batch.begins[:, 1:], PADDING, targets_BT)
+    if batch.loss_mask is not None:
+        targets_BT = jnp.where(batch.loss_mask[:, 1:], targets_BT, PADDING)
+    return targets_BT
+
+
+def segments(batch: Batch) -> jax.Array | None:
+    """The number of each token's document in its row, [B, T]; None where a row is one text."""
+    if batch.begins is None:
+        return None
+    return jnp.cumsum(batch.begins, axis=1, dtype=jnp.int32)[:, :-1]

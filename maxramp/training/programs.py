@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError, reason_of
 from maxramp.model.decoder import Decoder
@@ -75,7 +76,7 @@ def lower_step(
 
     def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
         shape = (accumulation, rows, recipe.model.max_target_length + 1)
-        return jitted.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+        return jitted.lower(state, abstract_batch(shape, False, sharding))
 
     return lower
 
@@ -111,7 +112,7 @@ class Programs:
           on_failure: called in the background thread when a program does not compile.
         """
         self._expansion = expansion
-        self._row_length = recipe.model.max_target_length + 1
+        self._row_length, self._packed = recipe.model.max_target_length + 1, packed
         self._memory_limit = memory_limit
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform)
         self._say, self._on_failure = say, on_failure
@@ -121,16 +122,15 @@ class Programs:
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
 
-        train_step = make_train_step(recipe, learning_rate, packed)
-        objective = next_token_prediction(recipe.objective, packed)
+        train_step = make_train_step(recipe, learning_rate)
+        objective = next_token_prediction(recipe.objective)
         self._arrays, structure = jax.tree.flatten(state)
 
-        def step(arrays: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], Metrics]:
-            state, rows = structure.unflatten(arrays), expansion.gather(batch)
-            state, metrics = train_step(state, rows)
+        def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:
+            state, metrics = train_step(structure.unflatten(arrays), expansion.gather(batch))
             return jax.tree.leaves(state), metrics
 
-        def evaluate(model: Decoder, sums: tuple, batch: jax.Array) -> tuple:
+        def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
             return eval_step(model, sums, expansion.gather(batch), objective=objective)
 
         self._step = step
@@ -157,7 +157,7 @@ class Programs:
         """
         batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        self._plan(batch.shape, name, self._step, self._arrays, batch, donate=(0,))
+        self._plan(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -168,7 +168,7 @@ class Programs:
           TrainingError: it does not compile.
         """
         batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
-        return self._get(batch.shape)
+        return self._get(batch.tokens.shape)
 
     def eval_step(self) -> tuple[Callable, float]:
         """The compiled evaluation step, and the seconds spent waiting for it."""
@@ -198,8 +198,8 @@ class Programs:
             program.compiled.cancel()
         self._thread.join(1.0)
 
-    def _batch(self, accumulation: int, rows: int) -> jax.ShapeDtypeStruct:
-        return self._expansion.abstract_batch(accumulation, rows, self._row_length)
+    def _batch(self, accumulation: int, rows: int) -> Batch:
+        return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
     def _plan(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()

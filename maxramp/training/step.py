@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import REPLICATED
@@ -26,18 +27,17 @@ Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
-    recipe: Recipe, learning_rate: LearningRate, packed: bool = False
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]:
+    recipe: Recipe, learning_rate: LearningRate
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step of a recipe on next-token prediction: state and batch -> state and metrics.
 
     Args:
       recipe: the model, the objective's weights and the optimizer.
       learning_rate: of consumed samples.
-      packed: whether rows hold several documents.
     """
     return functools.partial(
         train_step,
-        objective=next_token_prediction(recipe.objective, packed),
+        objective=next_token_prediction(recipe.objective),
         optimizer=recipe.optimizer,
         learning_rate=learning_rate,
     )
@@ -45,7 +45,7 @@ def make_train_step(
 
 def train_step(
     state: TrainState,
-    batch_ABS: jax.Array,
+    batch: Batch,
     *,
     objective: Objective,
     optimizer: OptimizerKeys,
@@ -61,7 +61,7 @@ def train_step(
 
     Args:
       state: donated by the caller.
-      batch_ABS: int32 token ids, sharded as BATCH_ABS; row r of the step is [r // B, r % B].
+      batch: arrays [A, B, S], sharded as BATCH_ABS; row r of the step is [r // B, r % B].
       objective: what is minimized, a sum over the rows of a micro batch.
       optimizer: how the gradient becomes an update.
       learning_rate: of consumed samples.
@@ -72,16 +72,16 @@ def train_step(
       (uint32: skipped steps in a row, this one included).
     """
 
-    def add_micro_batch(sums: Any, rows_BS: jax.Array) -> tuple[Any, None]:
+    def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         gradient = jax.grad(objective, has_aux=True)
-        return jax.tree.map(jnp.add, sums, gradient(model, rows_BS)), None
+        return jax.tree.map(jnp.add, sums, gradient(model, micro_batch)), None
 
     model = state.model.cast()  # once, whatever the number of micro batches
 
     # In float32 whatever the weights are, so that the sum of many passes is that of one.
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), state.model)
     zeros = zeros, (jnp.float32(0), jnp.float32(0))
-    (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch_ABS)
+    (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch)
     grad_norm = _norm(gradients) / tokens
     scale = 1 / tokens
     if optimizer.gradient_clipping_threshold:
@@ -90,7 +90,7 @@ def train_step(
     gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
 
     low, high = state.consumed_samples
-    rows = batch_ABS.shape[0] * batch_ABS.shape[1]
+    rows = math.prod(batch.tokens.shape[:2])
     rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), rows)
     with jax.named_scope("optimizer"):
         update = make_optimizer(optimizer).update
@@ -102,7 +102,7 @@ def train_step(
         "loss": cross_entropy / tokens,
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "batch_fingerprint": fingerprint(after(batch_ABS, grad_norm)),
+        "batch_fingerprint": fingerprint(jax.tree.map(lambda x: after(x, grad_norm), batch)),
     }
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
@@ -137,14 +137,14 @@ def _norm(tree: Any) -> jax.Array:
 def eval_step(
     model: Decoder,
     sums: tuple[jax.Array, jax.Array],
-    batch_ABS: jax.Array,
+    batch: Batch,
     *,
     objective: Objective,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds what a batch shows, the cross-entropy and its target tokens, to `sums`."""
 
-    def add_micro_batch(sums: Any, rows_BS: jax.Array) -> tuple[Any, None]:
-        _, shown = objective(model, rows_BS)
+    def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+        _, shown = objective(model, micro_batch)
         return jax.tree.map(jnp.add, sums, shown), None
 
-    return jax.lax.scan(add_micro_batch, sums, batch_ABS)[0]
+    return jax.lax.scan(add_micro_batch, sums, batch)[0]

@@ -34,29 +34,25 @@ def small(texts, *arguments, devices=8):
     return make_config(f"text_files={texts}", *keys.split(), *arguments, devices=devices)
 
 
-def make_loader(config, first_step=0, eval_rows=16):
+def make_loader(config, first_step=0):
     """A loader of the whole corpus in this process, and its ramp."""
-    data, steps = config.data, config.evaluation.eval_steps
-    corpus, ramp = open_corpus(data), RampupBatchManager(config.batch)
-    expansion = Expansion(make_mesh(config), 1)
-    loader = Loader(
-        data, config.reading, corpus, ramp, expansion, first_step, eval_rows, eval_steps=steps
-    )
-    return loader, ramp
+    corpus, ramp = open_corpus(config.data), RampupBatchManager(config.batch)
+    given = config.data, config.reading, config.evaluation
+    return Loader(*given, corpus, ramp, Expansion(make_mesh(config), 1), first_step), ramp
 
 
 def read_run(config, first_step=0):
     """The rows of every step from `first_step` on, in order, and the loader's mesh shape."""
-    eval_rows = int(config.evaluation.eval_per_device_batch_size * make_mesh(config).size)
-    loader, ramp = make_loader(config, first_step, eval_rows)
+    loader, ramp = make_loader(config, first_step)
     rows = []
     for step in range(first_step, config.batch.steps):
         batch, waited = loader.batch(step)
         stage = ramp.stage_at_step(step)
-        assert batch.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
+        tokens = batch.tokens
+        assert tokens.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
         assert waited >= 0
-        rows.append(np.asarray(batch).reshape(-1, batch.shape[-1]))
-    held_out = [np.asarray(batch)[0] for batch in loader.eval_batches()]
+        rows.append(np.asarray(tokens).reshape(-1, tokens.shape[-1]))
+    held_out = [np.asarray(batch.tokens)[0] for batch in loader.eval_batches()]
     loader.close()
     return rows, held_out
 
@@ -228,5 +224,5 @@ def test_batches_are_sharded_over_rows(texts):
     loader, _ = make_loader(config)
     batch, _ = loader.batch(0)
     loader.close()
-    assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 2, 17)}
-    assert isinstance(batch.sharding, jax.sharding.NamedSharding)
+    assert {shard.data.shape for shard in batch.tokens.addressable_shards} == {(1, 2, 17)}
+    assert isinstance(batch.tokens.sharding, jax.sharding.NamedSharding)

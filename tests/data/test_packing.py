@@ -1,20 +1,22 @@
 """Documents in rows: every token of a document is predicted once, from its own document alone."""
 
 import collections
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import make_config, make_mesh, numpy_fingerprint
 
+from maxramp.data.batch import Batch, take_apart
 from maxramp.data.marks import PADDING, START
 from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.training.fingerprint import fingerprint
 from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.objective import next_token_prediction, take_apart
+from maxramp.training.objective import next_token_prediction, segments, targets
 from maxramp.training.step import eval_step
 
 LENGTH = 16
@@ -82,11 +84,24 @@ def test_small_corners(lengths):
 
 
 def test_marks_give_segments_and_targets():
-    rows = jnp.array([[START + 5, 6, 7, START + 8, 9, START + 3, 4, PADDING, PADDING]])
-    tokens, targets, segments = take_apart(rows)
-    assert tokens.tolist() == [[5, 6, 7, 8, 9, 3, 4, PADDING]]
-    assert targets.tolist() == [[6, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]]
-    assert segments.tolist() == [[1, 1, 1, 2, 2, 3, 3, 3]]
+    rows = np.array([[START + 5, 6, 7, START + 8, 9, START + 3, 4, PADDING, PADDING]], np.int32)
+    batch = take_apart(rows, packed=True)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 3, 4, PADDING, PADDING]]
+    assert targets(batch).tolist() == [[6, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]]
+    assert segments(batch).tolist() == [[1, 1, 1, 2, 2, 3, 3, 3]]
+
+
+def test_a_masked_token_is_no_target():
+    """A mask and marks leave what both leave; the fingerprint is that of the marked row."""
+    rows = np.array([[START + 5, 6, 7, START + 8, 9, PADDING]], np.int32)
+    mask = np.array([[True, False, True, True, True, True]])
+    batch = dataclasses.replace(take_apart(rows, packed=True), loss_mask=mask)
+    assert targets(batch).tolist() == [[PADDING, 7, PADDING, 9, PADDING]]
+    plain = Batch(np.where(rows >= START, rows - START, rows), loss_mask=mask)
+    assert targets(plain).tolist() == [[PADDING, 7, 8, 9, PADDING]]
+    with jax.set_mesh(make_mesh(make_config(devices=1))):
+        found = jax.jit(fingerprint)(jax.tree.map(lambda x: x[None], batch))
+    assert found.tolist() == numpy_fingerprint(rows)
 
 
 def test_documents_do_not_see_each_other():
@@ -98,28 +113,29 @@ def test_documents_do_not_see_each_other():
     marked = row.copy()
     marked[[0, 7]] += START
 
-    @functools.partial(jax.jit, static_argnums=2)
+    @jax.jit
     @jax.value_and_grad
-    def loss_of(decoder, row, packed, kept):
+    def loss_of(decoder, batch, kept):
         """The sum over the targets that `kept` holds."""
-        plain = row[None, :-1], row[None, 1:], None
-        tokens, targets, segments = take_apart(row[None]) if packed else plain
-        targets = jnp.where((targets[..., None] == kept).any(-1), targets, PADDING)
-        hidden = decoder.hidden(tokens, segments)
-        return cross_entropy_sums(hidden, decoder.head(), targets, 0.0, 0)[0]
+        targets_BT = targets(batch)
+        targets_BT = jnp.where((targets_BT[..., None] == kept).any(-1), targets_BT, PADDING)
+        hidden = decoder.hidden(batch.tokens[:, :-1], segments(batch))
+        return cross_entropy_sums(hidden, decoder.head(), targets_BT, 0.0, 0)[0]
 
     with jax.set_mesh(make_mesh(config)):
         decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
         for text, other in ((first, second), (second, first)):
             kept = np.pad(text[1:], (0, 9 - len(text)), "edge")
-            loss, gradient = loss_of(decoder, marked, True, kept)
+            loss, gradient = loss_of(decoder, take_apart(marked[None], packed=True), kept)
             embedding = np.asarray(gradient.embedding_VD[...])
             assert np.abs(embedding[text[:-1]]).max() > 1e-4
             assert np.abs(embedding[other]).max() == 0
             alone = np.full(LENGTH + 1, PADDING, np.int32)
             alone[: len(text)] = text
-            np.testing.assert_allclose(loss_of(decoder, alone, False, kept)[0], loss, rtol=1e-6)
-        _, gradient = loss_of(decoder, row, False, kept)
+            np.testing.assert_allclose(
+                loss_of(decoder, Batch(alone[None]), kept)[0], loss, rtol=1e-6
+            )
+        _, gradient = loss_of(decoder, Batch(row[None]), kept)
         assert np.abs(np.asarray(gradient.embedding_VD[...])[first]).max() > 1e-4
 
 
@@ -131,18 +147,17 @@ def test_a_packed_batch_is_its_documents(arguments):
     lengths = np.array([len(text) for text in texts])
     config = make_config(*arguments)
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def total(decoder, batch, packed):
+    @jax.jit
+    def total(decoder, batch):
         zeros = (jnp.float32(0), jnp.float32(0))
-        return eval_step(
-            decoder, zeros, batch, objective=next_token_prediction(config.objective, packed)
-        )
+        return eval_step(decoder, zeros, batch, objective=next_token_prediction(config.objective))
 
     def sums_of(layout, packed):
         rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=packed)
         fill = np.full((-len(rows) % 8, LENGTH + 1), PADDING, np.int32)
         batch = np.concatenate([[rows[i] for i in range(len(rows))], fill])[None]
-        return jax.device_get(total(decoder, jax.device_put(batch, BATCH_ABS), packed))
+        batch = jax.device_put(take_apart(batch, packed), BATCH_ABS)
+        return jax.device_get(total(decoder, batch))
 
     with jax.set_mesh(make_mesh(config)):
         decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()

@@ -22,6 +22,7 @@ import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.data.batch import Batch
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
@@ -481,7 +482,7 @@ def test_a_bad_step_changes_nothing_but_the_clock():
     with jax.set_mesh(mesh):
         step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
-        batch = jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS))
+        batch = Batch(jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS)))
         state, metrics = step(initial_state(config.recipe), batch)
         assert metrics["bad_steps"] == 0
         leaves, structure = jax.tree.flatten(state.model)

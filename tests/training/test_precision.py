@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, make_config, make_mesh
 from jax.sharding import NamedSharding
 
+from maxramp.data.batch import Batch
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import init_state
@@ -46,7 +47,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradient(model, rows_RS):
         return jax.grad(next_token_prediction(config.objective), has_aux=True)(
-            model.cast(), rows_RS
+            model.cast(), Batch(rows_RS)
         )
 
     with jax.set_mesh(mesh):

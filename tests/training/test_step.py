@@ -15,6 +15,7 @@ from conftest import DEVICES, make_mesh, numpy_fingerprint
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
+from maxramp.data.batch import Batch
 from maxramp.data.marks import PADDING
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import BATCH_ABS
@@ -55,7 +56,7 @@ def random_rows(*shape):
 
 
 def place(batch_ABS, mesh):
-    return jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS))
+    return Batch(jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS)))
 
 
 @functools.cache
@@ -313,7 +314,7 @@ def loss_and_gradients():
         with jax.set_mesh(mesh):
             abstract = jax.eval_shape(functools.partial(init_state, config.recipe)).model
             model = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state.model))
-            rows_RS = place(random_rows(1, ROWS), mesh)[0]
+            rows_RS = place(random_rows(1, ROWS), mesh).tokens[0]
             loss, gradients = jax.jit(jax.value_and_grad(objective))(model, rows_RS)
         return {"loss": np.asarray(loss)} | by_name(gradients)
 
