@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from maxramp.model.attention import RESIDUALS, rotary_angles
 from maxramp.model.blocks import BLOCKS, Segments
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import RMSNorm, Scale, look_up, normal
-from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, TOKENS_BT, X_BTD, X_BTF
+from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, TOKENS_BT, X_BTD, X_BTF, of_weight
 
 _REMAT = {
     "full": jax.checkpoint,
@@ -87,19 +88,21 @@ class Decoder(nnx.Module):
 
     def head(self) -> jax.Array:
         """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""
-        if self.tied:
-            weight_DV = jax.reshard(self.embedding_VD[...].T, HEAD_DV)
-        else:
-            weight_DV = self.head_DV[...]
+        weight_DV = self.embedding_VD[...].T if self.tied else self.head_DV[...]
         return weight_DV.astype(self.dtype)
 
-    def cast(self) -> "Decoder":
-        """The model with the weights of its products in the arithmetic's dtype."""
+    def cast(self, apart: Iterable[str] = ()) -> "Decoder":
+        """The model with the weights of its products in the arithmetic's dtype.
+
+        Args:
+          apart: axes over which the gradients of these weights stay apart (`sharding.of_weight`).
+        """
+
+        def to_dtype(x: jax.Array) -> jax.Array:
+            return jax.reshard(x.astype(self.dtype), of_weight(jax.typeof(x).sharding.spec, apart))
 
         def cast(weight: nnx.Param) -> nnx.Param:
-            if isinstance(weight, Scale):
-                return weight
-            return jax.tree.map(lambda x: x.astype(self.dtype), weight)
+            return weight if isinstance(weight, Scale) else jax.tree.map(to_dtype, weight)
 
         return jax.tree.map(cast, self, is_leaf=lambda x: isinstance(x, nnx.Param))
 

@@ -5,6 +5,8 @@ rows, D model width, H query heads, K key/value heads, G query heads per key/val
 width, F MLP width, V vocabulary.
 """
 
+from collections.abc import Iterable
+
 from jax.sharding import PartitionSpec as P
 
 from maxramp.parallel.axes import AXES, BATCH_AXES
@@ -30,6 +32,31 @@ HEADS_IN_DHh = P("fsdp", "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, "fsdp")
 MLP_IN_DF = P("fsdp", "tensor")
 MLP_OUT_FD = P("tensor", "fsdp")
+
+
+# Gradients that travel once: over the axes in the `reduced` of a weight's spec its gradient stays
+# apart (`unreduced`), on each device the sum over its own rows, until a reshard adds these up.
+
+
+def of_weight(spec: P, apart: Iterable[str]) -> P:
+    """The spec of a weight whose gradient stays apart over these axes."""
+    return P(*spec, reduced={*apart})
+
+
+def of_gradient(spec: P) -> P:
+    """The spec of the gradient of a weight with this spec."""
+    return P(*spec.partitions, unreduced=spec.reduced)
+
+
+def of_own_gradient(spec: P) -> P:
+    """The spec of that gradient where it stays apart over all axes that rows are sharded on."""
+    whole = (None if axis in BATCH_AXES else axis for axis in spec.partitions)
+    return P(*whole, unreduced={*BATCH_AXES})
+
+
+def of_factor(spec: P) -> P:
+    """The spec of a scalar that multiplies an array with this spec."""
+    return P(reduced=spec.unreduced)
 
 
 def merged(spec_BT: P) -> P:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from maxramp.data.marks import PADDING
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import HEAD_DV, REPLICATED, TOKENS_BT, X_BTD
+from maxramp.parallel.sharding import REPLICATED, TOKENS_BT, X_BTD, of_factor, of_gradient
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -32,7 +32,7 @@ def cross_entropy_sums(
 
     Args:
       x_BTD: the last layer's output, rows sharded.
-      head_DV: output weights of x's dtype, sharded as HEAD_DV.
+      head_DV: output weights of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
@@ -51,8 +51,11 @@ def _forward(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens):
 
 
 def _backward(z_loss_multiplier, block_tokens, gradients, cotangents):
-    scaled = (g * cotangents[0].astype(g.dtype) for g in gradients)
-    return (*scaled, None)
+    def scaled(gradient):
+        factor = cotangents[0].astype(gradient.dtype)
+        return gradient * jax.reshard(factor, of_factor(jax.typeof(gradient).sharding.spec))
+
+    return *map(scaled, gradients), None
 
 
 cross_entropy_sums.defvjp(_forward, _backward)
@@ -60,6 +63,8 @@ cross_entropy_sums.defvjp(_forward, _backward)
 
 def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
+
+    head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
         head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
@@ -72,17 +77,18 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
         if with_gradients:
             dx_BTD, dhead_DV = gradients
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
-            dhead_DV = jax.lax.psum(dhead_DV, "data")
+            if not head_spec.reduced:
+                dhead_DV = jax.lax.psum(dhead_DV, "data")
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
         return tuple(sums), gradients
 
-    specs = (X_BTD, HEAD_DV, TOKENS_BT)
+    specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
     return jax.shard_map(
         local,
         in_specs=specs,
-        out_specs=((REPLICATED,) * 3, (X_BTD, HEAD_DV) if with_gradients else ()),
+        out_specs=((REPLICATED,) * 3, (X_BTD, of_gradient(head_spec)) if with_gradients else ()),
         check_vma=False,
     )(*arrays)
 

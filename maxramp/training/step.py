@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import REPLICATED
+from maxramp.parallel.sharding import REPLICATED, of_gradient
 from maxramp.training.fingerprint import fingerprint
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -76,12 +76,23 @@ def train_step(
         gradient = jax.grad(objective, has_aux=True)
         return jax.tree.map(jnp.add, sums, gradient(model, micro_batch)), None
 
-    model = state.model.cast()  # once, whatever the number of micro batches
+    def zeros_of_gradient(w: jax.Array) -> jax.Array:
+        spec = of_gradient(jax.typeof(w).sharding.spec)
+        return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
+
+    A, B, _ = batch.tokens.shape
+    # With several passes each copy of the weights adds up its own gradients, which travel once,
+    # after the last.
+    copies = jax.sharding.get_abstract_mesh().shape["data"]
+    apart = ("data",) if A > 1 and copies > 1 else ()
+    model = state.model.cast(apart)  # once, whatever the number of micro batches
 
     # In float32 whatever the weights are, so that the sum of many passes is that of one.
-    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), state.model)
-    zeros = zeros, (jnp.float32(0), jnp.float32(0))
+    zeros = jax.tree.map(zeros_of_gradient, model), (jnp.float32(0), jnp.float32(0))
     (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch)
+    gradients = jax.tree.map(
+        lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
+    )
     grad_norm = _norm(gradients) / tokens
     scale = 1 / tokens
     if optimizer.gradient_clipping_threshold:
@@ -90,13 +101,12 @@ def train_step(
     gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
 
     low, high = state.consumed_samples
-    rows = math.prod(batch.tokens.shape[:2])
-    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), rows)
+    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), A * B)
     with jax.named_scope("optimizer"):
         update = make_optimizer(optimizer).update
         direction, opt_state = update(gradients, state.opt_state, state.model)
         model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
-    new_low = low + jnp.uint32(rows)
+    new_low = low + jnp.uint32(A * B)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
         "loss": cross_entropy / tokens,
