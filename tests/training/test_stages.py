@@ -250,9 +250,12 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
 
 
 def test_a_stage_is_added_while_others_run():
-    """Its step is compiled as those that were known before; stages of one shape share it."""
+    """Its step is compiled as those that were known before; stages of one shape share it.
+
+    One that nobody added is compiled when it is asked for.
+    """
     config = make_config(
-        "step_batch_size_schedule=0:4 80:8 160:4",
+        "step_batch_size_schedule=0:4 80:8 160:4 320:16",
         "step_batch_size_unit=samples",
         "total_samples=600",
         "per_device_batch_size=8",
@@ -262,16 +265,16 @@ def test_a_stage_is_added_while_others_run():
     with jax.set_mesh(mesh):
         programs = make_programs(config, mesh, ramp, ramp.stages[:1], said.append, programs_fail)
         first, _ = programs.train_step(ramp.stages[0])
-        for stage in ramp.stages[1:]:
+        for stage in ramp.stages[1:3]:
             programs.add(stage)
         programs.lower_ahead()
-        second, _ = programs.train_step(ramp.stages[1])
-        third, _ = programs.train_step(ramp.stages[2])
+        second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
         programs.close()
-    assert third is first is not second
+    assert third is first and len({first, second, fourth}) == 3
     assert [line.split(":")[0] for line in said] == [
         "ready    stage 0 (batch 4)",
         "ready    stage 1 (batch 8)",
+        "ready    stage 3 (batch 16)",
     ]
 
 
