@@ -29,7 +29,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
 from maxramp.run.metrics import read_records
 from maxramp.run.tensorboard import read_events
@@ -167,7 +167,7 @@ def strike(job: Job, end: str, random_: random.Random) -> list[int]:
         job.wait_for(lambda: "stage " in job.printed() and last_step(job.folder) >= first + ahead)
     if end == "save":
         folder = job.folder / "checkpoints"
-        job.wait_for(lambda: any(p.suffix == saved_lib.UNFINISHED for p in folder.iterdir()))
+        job.wait_for(lambda: any(p.suffix == folder_lib.UNFINISHED for p in folder.iterdir()))
     number = {"term": signal.SIGTERM, "term, kill": signal.SIGTERM, "int": signal.SIGINT}.get(end)
     for process in one:
         process.send_signal(number or signal.SIGKILL)
@@ -263,7 +263,7 @@ def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxramp.checkpoints.store import stored_arrays
 
-    arrays = [list(stored_arrays(saved_lib.find(folder))) for folder in (stormy, calm)]
+    arrays = [list(stored_arrays(folder_lib.find(folder))) for folder in (stormy, calm)]
     pairs = zip(*arrays, strict=True)
     return sum(a.tobytes() != b.tobytes() or a.dtype != b.dtype for a, b in pairs)
 

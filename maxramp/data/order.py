@@ -104,7 +104,7 @@ def _added(seed: int, part: int, epoch: int) -> int:
 
 
 # How a shuffle's seed (32 bits) is made of data_shuffle_seed, the part's number and the epoch.
-# Checkpoints keep the name (`Saved.shuffle`), and a run stays with the one that it began with.
+# Checkpoints keep the name (`Checkpoint.shuffle`), and a run stays with the one that it began with.
 SHUFFLES = {"hashed": _hashed, "added": _added}
 SHUFFLE = "hashed"  # of runs that begin
 

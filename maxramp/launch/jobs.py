@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
@@ -131,7 +131,7 @@ class Run:
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _newest(folder: pathlib.Path) -> Saved | None:
+def _newest(folder: pathlib.Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run's folder."""
     for step in reversed(folder_lib.steps_in(folder / "checkpoints")):
         with contextlib.suppress(folder_lib.TornError):  # as a restart does
@@ -150,7 +150,7 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _plan(config: Config, position: Saved | None) -> RampupBatchManager:
+def _plan(config: Config, position: Checkpoint | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from maxramp.checkpoints.resume import Schedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
+from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.decoder import Decoder, num_parameters
@@ -177,8 +178,8 @@ class Output:
             return
         try:
             header = _HEADER.format(zlib.crc32(self._config_text.encode()))
-            _replace(self._config_file, header + self._config_text)
-            _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
+            write_whole(self._config_file, (header + self._config_text).encode())
+            _write_json(self.folder / "plan.json", plan_json(ramp))
             (self.folder / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
                 self.say(
@@ -216,7 +217,7 @@ class Output:
             "devices": stage.devices,
             "consumed_samples": planned.samples_before(step),
         }
-        _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
+        _write_json(self.folder / "next_stage.json", following)
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
             f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "
@@ -317,8 +318,5 @@ def _is_our_config(path: pathlib.Path) -> bool:
         return False
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file at once: whoever looks, or a kill, finds the old one or the new one."""
-    writing = path.with_name(f"{path.name}.tmp")
-    writing.write_text(text)
-    writing.replace(path)
+def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())

@@ -16,7 +16,7 @@ import time
 import pytest
 from conftest import BASE, TINY, command, environment, run
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
@@ -231,7 +231,7 @@ def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict])
     """A checkpoint as far as a launcher reads it."""
     path = folder / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    metadata = Saved(path, step, consumed, stages, "", {}, {}).metadata()
+    metadata = Checkpoint(path, step, consumed, stages, "", {}, {}).metadata()
     (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
 
 

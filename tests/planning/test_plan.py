@@ -20,7 +20,7 @@ import pytest
 from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
@@ -369,11 +369,11 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
 
 
-def standing(step: int, consumed_samples: int, stages: list[dict]) -> Saved:
-    return Saved(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
+def standing(step: int, consumed_samples: int, stages: list[dict]) -> Checkpoint:
+    return Checkpoint(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
 
 
-def taken_up(schedule: str, position: Saved | None) -> Schedule:
+def taken_up(schedule: str, position: Checkpoint | None) -> Schedule:
     config = make_config(
         *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
         devices=1,
