@@ -36,10 +36,21 @@ from maxramp.run.tensorboard import read_events
 
 # 46,000 weights whose every axis divides over 8 devices.
 MODEL = [
-    *("base_emb_dim=32", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=8"),
-    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=264", "max_target_length=16"),
-    *("learning_rate=2e-3", "checkpoint_period=15", "max_num_checkpoints_to_keep=3"),
-    *("eval_interval=40", "eval_steps=2", "eval_per_device_batch_size=8", "log_period=1000"),
+    "base_emb_dim=32",
+    "base_num_query_heads=8",
+    "base_num_kv_heads=8",
+    "head_dim=8",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=2",
+    "vocab_size=264",
+    "max_target_length=16",
+    "learning_rate=2e-3",
+    "checkpoint_period=15",
+    "max_num_checkpoints_to_keep=3",
+    "eval_interval=40",
+    "eval_steps=2",
+    "eval_per_device_batch_size=8",
+    "log_period=1000",
     "hang_timeout_seconds=60",
 ]
 TOLERANCE = 0.05  # nats: between runs whose sums were made in another order
@@ -286,9 +297,14 @@ def main() -> int:
         " ".join(words.choice(["to", "be", "or", "not", "ramp"]) for _ in range(60_000))
     )
     keys = [
-        *(*MODEL, f"text_files={text}", f"steps={steps}", f"num_epoch={1 + steps * 24 // 10_000}"),
+        *MODEL,
+        f"text_files={text}",
+        f"steps={steps}",
+        f"num_epoch={1 + steps * 24 // 10_000}",
         f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24",
-        *("step_batch_size_unit=samples", f"jax_cache_dir={folder / 'cache'}", *given.keys),
+        "step_batch_size_unit=samples",
+        f"jax_cache_dir={folder / 'cache'}",
+        *given.keys,
     ]
     keys = [f"{k}={v}" for k, v in dict(key.split("=", 1) for key in keys).items()]
     for name in ("calm", "storm"):
@@ -297,7 +313,9 @@ def main() -> int:
         print(f"the undisturbed run failed: {statuses}", file=sys.stderr)
         return 1
     done = storm(
-        *(folder / "storm", given.kills, given.seed),
+        folder / "storm",
+        given.kills,
+        given.seed,
         SHAPES[:1] if given.same_shape else SHAPES,
         keys,
     )

@@ -29,10 +29,16 @@ WAYS = {"ahead": "", "when reached": "programs.Programs.lower_ahead = lambda sel
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:
     """The step records of one run."""
     command = [
-        *(sys.executable, "-c", PROGRAM.format(patch=WAYS[way])),
-        *(str(ROOT / "configs" / "base.yml"), f"base_output_directory={folder}"),
-        *(f"run_name={name}", f"jax_cache_dir={folder}/cache {way}"),
-        *("eval_interval=-1", "enable_checkpointing=False", *keys),
+        sys.executable,
+        "-c",
+        PROGRAM.format(patch=WAYS[way]),
+        str(ROOT / "configs" / "base.yml"),
+        f"base_output_directory={folder}",
+        f"run_name={name}",
+        f"jax_cache_dir={folder}/cache {way}",
+        "eval_interval=-1",
+        "enable_checkpointing=False",
+        *keys,
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     lines = pathlib.Path(folder, name, "metrics.jsonl").read_text().splitlines()

@@ -49,9 +49,16 @@ finally:
 def run(folder: str, name: str, keys: list[str]) -> dict[str, float]:
     """Seconds of each part, in order."""
     command = [
-        *(sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml")),
-        *(f"base_output_directory={folder}", f"run_name={name}", f"jax_cache_dir={folder}/cache"),
-        *("steps=3", "enable_checkpointing=False", *keys),
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(ROOT / "configs" / "base.yml"),
+        f"base_output_directory={folder}",
+        f"run_name={name}",
+        f"jax_cache_dir={folder}/cache",
+        "steps=3",
+        "enable_checkpointing=False",
+        *keys,
     ]
     start = time.time()
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout

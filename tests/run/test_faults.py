@@ -35,9 +35,16 @@ from maxramp.training.step import make_train_step
 SLOW = pytest.mark.slow
 # Endless, at a constant batch, of data that needs no files.
 KEYS = [
-    *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=1000000"),
-    *("dataset_type=synthetic", "eval_interval=-1", "checkpoint_period=20", "log_period=10"),
-    *("max_num_checkpoints_to_keep=2", "learning_rate=1e-3"),
+    *TINY,
+    "enable_rampup_batch_size=False",
+    "per_device_batch_size=8",
+    "steps=1000000",
+    "dataset_type=synthetic",
+    "eval_interval=-1",
+    "checkpoint_period=20",
+    "log_period=10",
+    "max_num_checkpoints_to_keep=2",
+    "learning_rate=1e-3",
 ]
 
 
