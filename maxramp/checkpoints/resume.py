@@ -83,6 +83,7 @@ class Schedule:
     """The stages of a run as this job takes them up.
 
     Attributes:
+      position: the checkpoint that the job goes on from; None for a run that begins.
       ramp: the stages on this job's devices.
       planned: the same stages on the nodes that the plan gives them.
       last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
@@ -91,10 +92,16 @@ class Schedule:
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
+    position: Checkpoint | None
     ramp: RampupBatchManager
     planned: RampupBatchManager
     last_step: int
     change: str
+
+    @property
+    def first_step(self) -> int:
+        """The step that this job begins with."""
+        return self.position.step if self.position else 0
 
 
 def take_up(
@@ -130,7 +137,7 @@ def take_up(
         planned.check(planned.stages[end:])
         if end < len(ramp.stages):
             last_step = min(last_step, max(step, ramp.stages[end].first_step))
-    return Schedule(ramp, planned, last_step, change)
+    return Schedule(position, ramp, planned, last_step, change)
 
 
 def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:

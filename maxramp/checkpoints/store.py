@@ -29,12 +29,14 @@ from orbax.checkpoint import v1 as ocp
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.checkpoints.resume import changes_since
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.state import TrainState
+from maxramp.training.keys import Recipe
+from maxramp.training.state import TrainState, initial_state
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -74,7 +76,7 @@ class Checkpoints:
 
     Attributes:
       shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
-        keeps it.
+        keeps it, and a run stays with the one that it began with.
     """
 
     def __init__(
@@ -114,13 +116,22 @@ class Checkpoints:
         """
         newest = agreement.all_gather_json(agreement.raise_everywhere(self._newest_whole))[0]
         self._last_good = None if newest < 0 else newest
-        if newest >= 0:
-            return agreement.raise_everywhere(lambda: self._read(self._folder / str(newest)))
-        if path := self._keys.load_full_state_path:
-            return agreement.raise_everywhere(
-                lambda: self._read(folder_lib.find(pathlib.Path(path)))
-            )
-        return None
+        if newest < 0 and not self._keys.load_full_state_path:
+            return None
+
+        def read() -> Checkpoint:
+            if newest >= 0:
+                return self._read(self._folder / str(newest))
+            return self._read(folder_lib.find(pathlib.Path(self._keys.load_full_state_path)))
+
+        checkpoint = agreement.raise_everywhere(read)
+        self.shuffle = checkpoint.shuffle
+        return checkpoint
+
+    def changes_since(self, checkpoint: Checkpoint) -> str:
+        """What this start changes against a checkpoint, as `resume.changes_since`."""
+        allowed = self._keys.allow_changed
+        return changes_since(checkpoint, self._values, allowed, self._corpus_hash, versions())
 
     def _newest_whole(self) -> int:
         """The newest step whose checkpoint is whole, -1 without any checkpoint."""
@@ -202,12 +213,24 @@ class Checkpoints:
             )
         return state
 
-    def load_parameters(self, model: Decoder) -> Decoder:
-        """The weights alone of load_parameters_path, with the shapes and shardings of `model`.
+    def first_state(
+        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
+    ) -> TrainState:
+        """The state that a job begins with: of a checkpoint, or a new one.
+
+        A new one has the weights of load_parameters_path, where that is given.
 
         Raises:
-          ConfigError: there is no such checkpoint, or it holds other weights.
+          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
+        if position:
+            return self.restore(position, abstract)
+        state = initial_state(recipe)
+        if self._keys.load_parameters_path:
+            return dataclasses.replace(state, model=self._load_parameters(abstract.model))
+        return state
+
+    def _load_parameters(self, model: Decoder) -> Decoder:
         checkpoint = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
         self.compare(checkpoint, {"model": model})
         with _reading(checkpoint.path):

@@ -18,7 +18,6 @@ from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches, Steps
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.errors import ConfigError
-from maxramp.rampup.numbers import exact
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -26,7 +25,9 @@ class Loader:
     """Hands out the batch of each step, in order from `first_step`, and whole evaluations.
 
     Attributes:
-      eval_rows: rows of an evaluation batch.
+      corpus: the rows.
+      expansion: which processes read them.
+      eval_rows: rows of an evaluation batch; 0 = the run never evaluates.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Loader:
         rows = RunRows(corpus.train, data.num_epoch, seed, shuffle)
         self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
         self._check_enough()
-        self._reading, self._ramp, self._expansion = reading, ramp, expansion
+        self._reading, self._ramp = reading, ramp
+        self.corpus, self.expansion = corpus, expansion
         self._row_length, self._packed = data.max_target_length + 1, corpus.packed
         self._eval_steps = evaluation.eval_steps
-        self.eval_rows = int(exact(evaluation.eval_per_device_batch_size) * expansion.mesh.size)
+        self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
         self._batches = self._read_ahead(
@@ -103,14 +105,14 @@ class Loader:
     def _place(self, step: int) -> Batch:
         stage = self._ramp.stage_at_step(step)
         shape = self._abstract(stage.gradient_accumulation_steps, stage.micro_batch_size)
-        return self._expansion.place(next(self._batches), shape)
+        return self.expansion.place(next(self._batches), shape)
 
     def eval_batches(self) -> Iterator[Batch]:
         """The batches of one evaluation, as from `batch` with A = 1.
 
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
-        expansion, rows = self._expansion, self.eval_rows
+        expansion, rows = self.expansion, self.eval_rows
         abstract = self._abstract(1, rows)
         batches = EvalBatches(self._held_out, self._packed, rows, self._row_length, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
@@ -125,7 +127,7 @@ class Loader:
         self._batches.close()
 
     def _abstract(self, accumulation: int, rows: int) -> Batch:
-        return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
+        return self.expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
     def _read_ahead(
         self,
@@ -134,7 +136,7 @@ class Loader:
         abstract: Callable[[Any], Batch],
         workers: int,
     ) -> Iterator[Batch | None]:
-        if not self._expansion.reads:
+        if not self.expansion.reads:
             return (None for _ in itertools.count())
 
         def size_of(index: Any) -> int:

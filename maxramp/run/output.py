@@ -203,10 +203,11 @@ class Output:
         for file in self._files:
             file.flush()
 
-    def write_next_stage(self, planned: RampupBatchManager, step: int) -> None:
-        """Leaves next_stage.json for whoever starts the next job, at `step`, and says so."""
+    def write_next_stage(self, schedule: Schedule) -> None:
+        """Leaves next_stage.json for whoever starts the next job, and says so."""
         if not self._is_first:
             return
+        planned, step = schedule.planned, schedule.last_step
         stage = planned.stage_at_step(step)
         following = {
             "stage": stage.index,
@@ -237,13 +238,12 @@ class Output:
         corpus: Corpus,
         model: Decoder,
         dtype: str,
-        mesh: jax.sharding.Mesh,
         schedule: Schedule,
-        first_step: int,
         changes: str,
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
-        ramp, kind = schedule.ramp, mesh.devices.flat[0].device_kind
+        ramp, mesh = schedule.ramp, jax.sharding.get_mesh()
+        kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
@@ -259,11 +259,8 @@ class Output:
         )
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
-        if first_step:
-            self.say(
-                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "
-                "consumed"
-            )
+        if step := schedule.first_step:
+            self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
         if changes:
             self.say(f"keys     {changes}")
         if schedule.change:
@@ -278,11 +275,11 @@ class Output:
         )
         self.say(f"stopped by a signal after step {step}, {left}")
 
-    def say_finished(self, first_step: int, ramp: RampupBatchManager) -> None:
+    def say_finished(self, schedule: Schedule) -> None:
         """Says that there is nothing to do."""
         self.say(
-            f"{self.folder}: finished, {first_step} steps are done of {ramp.total_steps}; for "
-            "a new run give another run_name, to go on more steps"
+            f"{self.folder}: finished, {schedule.first_step} steps are done of "
+            f"{schedule.ramp.total_steps}; for a new run give another run_name, to go on more steps"
         )
 
     def __enter__(self) -> "Output":

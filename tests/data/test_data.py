@@ -30,7 +30,7 @@ def texts(tmp_path) -> pathlib.Path:
 def small(texts, *arguments, devices=8):
     keys = "steps=6 per_device_batch_size=2 per_device_batch_size_start=1"
     keys += " per_device_batch_size_increment=1 global_rampup_samples=24"
-    keys += " eval_interval=-1 eval_steps=-1 eval_fraction=0.1"
+    keys += " eval_interval=6 eval_steps=-1 eval_fraction=0.1"
     return make_config(f"text_files={texts}", *keys.split(), *arguments, devices=devices)
 
 
