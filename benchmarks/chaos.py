@@ -213,9 +213,9 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
         fine |= {-signal.SIGTERM, -signal.SIGINT}
         if end in ("term", "int") and last_step(folder) >= 0:
             fine -= {-signal.SIGKILL, -signal.SIGABRT, EXIT_LOST}
-        told = [job.printed("stderr", i) for i in range(shape.processes)]
-        if not set(statuses) <= fine or (any(told) and shape.processes == 1):
-            faults.append(f"{end} {shape}: status {statuses}: {' | '.join(told)[-1500:]}")
+        stderr = [job.printed("stderr", i) for i in range(shape.processes)]
+        if not set(statuses) <= fine or (any(stderr) and shape.processes == 1):
+            faults.append(f"{end} {shape}: status {statuses}: {' | '.join(stderr)[-1500:]}")
         print(
             f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, "
             f"tensor {shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, "

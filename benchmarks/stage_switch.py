@@ -76,7 +76,7 @@ def middle(runs: list[list[dict]]) -> list[dict]:
 def main() -> None:
     options = parser("stage_switch", __doc__)
     options.add_argument(
-        "--rounds", type=int, default=1, help="runs of each kind; medians are told"
+        "--rounds", type=int, default=1, help="runs of each kind; medians are shown"
     )
     options.add_argument("keys", nargs="*", help="key=value of the run")
     arguments = options.parse_args()

@@ -72,7 +72,7 @@ def run(folder: str, name: str, keys: list[str]) -> dict[str, float]:
 
 def main() -> None:
     options = parser("startup", __doc__)
-    options.add_argument("--rounds", type=int, default=5, help="pairs of starts; medians are told")
+    options.add_argument("--rounds", type=int, default=5, help="pairs of starts; medians are shown")
     options.add_argument("keys", nargs="*", help="key=value of the run")
     arguments = options.parse_args()
     rounds = []

@@ -69,7 +69,7 @@ class Run:
             )
         folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
         folder /= config.run.run_name
-        ramp = _plan(config, _newest(folder))
+        ramp = _planned(config, _newest(folder))
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         ramp.check(stages)
@@ -87,7 +87,8 @@ class Run:
           ConfigError: the newest checkpoint is one of another program.
         """
         position = _newest(self.folder)
-        return _plan(self.config, position).stage_at_step(position.step if position else 0).nodes
+        ramp = _planned(self.config, position)
+        return ramp.stage_at_step(position.step if position else 0).nodes
 
     def steps_done(self) -> int:
         """Steps done in the newest whole checkpoint; 0 before the first."""
@@ -150,7 +151,7 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _plan(config: Config, position: Checkpoint | None) -> RampupBatchManager:
+def _planned(config: Config, position: Checkpoint | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)

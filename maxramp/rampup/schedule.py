@@ -199,8 +199,10 @@ class RampupBatchManager:
         return self.stages[_last_not_above(self._first_samples, sample, "sample")]
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by steps 0 .. step-1: step k trains on rows
-        [samples_before(k), samples_before(k + 1))."""
+        """Samples consumed by steps 0 .. step-1.
+
+        Step k trains on rows [samples_before(k), samples_before(k + 1)).
+        """
         stage = self.stage_at_step(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
 
@@ -223,8 +225,7 @@ class RampupBatchManager:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `steps`, or those that reach `total_samples` or
-        `total_tokens`."""
+        """Steps of the whole run: `steps`, or those that reach total_samples or total_tokens."""
         if self.keys.steps != -1:
             return self.keys.steps
         samples = _samples_of_run(self.keys)

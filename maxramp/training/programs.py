@@ -139,7 +139,7 @@ class Programs:
         if eval_rows:  # an evaluation may come before the second stage
             sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
             batch = self._batch(1, eval_rows)
-            self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
+            self._announce("eval", "evaluation", evaluate, state.model, sums, batch)
         for stage in later:
             self.add(stage)
 
@@ -160,7 +160,7 @@ class Programs:
         """
         batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        self._plan(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
+        self._announce(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
         return batch.tokens.shape
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
@@ -204,7 +204,7 @@ class Programs:
     def _batch(self, accumulation: int, rows: int) -> Batch:
         return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
-    def _plan(
+    def _announce(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
     ) -> None:
         if key not in self._programs:  # stages of one shape share a program
