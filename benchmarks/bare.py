@@ -96,6 +96,8 @@ def step(params, mu, nu, count, batch, *, dtype, rate):
         lambda p, m, n: (
             p - rate * (m / (1 - 0.9**count) / (jnp.sqrt(n / (1 - 0.95**count)) + 1e-8) + 0.1 * p)
         ),
-        *(params, mu, nu),
+        params,
+        mu,
+        nu,
     )
     return params, mu, nu, count, {"loss": loss / tokens, "grad_norm": norm}

@@ -29,17 +29,28 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from maxramp.checkpoints import folder as saved_lib
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
 from maxramp.run.metrics import read_records
 from maxramp.run.tensorboard import read_events
 
 # 46,000 weights whose every axis divides over 8 devices.
 MODEL = [
-    *("base_emb_dim=32", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=8"),
-    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=264", "max_target_length=16"),
-    *("learning_rate=2e-3", "checkpoint_period=15", "max_num_checkpoints_to_keep=3"),
-    *("eval_interval=40", "eval_steps=2", "eval_per_device_batch_size=8", "log_period=1000"),
+    "base_emb_dim=32",
+    "base_num_query_heads=8",
+    "base_num_kv_heads=8",
+    "head_dim=8",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=2",
+    "vocab_size=264",
+    "max_target_length=16",
+    "learning_rate=2e-3",
+    "checkpoint_period=15",
+    "max_num_checkpoints_to_keep=3",
+    "eval_interval=40",
+    "eval_steps=2",
+    "eval_per_device_batch_size=8",
+    "log_period=1000",
     "hang_timeout_seconds=60",
 ]
 TOLERANCE = 0.05  # nats: between runs whose sums were made in another order
@@ -167,7 +178,7 @@ def strike(job: Job, end: str, random_: random.Random) -> list[int]:
         job.wait_for(lambda: "stage " in job.printed() and last_step(job.folder) >= first + ahead)
     if end == "save":
         folder = job.folder / "checkpoints"
-        job.wait_for(lambda: any(p.suffix == saved_lib.UNFINISHED for p in folder.iterdir()))
+        job.wait_for(lambda: any(p.suffix == folder_lib.UNFINISHED for p in folder.iterdir()))
     number = {"term": signal.SIGTERM, "term, kill": signal.SIGTERM, "int": signal.SIGINT}.get(end)
     for process in one:
         process.send_signal(number or signal.SIGKILL)
@@ -202,9 +213,9 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
         fine |= {-signal.SIGTERM, -signal.SIGINT}
         if end in ("term", "int") and last_step(folder) >= 0:
             fine -= {-signal.SIGKILL, -signal.SIGABRT, EXIT_LOST}
-        told = [job.printed("stderr", i) for i in range(shape.processes)]
-        if not set(statuses) <= fine or (any(told) and shape.processes == 1):
-            faults.append(f"{end} {shape}: status {statuses}: {' | '.join(told)[-1500:]}")
+        stderr = [job.printed("stderr", i) for i in range(shape.processes)]
+        if not set(statuses) <= fine or (any(stderr) and shape.processes == 1):
+            faults.append(f"{end} {shape}: status {statuses}: {' | '.join(stderr)[-1500:]}")
         print(
             f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, "
             f"tensor {shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, "
@@ -263,7 +274,7 @@ def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxramp.checkpoints.store import stored_arrays
 
-    arrays = [list(stored_arrays(saved_lib.find(folder))) for folder in (stormy, calm)]
+    arrays = [list(stored_arrays(folder_lib.find(folder))) for folder in (stormy, calm)]
     pairs = zip(*arrays, strict=True)
     return sum(a.tobytes() != b.tobytes() or a.dtype != b.dtype for a, b in pairs)
 
@@ -286,9 +297,14 @@ def main() -> int:
         " ".join(words.choice(["to", "be", "or", "not", "ramp"]) for _ in range(60_000))
     )
     keys = [
-        *(*MODEL, f"text_files={text}", f"steps={steps}", f"num_epoch={1 + steps * 24 // 10_000}"),
+        *MODEL,
+        f"text_files={text}",
+        f"steps={steps}",
+        f"num_epoch={1 + steps * 24 // 10_000}",
         f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24",
-        *("step_batch_size_unit=samples", f"jax_cache_dir={folder / 'cache'}", *given.keys),
+        "step_batch_size_unit=samples",
+        f"jax_cache_dir={folder / 'cache'}",
+        *given.keys,
     ]
     keys = [f"{k}={v}" for k, v in dict(key.split("=", 1) for key in keys).items()]
     for name in ("calm", "storm"):
@@ -297,7 +313,9 @@ def main() -> int:
         print(f"the undisturbed run failed: {statuses}", file=sys.stderr)
         return 1
     done = storm(
-        *(folder / "storm", given.kills, given.seed),
+        folder / "storm",
+        given.kills,
+        given.seed,
         SHAPES[:1] if given.same_shape else SHAPES,
         keys,
     )

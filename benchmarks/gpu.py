@@ -21,9 +21,16 @@ MODELS = {
     "llama3.2-3b": ("per_device_batch_size=8", "per_device_batch_size_start=2"),
 }
 RAMP = [
-    *("steps=60", "max_target_length=4096", "dtype=bfloat16", "dataset_type=synthetic"),
-    *("enable_checkpointing=False", "eval_interval=-1", "remat_policy=minimal", "hardware=gpu"),
-    *("enable_tensorboard=False", "loss_block_tokens=4096"),
+    "steps=60",
+    "max_target_length=4096",
+    "dtype=bfloat16",
+    "dataset_type=synthetic",
+    "enable_checkpointing=False",
+    "eval_interval=-1",
+    "remat_policy=minimal",
+    "hardware=gpu",
+    "enable_tensorboard=False",
+    "loss_block_tokens=4096",
 ]
 EQUALITY = """
 import jax, jax.numpy as jnp, json, numpy as np
@@ -56,8 +63,13 @@ def stages(model: str, keys: list[str], peak: float) -> list[dict[str, float]]:
     """Medians of every stage of a run, without its first steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "maxramp.train", str(ROOT / "configs" / "base.yml")),
-            *(f"base_output_directory={folder}", f"run_name={model}", f"model_name={model}"),
+            sys.executable,
+            "-m",
+            "maxramp.train",
+            str(ROOT / "configs" / "base.yml"),
+            f"base_output_directory={folder}",
+            f"run_name={model}",
+            f"model_name={model}",
             *keys,
         ]
         subprocess.run(command, check=True, cwd=ROOT)

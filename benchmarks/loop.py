@@ -38,8 +38,14 @@ end_process(status)
 RUNS = {
     "default": ("steps=60", "enable_rampup_batch_size=False", "per_device_batch_size=8"),
     "tree of llama3-8b": (
-        *("steps=200", "model_name=llama3-8b", "base_emb_dim=64", "base_mlp_dim=64", "head_dim=8"),
-        *("vocab_size=320", "max_target_length=16", "enable_rampup_batch_size=False"),
+        "steps=200",
+        "model_name=llama3-8b",
+        "base_emb_dim=64",
+        "base_mlp_dim=64",
+        "head_dim=8",
+        "vocab_size=320",
+        "max_target_length=16",
+        "enable_rampup_batch_size=False",
         "per_device_batch_size=8",
     ),
 }
@@ -51,8 +57,14 @@ def main() -> None:
     for name, keys in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                *(sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml"), *keys),
-                *(f"base_output_directory={folder}", "eval_interval=-1", "log_period=1000"),
+                sys.executable,
+                "-c",
+                PROGRAM,
+                str(ROOT / "configs" / "base.yml"),
+                *keys,
+                f"base_output_directory={folder}",
+                "eval_interval=-1",
+                "log_period=1000",
             ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         line = next(li for li in done.stdout.splitlines() if li.startswith("MILLISECONDS"))

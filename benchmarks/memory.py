@@ -15,9 +15,17 @@ from figures import ROOT, parser, save
 
 # A vocabulary of 32,000 on 4,096 tokens: 500 MiB of logits.
 SIZES = [
-    *("base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=64"),
-    *("base_mlp_dim=1024", "base_num_decoder_layers=8", "vocab_size=32000", "jax_cache_dir="),
-    *("max_target_length=512", "per_device_batch_size=8", "enable_rampup_batch_size=False"),
+    "base_emb_dim=256",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=4",
+    "head_dim=64",
+    "base_mlp_dim=1024",
+    "base_num_decoder_layers=8",
+    "vocab_size=32000",
+    "jax_cache_dir=",
+    "max_target_length=512",
+    "per_device_batch_size=8",
+    "enable_rampup_batch_size=False",
 ]
 PROGRAM = """
 import functools, json, resource, sys

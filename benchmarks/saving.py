@@ -38,22 +38,38 @@ sys.stdout.flush()
 os._exit(status)
 """
 LARGE = (
-    *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=8", "vocab_size=4096"),
-    *("enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=200"),
+    "base_emb_dim=256",
+    "base_mlp_dim=1024",
+    "base_num_decoder_layers=8",
+    "vocab_size=4096",
+    "enable_rampup_batch_size=False",
+    "per_device_batch_size=4",
+    "steps=200",
     "checkpoint_period=25",
 )
 SMALL = (
-    *("base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "max_target_length=32"),
-    *("step_batch_size_schedule=0:4, 2000:8, 6000:16", "step_batch_size_unit=samples"),
-    *("per_device_batch_size=16", "checkpoint_period=1000"),
+    "base_emb_dim=32",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=2",
+    "max_target_length=32",
+    "step_batch_size_schedule=0:4, 2000:8, 6000:16",
+    "step_batch_size_unit=samples",
+    "per_device_batch_size=16",
+    "checkpoint_period=1000",
 )
 
 
 def run(folder: str, name: str, *keys: str) -> dict:
     """What a run measured, and when it began."""
     command = [
-        *(sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml"), "eval_interval=-1"),
-        *(f"base_output_directory={folder}", f"run_name={name}", f"jax_cache_dir={folder}/cache"),
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(ROOT / "configs" / "base.yml"),
+        "eval_interval=-1",
+        f"base_output_directory={folder}",
+        f"run_name={name}",
+        f"jax_cache_dir={folder}/cache",
         *keys,
     ]
     began = time.time()

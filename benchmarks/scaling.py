@@ -23,13 +23,24 @@ from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
 
 SMALL = [
-    *("base_emb_dim=64", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"),
-    *("base_mlp_dim=128", "max_target_length=128", "enable_rampup_batch_size=False"),
-    *("per_device_batch_size=8", "jax_cache_dir="),
+    "base_emb_dim=64",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=32",
+    "base_mlp_dim=128",
+    "max_target_length=128",
+    "enable_rampup_batch_size=False",
+    "per_device_batch_size=8",
+    "jax_cache_dir=",
 ]
 POD = [
-    *("model_name=llama3.2-1b", "dtype=bfloat16", "max_target_length=2048", "remat_policy=full"),
-    *("per_device_batch_size=2", "enable_rampup_batch_size=False", "dataset_type=synthetic"),
+    "model_name=llama3.2-1b",
+    "dtype=bfloat16",
+    "max_target_length=2048",
+    "remat_policy=full",
+    "per_device_batch_size=2",
+    "enable_rampup_batch_size=False",
+    "dataset_type=synthetic",
 ]
 TOPOLOGIES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
 

@@ -29,10 +29,16 @@ WAYS = {"ahead": "", "when reached": "programs.Programs.lower_ahead = lambda sel
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:
     """The step records of one run."""
     command = [
-        *(sys.executable, "-c", PROGRAM.format(patch=WAYS[way])),
-        *(str(ROOT / "configs" / "base.yml"), f"base_output_directory={folder}"),
-        *(f"run_name={name}", f"jax_cache_dir={folder}/cache {way}"),
-        *("eval_interval=-1", "enable_checkpointing=False", *keys),
+        sys.executable,
+        "-c",
+        PROGRAM.format(patch=WAYS[way]),
+        str(ROOT / "configs" / "base.yml"),
+        f"base_output_directory={folder}",
+        f"run_name={name}",
+        f"jax_cache_dir={folder}/cache {way}",
+        "eval_interval=-1",
+        "enable_checkpointing=False",
+        *keys,
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     lines = pathlib.Path(folder, name, "metrics.jsonl").read_text().splitlines()
@@ -70,7 +76,7 @@ def middle(runs: list[list[dict]]) -> list[dict]:
 def main() -> None:
     options = parser("stage_switch", __doc__)
     options.add_argument(
-        "--rounds", type=int, default=1, help="runs of each kind; medians are told"
+        "--rounds", type=int, default=1, help="runs of each kind; medians are shown"
     )
     options.add_argument("keys", nargs="*", help="key=value of the run")
     arguments = options.parse_args()

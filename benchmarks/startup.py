@@ -49,9 +49,16 @@ finally:
 def run(folder: str, name: str, keys: list[str]) -> dict[str, float]:
     """Seconds of each part, in order."""
     command = [
-        *(sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml")),
-        *(f"base_output_directory={folder}", f"run_name={name}", f"jax_cache_dir={folder}/cache"),
-        *("steps=3", "enable_checkpointing=False", *keys),
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(ROOT / "configs" / "base.yml"),
+        f"base_output_directory={folder}",
+        f"run_name={name}",
+        f"jax_cache_dir={folder}/cache",
+        "steps=3",
+        "enable_checkpointing=False",
+        *keys,
     ]
     start = time.time()
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
@@ -65,7 +72,7 @@ def run(folder: str, name: str, keys: list[str]) -> dict[str, float]:
 
 def main() -> None:
     options = parser("startup", __doc__)
-    options.add_argument("--rounds", type=int, default=5, help="pairs of starts; medians are told")
+    options.add_argument("--rounds", type=int, default=5, help="pairs of starts; medians are shown")
     options.add_argument("keys", nargs="*", help="key=value of the run")
     arguments = options.parse_args()
     rounds = []

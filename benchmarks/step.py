@@ -42,10 +42,18 @@ def ours(size, batch):
     config = load(
         [
             str(CONFIGS / "base.yml"),
-            *(f"base_emb_dim={D}", f"base_num_decoder_layers={L}", f"base_num_query_heads={H}"),
-            *(f"base_num_kv_heads={K}", f"base_mlp_dim={F}", f"vocab_size={V}", "head_dim=32"),
-            *(f"max_target_length={T}", f"per_device_batch_size={B}", "jax_cache_dir="),
-            *(f"gradient_accumulation_steps={A}", "enable_rampup_batch_size=False"),
+            f"base_emb_dim={D}",
+            f"base_num_decoder_layers={L}",
+            f"base_num_query_heads={H}",
+            f"base_num_kv_heads={K}",
+            f"base_mlp_dim={F}",
+            f"vocab_size={V}",
+            "head_dim=32",
+            f"max_target_length={T}",
+            f"per_device_batch_size={B}",
+            "jax_cache_dir=",
+            f"gradient_accumulation_steps={A}",
+            "enable_rampup_batch_size=False",
         ]
     )
     config = resolve(config, 1, 1, 1)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Saved, TornError
+from maxramp.checkpoints.folder import Checkpoint, TornError
 from maxramp.errors import EXIT_FAILED, ConfigError, report
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
@@ -50,28 +50,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def ls(path: pathlib.Path) -> int:
     """Lists the checkpoints of a folder."""
-    before: Saved | None = None
-    checkpoints = _checkpoints(path)
+    before: Checkpoint | None = None
+    folders = _checkpoints(path)
     print(f"{'step':>9} {'samples':>12} {'stage':>8} {'batch':>7} {'size':>9}  state")
-    for checkpoint in checkpoints:
-        size = _bytes(checkpoint)
+    for folder in folders:
+        size = _bytes(folder)
         try:
-            saved = folder_lib.read(checkpoint)
+            checkpoint = folder_lib.read(folder)
         except TornError as error:
-            print(f"{checkpoint.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error})")
+            print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error})")
             continue
         except ConfigError as error:
-            print(f"{checkpoint.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
+            print(f"{folder.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
             continue
-        stage = saved.stage()
-        place = f"{stage['index']} of 0-{saved.stages[-1]['index']}"
-        changes = _listed(before.differences(saved.config)) if before else ""
+        stage = checkpoint.stage()
+        place = f"{stage['index']} of 0-{checkpoint.stages[-1]['index']}"
+        changes = _listed(before.differences(checkpoint.config)) if before else ""
         print(
-            f"{saved.step:>9} {saved.consumed_samples:>12,} {place:>8} "
+            f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {place:>8} "
             f"{stage['global_batch_size']:>7,} {size:>9}  complete"
             + (f"; from here on {changes}" if changes else "")
         )
-        before = saved
+        before = checkpoint
     folder = folder_lib.find(path).parent
     for other in sorted(p for p in folder.iterdir() if not folder_lib.is_step(p.name)):
         print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
@@ -81,22 +81,26 @@ def ls(path: pathlib.Path) -> int:
 def show(path: pathlib.Path) -> int:
     """Prints everything about one checkpoint."""
     try:
-        saved = folder_lib.read(folder_lib.find(path))
+        checkpoint = folder_lib.read(folder_lib.find(path))
     except TornError as error:
         raise ConfigError(f"{folder_lib.find(path)} is torn: {error}") from None
-    stage, config = saved.stage(), saved.config
-    tokens = saved.consumed_samples * config["max_target_length"]
+    stage, config = checkpoint.stage(), checkpoint.config
+    tokens = checkpoint.consumed_samples * config["max_target_length"]
     defaults = read_yaml(CONFIGS / "base.yml")
-    own = [f"{name}={value}" for name, (value, _) in saved.differences(defaults).items()]
-    print(f"path      {saved.path}")
-    print(f"state     {saved.step:,} steps, {saved.consumed_samples:,} samples, {tokens:,} tokens")
+    own = [f"{name}={value}" for name, (value, _) in checkpoint.differences(defaults).items()]
+    print(f"path      {checkpoint.path}")
     print(
-        f"stage     {stage['index']} (of 0 to {saved.stages[-1]['index']}): global batch "
+        f"state     {checkpoint.step:,} steps, {checkpoint.consumed_samples:,} samples, "
+        f"{tokens:,} tokens"
+    )
+    print(
+        f"stage     {stage['index']} (of 0 to {checkpoint.stages[-1]['index']}): global batch "
         f"{stage['global_batch_size']:,}, from step {stage['first_step']:,}"
     )
-    print(f"size      {_bytes(saved.path)}")
-    print(f"corpus    hash {saved.corpus_hash}")
-    print(f"versions  {', '.join(f'{name} {version}' for name, version in saved.versions.items())}")
+    print(f"size      {_bytes(checkpoint.path)}")
+    print(f"corpus    hash {checkpoint.corpus_hash}")
+    versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items())
+    print(f"versions  {versions}")
     print(f"config    {' '.join(own)}")
     return 0
 

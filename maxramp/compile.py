@@ -163,9 +163,13 @@ def _cells(s: dict[str, Any]) -> list[str]:
     memory = s["memory_gib"]
     left = memory["limit"] - memory["peak"]
     cells = [
-        *(str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"),
-        *(_size(s["per_device_batch_size"]), str(s["gradient_accumulation_steps"])),
-        *(_shown(memory["peak"]), _shown(memory["temporaries"])),
+        str(s["index"]),
+        f"{s['run_steps']:,}",
+        f"{s['global_batch_size']:,}",
+        _size(s["per_device_batch_size"]),
+        str(s["gradient_accumulation_steps"]),
+        _shown(memory["peak"]),
+        _shown(memory["temporaries"]),
         f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} over",
     ]
     if s["fits"]:

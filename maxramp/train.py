@@ -13,20 +13,18 @@ if __name__ == "__main__":  # before the imports that take a second
     _PREEMPTION = Preemption()
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints.resume import changes_since, take_up
-from maxramp.checkpoints.store import Checkpoints, versions
+from maxramp.checkpoints.resume import Schedule, take_up
+from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import mesh_checker, resolve
-from maxramp.data.corpus import Corpus
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
@@ -50,7 +48,7 @@ from maxramp.run.watchdog import Watchdog
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
-from maxramp.training.state import HeldState, abstract_state, initial_state
+from maxramp.training.state import HeldState, TrainState, abstract_state
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
-    """Starts the backend, opens the data and trains."""
+    """Starts the backend, opens the data and the run's folder, and trains from where it stands."""
     mesh_lib.start_backend(loaded.backend)
     for line in notes if jax.process_index() == 0 else ():
         print_note(line)
@@ -79,36 +77,6 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
     jax.set_mesh(mesh)
     expansion = Expansion(mesh, config.data.expansion_factor_real_data)
     corpus = open_rows(config.data, config.reading, expansion.reads, watchdog.beat)
-    return train(config, corpus, expansion, mesh_checker(loaded), preemption, watchdog)
-
-
-def train(
-    config: Config,
-    corpus: Corpus,
-    expansion: Expansion,
-    usable: Callable[[int], bool],
-    preemption: Preemption,
-    watchdog: Watchdog,
-) -> int:
-    """Trains from the newest checkpoint to the end of the run or the stage, on the set mesh.
-
-    Args:
-      config: a resolved config.
-      corpus: the rows.
-      expansion: which processes read them.
-      usable: whether the model's mesh can be made of so many devices, in a later job.
-      preemption: whether somebody asked the run to stop.
-      watchdog: gets a beat at every step.
-
-    Returns:
-      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
-      saved).
-
-    Raises:
-      ConfigError: the data or a checkpoint does not fit the configuration.
-      TrainingError: the run cannot go on.
-    """
-    mesh = jax.sharding.get_mesh()
     with contextlib.ExitStack() as closing:
         output = closing.enter_context(Output(config.run, to_yaml(config)))
         if jax.process_index() == 0:
@@ -119,64 +87,90 @@ def train(
         )
         closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
-        first_step = position.step if position else 0
-        changes = ""
-        if position:
-            checkpoints.shuffle = position.shuffle  # a run stays with the one that it began with
-            allowed = config.checkpoints.allow_changed
-            changes = changes_since(position, config.values, allowed, corpus.hash, versions())
-        restart = PassCost(config.batch, config.planning, config.model).restart
+        changes = checkpoints.changes_since(position) if position else ""
         schedule = take_up(
-            config.batch, config.checkpoints, jax.device_count(), usable, restart, position
+            config.batch,
+            config.checkpoints,
+            jax.device_count(),
+            mesh_checker(loaded),
+            PassCost(config.batch, config.planning, config.model).restart,
+            position,
         )
-        ramp, last_step = schedule.ramp, schedule.last_step
-        if first_step >= ramp.total_steps:
-            output.say_finished(first_step, ramp)
+        if schedule.first_step >= schedule.ramp.total_steps:
+            output.say_finished(schedule)
             return 0
-        if first_step == last_step:
-            output.write_next_stage(schedule.planned, last_step)
+        if schedule.first_step == schedule.last_step:
+            output.write_next_stage(schedule)
             return EXIT_STAGE_END
-
-        eval_interval = config.evaluation.eval_interval
-        with_eval = eval_interval > 0
         loader = Loader(
             config.data,
             config.reading,
             config.evaluation,
             corpus,
-            ramp,
+            schedule.ramp,
             expansion,
-            first_step,
+            schedule.first_step,
             checkpoints.shuffle,
         )
         closing.callback(loader.close)
         abstract = abstract_state(config.recipe, mesh)
         if position:
             checkpoints.compare(position, abstract)
+        return train(
+            config, abstract, loader, schedule, changes, checkpoints, output, preemption, watchdog
+        )
+
+
+def train(
+    config: Config,
+    abstract: TrainState,
+    loader: Loader,
+    schedule: Schedule,
+    changes: str,
+    checkpoints: Checkpoints,
+    output: Output,
+    preemption: Preemption,
+    watchdog: Watchdog,
+) -> int:
+    """Trains the steps of a schedule, on the set mesh.
+
+    Args:
+      config: a resolved config.
+      abstract: the train state's shapes and shardings, those of the checkpoint.
+      loader: the batches of these steps.
+      schedule: the steps, and the checkpoint that they go on from.
+      changes: what changed since that checkpoint, in one line.
+      checkpoints: reads it, and saves.
+      output: the run's folder and display.
+      preemption: whether somebody asked the run to stop.
+      watchdog: gets a beat at every step.
+
+    Returns:
+      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
+      saved).
+
+    Raises:
+      ConfigError: load_parameters_path holds no such weights.
+      TrainingError: the run cannot go on.
+    """
+    ramp, first_step, last_step = schedule.ramp, schedule.first_step, schedule.last_step
+    with contextlib.ExitStack() as closing:
         programs = Programs(
             config.recipe,
-            expansion,
+            loader.expansion,
             LearningRate.of(config.schedule, ramp),
             abstract,
             stages=ramp.stages_between(first_step, last_step),
-            eval_rows=loader.eval_rows if with_eval else 0,
-            packed=corpus.packed,
+            eval_rows=loader.eval_rows,
+            packed=loader.corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
             say=output.say,
             on_failure=preemption.ask,
         )
         closing.callback(programs.close)
-        output.say_start(
-            corpus, abstract.model, config.model.dtype, mesh, schedule, first_step, changes
-        )
-        if position:
-            state = checkpoints.restore(position, abstract)
-        else:
-            state = initial_state(config.recipe)
-            if config.checkpoints.load_parameters_path:
-                model = checkpoints.load_parameters(abstract.model)
-                state = dataclasses.replace(state, model=model)
-        state = HeldState(state)
+        output.say_start(loader.corpus, abstract.model, config.model.dtype, schedule, changes)
+        position = schedule.position
+        state = HeldState(checkpoints.first_state(position, abstract, config.recipe))
         cpu.keep()
 
         checkpoints.start_saving()
@@ -206,7 +200,7 @@ def train(
             programs.lower_ahead()
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
-            if with_eval and (done % eval_interval == 0 or done == ramp.total_steps):
+            if config.evaluation.is_due(done, ramp.total_steps):
                 sums = no_sums
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model
@@ -227,7 +221,7 @@ def train(
                 output.say_stopped(step)
                 return EXIT_PREEMPTED
         if last_step < ramp.total_steps:
-            output.write_next_stage(schedule.planned, last_step)
+            output.write_next_stage(schedule)
             return EXIT_STAGE_END
         return 0
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -32,7 +33,7 @@ class TornError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """Where a checkpoint stands and what it was trained with."""
 
     path: pathlib.Path
@@ -81,7 +82,7 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{path.name}{UNFINISHED}")
 
 
-def read(path: pathlib.Path) -> Saved:
+def read(path: pathlib.Path) -> Checkpoint:
     """Reads what stands beside a checkpoint's arrays, and looks whether all its files are there.
 
     Raises:
@@ -97,14 +98,14 @@ def read(path: pathlib.Path) -> Saved:
         ) from None
 
 
-def _read(path: pathlib.Path) -> Saved:
+def _read(path: pathlib.Path) -> Checkpoint:
     values = _json(path / _METADATA).get("custom_metadata") or {}
     # Earlier versions wrote files.json after the folder had its name, and could be killed before.
     # Without it, what a rename file by file would have left behind tells whether all are there.
     if not (path / _FILES).exists() and unfinished(path).exists():
         raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
     sizes = _json(path / _FILES) if (path / _FILES).exists() else {}
-    fields = {field.name for field in dataclasses.fields(Saved)} - {"path"}
+    fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
     if not (isinstance(values, dict) and fields - {"shuffle"} <= values.keys()):
         raise ConfigError(
             f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
@@ -118,7 +119,7 @@ def _read(path: pathlib.Path) -> Saved:
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
     values = {name: values[name] for name in fields & values.keys()}
-    return Saved(path=path, **values | {"config": json.loads(values["config"])})
+    return Checkpoint(path=path, **values | {"config": json.loads(values["config"])})
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
@@ -139,9 +140,7 @@ def write_sizes(path: pathlib.Path) -> None:
     """Notes the size of every file of a checkpoint that is whole."""
     sizes = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if p.is_file()}
     sizes.pop(_FILES, None)
-    writing = path / f"{_FILES}.tmp"
-    writing.write_text(json.dumps(sizes))
-    writing.replace(path / _FILES)
+    write_whole(path / _FILES, json.dumps(sizes).encode())
 
 
 def find(path: pathlib.Path) -> pathlib.Path:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
@@ -29,7 +29,7 @@ _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
 def changes_since(
-    saved: Saved,
+    checkpoint: Checkpoint,
     values: Mapping[str, Any],
     allow_changed: Sequence[str],
     corpus_hash: str,
@@ -38,7 +38,7 @@ def changes_since(
     """What a start changes against the checkpoint that it goes on from.
 
     Args:
-      saved: the checkpoint.
+      checkpoint: where it goes on.
       values: of all keys, resolved.
       allow_changed: the keys that may differ although they decide what the run has seen.
       corpus_hash: of today's data.
@@ -50,25 +50,26 @@ def changes_since(
     Raises:
       ConfigError: a change makes the run another one, and `allow_changed` does not name it.
     """
-    pairs = saved.differences(values)
+    pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
-    if saved.corpus_hash != corpus_hash:
-        refused[_CORPUS] = saved.corpus_hash, corpus_hash
-    elif saved.config.get("tokenizer_type") == "bytes":
+    if checkpoint.corpus_hash != corpus_hash:
+        refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
+    elif checkpoint.config.get("tokenizer_type") == "bytes":
         # Bytes have no file: a path beside them used to be ignored, and the data is the same.
         for name in ("tokenizer_type", "tokenizer_path"):
             refused.pop(name, None)
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
-            f"{saved.path}: trained with {_listed(refused)}, which would change what the run has "
-            f"seen; give back what was, allow_changed=[{','.join(refused)}], or another run_name"
+            f"{checkpoint.path}: trained with {_listed(refused)}, which would change what the run "
+            f"has seen; give back what was, allow_changed=[{','.join(refused)}], or another "
+            "run_name"
         )
     pairs |= {
-        name: (saved.versions[name], version)
+        name: (checkpoint.versions[name], version)
         for name, version in versions.items()
-        if saved.versions.get(name, version) != version
+        if checkpoint.versions.get(name, version) != version
     }
     return _listed(pairs)
 
@@ -82,6 +83,7 @@ class Schedule:
     """The stages of a run as this job takes them up.
 
     Attributes:
+      position: the checkpoint that the job goes on from; None for a run that begins.
       ramp: the stages on this job's devices.
       planned: the same stages on the nodes that the plan gives them.
       last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
@@ -90,10 +92,16 @@ class Schedule:
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
     """
 
+    position: Checkpoint | None
     ramp: RampupBatchManager
     planned: RampupBatchManager
     last_step: int
     change: str
+
+    @property
+    def first_step(self) -> int:
+        """The step that this job begins with."""
+        return self.position.step if self.position else 0
 
 
 def take_up(
@@ -102,7 +110,7 @@ def take_up(
     num_devices: int,
     usable: Callable[[int], bool],
     restart_passes: float,
-    position: Saved | None = None,
+    position: Checkpoint | None = None,
 ) -> Schedule:
     """The schedule of a job, from where its run stands.
 
@@ -129,7 +137,7 @@ def take_up(
         planned.check(planned.stages[end:])
         if end < len(ramp.stages):
             last_step = min(last_step, max(step, ramp.stages[end].first_step))
-    return Schedule(ramp, planned, last_step, change)
+    return Schedule(position, ramp, planned, last_step, change)
 
 
 def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:
@@ -144,7 +152,7 @@ def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices:
 
 
 def origin_of(
-    batch: BatchKeys, num_devices: int, position: Saved | None
+    batch: BatchKeys, num_devices: int, position: Checkpoint | None
 ) -> tuple[dict[str, int], str]:
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 

@@ -27,14 +27,16 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.checkpoints.resume import changes_since
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.state import TrainState
+from maxramp.training.keys import Recipe
+from maxramp.training.state import TrainState, initial_state
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -74,7 +76,7 @@ class Checkpoints:
 
     Attributes:
       shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
-        keeps it.
+        keeps it, and a run stays with the one that it began with.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Checkpoints:
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._timer: _Timer | None = None
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> Checkpoint | None:
         """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
 
         The first process chooses, the others follow. Nothing in the folder is changed.
@@ -114,13 +116,22 @@ class Checkpoints:
         """
         newest = agreement.all_gather_json(agreement.raise_everywhere(self._newest_whole))[0]
         self._last_good = None if newest < 0 else newest
-        if newest >= 0:
-            return agreement.raise_everywhere(lambda: self._read(self._folder / str(newest)))
-        if path := self._keys.load_full_state_path:
-            return agreement.raise_everywhere(
-                lambda: self._read(folder_lib.find(pathlib.Path(path)))
-            )
-        return None
+        if newest < 0 and not self._keys.load_full_state_path:
+            return None
+
+        def read() -> Checkpoint:
+            if newest >= 0:
+                return self._read(self._folder / str(newest))
+            return self._read(folder_lib.find(pathlib.Path(self._keys.load_full_state_path)))
+
+        checkpoint = agreement.raise_everywhere(read)
+        self.shuffle = checkpoint.shuffle
+        return checkpoint
+
+    def changes_since(self, checkpoint: Checkpoint) -> str:
+        """What this start changes against a checkpoint, as `resume.changes_since`."""
+        allowed = self._keys.allow_changed
+        return changes_since(checkpoint, self._values, allowed, self._corpus_hash, versions())
 
     def _newest_whole(self) -> int:
         """The newest step whose checkpoint is whole, -1 without any checkpoint."""
@@ -150,7 +161,7 @@ class Checkpoints:
             )
         return -1
 
-    def _read(self, path: pathlib.Path) -> Saved:
+    def _read(self, path: pathlib.Path) -> Checkpoint:
         try:
             return folder_lib.read(path)
         except folder_lib.TornError as error:
@@ -158,57 +169,72 @@ class Checkpoints:
                 f"{path}: {error}; the checkpoint must be whole, and every host must see it"
             ) from None
 
-    def compare(self, saved: Saved, abstract: Any) -> None:
+    def compare(self, checkpoint: Checkpoint, abstract: Any) -> None:
         """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
 
         Args:
-          saved: the checkpoint.
+          checkpoint: the one to go on from.
           abstract: an abstract train state, or parts of one by name.
 
         Raises:
           ConfigError: names the first parameter that differs, and the keys that make it so.
         """
         items = abstract if isinstance(abstract, dict) else _items(abstract)
-        with _reading(saved.path):
-            stored = ocp.checkpointables_metadata(saved.path).metadata
+        with _reading(checkpoint.path):
+            stored = ocp.checkpointables_metadata(checkpoint.path).metadata
         there, wanted = _leaves(stored, items), _leaves(items, items)
-        changed = [k for k in _SHAPE_KEYS if saved.config.get(k) != self._values[k]]
-        keys = ", ".join(f"{k}={self._values[k]} (there {saved.config.get(k)})" for k in changed)
+        changed = [k for k in _SHAPE_KEYS if checkpoint.config.get(k) != self._values[k]]
+        keys = ", ".join(
+            f"{k}={self._values[k]} (there {checkpoint.config.get(k)})" for k in changed
+        )
         for path in sorted(there.keys() | wanted.keys()):
             if there.get(path) != wanted.get(path):
                 raise ConfigError(
-                    f"{saved.path}: {path} is {_shown(there.get(path))}, but "
+                    f"{checkpoint.path}: {path} is {_shown(there.get(path))}, but "
                     f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
                     "model and optimizer keys it was trained with, or another run_name"
                 )
 
-    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
+    def restore(self, checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
         """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
 
         Raises:
           ConfigError: the arrays cannot be read.
         """
-        with _reading(saved.path):
-            loaded = ocp.load_checkpointables(saved.path, _items(abstract))
+        with _reading(checkpoint.path):
+            loaded = ocp.load_checkpointables(checkpoint.path, _items(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
-        if (high << 32) + low != saved.consumed_samples:
+        if (high << 32) + low != checkpoint.consumed_samples:
             raise ConfigError(
-                f"{saved.path}: its clock stands at {(high << 32) + low} samples and its metadata "
-                f"at {saved.consumed_samples}; move it away to go on from the one before"
+                f"{checkpoint.path}: its clock stands at {(high << 32) + low} samples and its "
+                f"metadata at {checkpoint.consumed_samples}; move it away to go on from the one "
+                "before"
             )
         return state
 
-    def load_parameters(self, model: Decoder) -> Decoder:
-        """The weights alone of load_parameters_path, with the shapes and shardings of `model`.
+    def first_state(
+        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
+    ) -> TrainState:
+        """The state that a job begins with: of a checkpoint, or a new one.
+
+        A new one has the weights of load_parameters_path, where that is given.
 
         Raises:
-          ConfigError: there is no such checkpoint, or it holds other weights.
+          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
-        saved = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
-        self.compare(saved, {"model": model})
-        with _reading(saved.path):
-            return ocp.load_checkpointables(saved.path, {"model": model})["model"]
+        if position:
+            return self.restore(position, abstract)
+        state = initial_state(recipe)
+        if self._keys.load_parameters_path:
+            return dataclasses.replace(state, model=self._load_parameters(abstract.model))
+        return state
+
+    def _load_parameters(self, model: Decoder) -> Decoder:
+        checkpoint = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
+        self.compare(checkpoint, {"model": model})
+        with _reading(checkpoint.path):
+            return ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
@@ -273,7 +299,7 @@ class Checkpoints:
         self._finish_save()
         if step == self._last_good:
             return
-        saved = Saved(
+        checkpoint = Checkpoint(
             path=self._folder / str(step),
             step=step,
             consumed_samples=ramp.samples_before(step),
@@ -290,14 +316,14 @@ class Checkpoints:
             try:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
-                        folder_lib.unfinished(saved.path),
+                        folder_lib.unfinished(checkpoint.path),
                         _items(state),
-                        custom_metadata=saved.metadata(),
+                        custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
                 writing = _raiser(raised)
         self._timer.stop()
-        self._saving = step, _in_thread(lambda: self._write(saved.path, writing))
+        self._saving = step, _in_thread(lambda: self._write(checkpoint.path, writing))
         if last or not self._keys.async_checkpointing:
             self._finish_save(last)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from maxramp.data import tokenizer_keys
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, at_least, below_one, one_of, positive_or_open, uint32
+from maxramp.rampup.numbers import exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,17 @@ class EvalKeys(Keys):
     eval_interval: int = positive_or_open()
     eval_steps: int = positive_or_open()
     eval_per_device_batch_size: float = at_least(0)
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether to evaluate after `step` steps of a run."""
+        interval = self.eval_interval
+        return interval > 0 and (step % interval == 0 or step == total_steps)
+
+    def rows(self, num_devices: int) -> int:
+        """Rows of an evaluation batch on all devices; 0 = the run never evaluates."""
+        if self.eval_interval < 1:
+            return 0
+        return int(exact(self.eval_per_device_batch_size) * num_devices)
 
 
 def _check_expansion(factor: float) -> None:

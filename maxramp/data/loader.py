@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -13,19 +14,20 @@ import jax
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
+from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches, Steps
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.errors import ConfigError
-from maxramp.rampup.numbers import exact
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager
 
 
 class Loader:
     """Hands out the batch of each step, in order from `first_step`, and whole evaluations.
 
     Attributes:
-      eval_rows: rows of an evaluation batch.
+      corpus: the rows.
+      expansion: which processes read them.
+      eval_rows: rows of an evaluation batch; 0 = the run never evaluates.
     """
 
     def __init__(
@@ -55,80 +57,93 @@ class Loader:
         """
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         rows = RunRows(corpus.train, data.num_epoch, seed, shuffle)
-        _check_enough(corpus, rows, data.num_epoch, ramp)
-        self._reading, self._ramp, self._expansion = reading, ramp, expansion
+        self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
+        self._check_enough()
+        self._reading, self._ramp = reading, ramp
+        self.corpus, self.expansion = corpus, expansion
         self._row_length, self._packed = data.max_target_length + 1, corpus.packed
         self._eval_steps = evaluation.eval_steps
-        self.eval_rows = int(exact(evaluation.eval_per_device_batch_size) * expansion.mesh.size)
+        self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
-        last_step = ramp.total_steps
-        largest = max(
-            ramp.stages_between(first_step, last_step), key=lambda stage: stage.global_batch_size
-        )
         self._batches = self._read_ahead(
-            StepBatches(rows, corpus.packed, ramp, expansion.share),
-            first_step,
-            last_step,
-            largest=self._abstract(largest),
+            StepBatches(rows, corpus.packed, expansion.share),
+            Steps(ramp, first_step),
+            lambda step: self._abstract(step.accumulation, step.micro_batch_size),
             workers=reading.grain_worker_count,
         )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
-        self._next_step, self._last_step = first_step, last_step
-        self._placed = self._placer.submit(self._place, first_step)
+        self._next_step = first_step
+        self._placed = self._place_next()
 
     def batch(self, step: int) -> tuple[Batch, float]:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
 
         Returns:
           What `Expansion.gather` makes [A, B, S] of, and seconds.
+
+        Raises:
+          ConfigError: the ramp has grown, and the run needs more rows than there are.
         """
+        self._check_enough()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         start = time.perf_counter()
-        batch = self._placed.result()
+        placed = self._placed or self._place_next()  # the ramp may not have been settled before
+        assert placed, f"asked for step {step}, which the ramp has not settled"
+        batch = placed.result()
         waited = time.perf_counter() - start
         self._next_step += 1
-        if self._next_step < self._last_step:
-            self._placed = self._placer.submit(self._place, self._next_step)
+        self._placed = self._place_next()
         return batch, waited
 
+    def _place_next(self) -> concurrent.futures.Future | None:
+        if self._next_step < self._ramp.settled_steps:
+            return self._placer.submit(self._place, self._next_step)
+        return None
+
     def _place(self, step: int) -> Batch:
-        shape = self._abstract(self._ramp.stage_at_step(step))
-        return self._expansion.place(next(self._batches), shape)
+        stage = self._ramp.stage_at_step(step)
+        shape = self._abstract(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        return self.expansion.place(next(self._batches), shape)
 
     def eval_batches(self) -> Iterator[Batch]:
         """The batches of one evaluation, as from `batch` with A = 1.
 
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
-        expansion = self._expansion
-        shape = self.eval_rows, self._row_length
-        abstract = expansion.abstract_batch(1, *shape, self._packed)
-        batches = EvalBatches(self._held_out, self._packed, *shape, expansion.share)
+        expansion, rows = self.expansion, self.eval_rows
+        abstract = self._abstract(1, rows)
+        batches = EvalBatches(self._held_out, self._packed, rows, self._row_length, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
+        ahead = self._read_ahead(batches, range(steps), lambda _: abstract, workers=0)
         with contextlib.closing(ahead):
-            for local in ahead:
-                yield expansion.place(local, abstract)
+            for _ in range(steps):
+                yield expansion.place(next(ahead), abstract)
 
     def close(self) -> None:
         """Stops reading ahead."""
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
-    def _abstract(self, stage: Stage) -> Batch:
-        shape = stage.gradient_accumulation_steps, stage.micro_batch_size, self._row_length
-        return self._expansion.abstract_batch(*shape, self._packed)
+    def _abstract(self, accumulation: int, rows: int) -> Batch:
+        return self.expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
     def _read_ahead(
-        self, batches: Any, first: int, last: int, largest: Batch, workers: int
+        self,
+        batches: Any,
+        indices: Sequence[Any],
+        abstract: Callable[[Any], Batch],
+        workers: int,
     ) -> Iterator[Batch | None]:
-        if not self._expansion.reads:
-            return (None for _ in range(first, last))
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
-        size //= jax.process_count()
-        return ReadAhead(batches, first, last, self._reading, size, workers)
+        if not self.expansion.reads:
+            return (None for _ in itertools.count())
+
+        def size_of(index: Any) -> int:
+            arrays = jax.tree.leaves(abstract(index))
+            return sum(x.size * x.dtype.itemsize for x in arrays) // jax.process_count()
+
+        return ReadAhead(batches, indices, self._reading, size_of, workers)
 
 
 def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:

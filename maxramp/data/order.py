@@ -104,7 +104,7 @@ def _added(seed: int, part: int, epoch: int) -> int:
 
 
 # How a shuffle's seed (32 bits) is made of data_shuffle_seed, the part's number and the epoch.
-# Checkpoints keep the name (`Saved.shuffle`), and a run stays with the one that it began with.
+# Checkpoints keep the name (`Checkpoint.shuffle`), and a run stays with the one that it began with.
 SHUFFLES = {"hashed": _hashed, "added": _added}
 SHUFFLE = "hashed"  # of runs that begin
 
@@ -187,24 +187,54 @@ class Share:
         return jax.tree.map(slots, batch)
 
 
-class StepBatches:
-    """Element k: what this process reads for step k."""
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, and their micro batches. Its text is the number of the step."""
 
-    def __init__(
-        self, rows: Sequence[np.ndarray], packed: bool, ramp: RampupBatchManager, share: Share
-    ):
-        self._rows, self._packed, self._ramp, self._share = rows, packed, ramp, share
+    step: int
+    first: int
+    accumulation: int
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        return str(self.step)
+
+
+class Steps(Sequence[StepRows]):
+    """The rows of the steps from `first_step` on, as far as the ramp is settled.
+
+    The list grows at its end when the ramp does.
+    """
+
+    def __init__(self, ramp: RampupBatchManager, first_step: int):
+        self._ramp, self._first_step = ramp, first_step
 
     def __len__(self) -> int:
-        return self._ramp.step_at_sample(len(self._rows))  # whole batches only
+        return max(0, self._ramp.settled_steps - self._first_step)
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, index: int) -> StepRows:
+        step = self._first_step + index
         stage = self._ramp.stage_at_step(step)
-        first, B = self._ramp.samples_before(step), stage.micro_batch_size
+        return StepRows(
+            step,
+            self._ramp.samples_before(step),
+            stage.gradient_accumulation_steps,
+            stage.micro_batch_size,
+        )
+
+
+class StepBatches:
+    """What this process reads for the rows of a step."""
+
+    def __init__(self, rows: Sequence[np.ndarray], packed: bool, share: Share):
+        self._rows, self._packed, self._share = rows, packed, share
+
+    def __getitem__(self, step: StepRows) -> Batch:
+        B = step.micro_batch_size
         local = self._share.rows(B)
         rows = [
-            [self._rows[first + a * B + row] for row in local]
-            for a in range(stage.gradient_accumulation_steps)
+            [self._rows[step.first + a * B + row] for row in local]
+            for a in range(step.accumulation)
         ]
         return self._share.lay_out(take_apart(np.asarray(rows, np.int32), self._packed))
 

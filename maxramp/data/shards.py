@@ -42,7 +42,7 @@ _WRITTEN = re.compile(
     r"shard-\d{5,}\.(bin|idx|json)|bpe-[0-9a-f]{16}\.json|manifest\.json|"
     r"tokenizer(_config)?\.json|tokenizer\.(model|tiktoken)"
 )
-_LEFT_OVER = re.compile(rf"bpe-[0-9a-f]{{16}}\.json|({_WRITTEN.pattern})\.\d+\.tmp")
+_LEFT_OVER = re.compile(rf"bpe-[0-9a-f]{{16}}\.json|\.?({_WRITTEN.pattern})(\.\d+)?\.tmp")
 _FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash"}  # of a SHARD.json
 
 

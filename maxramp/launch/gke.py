@@ -151,8 +151,9 @@ def _run_label(run: Run) -> str:
 
 
 def _hashed(name: str, content: str) -> str:
-    """A name as Kubernetes takes it, short because the pods' names grow out of it; its last part
-    tells two contents apart where the first is cut or rewritten to the same.
+    """A name that Kubernetes takes, short because the names of pods begin with it.
+
+    Its last part tells two contents apart where the first is cut or rewritten to the same.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:21].strip("-")
     if not slug[:1].isalpha():

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
@@ -69,7 +69,7 @@ class Run:
             )
         folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
         folder /= config.run.run_name
-        ramp = _plan(config, _newest(folder))
+        ramp = _planned(config, _newest(folder))
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         ramp.check(stages)
@@ -87,7 +87,8 @@ class Run:
           ConfigError: the newest checkpoint is one of another program.
         """
         position = _newest(self.folder)
-        return _plan(self.config, position).stage_at_step(position.step if position else 0).nodes
+        ramp = _planned(self.config, position)
+        return ramp.stage_at_step(position.step if position else 0).nodes
 
     def steps_done(self) -> int:
         """Steps done in the newest whole checkpoint; 0 before the first."""
@@ -131,7 +132,7 @@ class Run:
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _newest(folder: pathlib.Path) -> Saved | None:
+def _newest(folder: pathlib.Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run's folder."""
     for step in reversed(folder_lib.steps_in(folder / "checkpoints")):
         with contextlib.suppress(folder_lib.TornError):  # as a restart does
@@ -150,7 +151,7 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _plan(config: Config, position: Saved | None) -> RampupBatchManager:
+def _planned(config: Config, position: Checkpoint | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)

@@ -1,5 +1,4 @@
-"""What a compiled program does in all, read from its text: work, cycles and collectives of the
-loops included.
+"""What a compiled program does, read from its text: work, cycles and collectives, loops included.
 
 A compiler's own cost analysis counts the body of a loop once. Here every computation is weighted by
 how often it runs: once for each call, and a loop's body as often as its condition says.

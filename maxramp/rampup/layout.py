@@ -224,9 +224,12 @@ def _cost(plan: _Plan) -> tuple[int, float, float]:
 def _nemo_schedule(
     keys: BatchKeys, thresholds: Sequence[Threshold], usable: Callable[[int], bool]
 ) -> list[Layout | None]:
-    """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
-    largest number up to that of the next larger one that gives whole micro batches to every
-    rank. Numbers of which the model's mesh cannot be made are passed over."""
+    """NeMo's rule, from the largest batch down.
+
+    The final size gets all nodes. A smaller one gets the largest number, up to that of the next
+    larger one, that gives whole micro batches to every rank. Numbers of which the model's mesh
+    cannot be made are passed over.
+    """
     most, layouts = keys.nodes, []
     for threshold in reversed(thresholds):
         layout = None

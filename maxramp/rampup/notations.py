@@ -11,6 +11,7 @@ import decimal
 import math
 from fractions import Fraction
 
+from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
@@ -174,7 +175,7 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
     for size in sizes:
         if (size * devices).denominator != 1:
             raise ConfigError(
-                f"per_device_batch_size {show(size)} on {devices} device{'s'[: devices > 1]} is "
+                f"per_device_batch_size {show(size)} on {count(devices, 'device')} is "
                 f"{show(size * devices)} rows, not a whole number; per_device_batch_size, its "
                 f"start and its increment must be multiples of {show(Fraction(1, devices))}"
             )
@@ -227,8 +228,11 @@ def _check_nemo(keys: BatchKeys) -> None:
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
-    """NeMo's notation: the size of a step is start + floor(consumed / share) * increment while
-    consumed < samples, with share = samples / increments, and the final size from then on."""
+    """NeMo's notation.
+
+    While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
+    with share = samples / increments; from then on it is the final size.
+    """
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment
     _limited(increments, "rampup_batch_size")

@@ -62,7 +62,8 @@ class Stage:
 class RampupBatchManager:
     """The stages of a run and its length.
 
-    The list may grow at its end, and only there; everything else is derived from it.
+    The list may grow at its end, and only there; everything else is derived from it. A ramp that
+    is decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class RampupBatchManager:
                 restart_passes,
             )
         self.keys, self.thresholds = keys, thresholds
+        self._settled: int | None = None  # all is decided
         self._refusals: dict[int, ConfigError] = {}
         self.stages: list[Stage] = []
         for index, ((threshold, step, sample, steps), layout) in enumerate(
@@ -140,6 +142,54 @@ class RampupBatchManager:
         self._first_steps = [stage.first_step for stage in self.stages]
         self._first_samples = [stage.first_sample for stage in self.stages]
 
+    def settle(self, step: int) -> None:
+        """Fixes the stages of steps 0 .. step-1, so that their batches may be read.
+
+        Call it, like `add`, in the main thread, on every process before the same step and with the
+        same arguments.
+
+        Raises:
+          ValueError: more steps than these are settled already.
+        """
+        if step < (self._settled or 0):
+            raise ValueError(f"{self._settled} steps are settled, more than {step}")
+        self._settled = step
+
+    @property
+    def settled_steps(self) -> int:
+        """Steps whose stage is fixed: all of the run, unless `settle` was called."""
+        total = self.total_steps
+        return total if self._settled is None else min(self._settled, total)
+
+    def add(self, stage: Stage) -> None:
+        """Ends the last stage where `stage` begins; the new stage has no end.
+
+        The loader and the loop look the stage of a step up here, so they need no notice. Its
+        program takes long to compile: give the stage to `Programs.add` before it begins.
+
+        Raises:
+          ValueError: it begins before the last stage or a settled step does, or its index or first
+            sample does not follow from the stages before it.
+        """
+        last, first = self.stages[-1], stage.first_step
+        expected = last.index + 1, self.samples_before(first)
+        if first <= last.first_step or first < self.settled_steps:
+            raise ValueError(
+                f"a stage from step {first} on: {self.settled_steps} steps are settled, and the "
+                f"last stage begins at step {last.first_step}"
+            )
+        if (stage.index, stage.first_sample) != expected or stage.steps is not None:
+            raise ValueError(
+                f"{stage} does not follow from the stages before it: its index and first sample "
+                f"are {expected}, and it has no end"
+            )
+        samples = stage.first_sample - last.first_sample
+        self.stages[-1] = dataclasses.replace(last, steps=first - last.first_step, samples=samples)
+        # The stage before its bounds: other threads look up steps that are settled.
+        self.stages.append(stage)
+        self._first_samples.append(stage.first_sample)
+        self._first_steps.append(first)
+
     def stage_at_step(self, step: int) -> Stage:
         """The stage of 0-based optimizer step `step`."""
         return self.stages[_last_not_above(self._first_steps, step, "step")]
@@ -149,8 +199,10 @@ class RampupBatchManager:
         return self.stages[_last_not_above(self._first_samples, sample, "sample")]
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by steps 0 .. step-1: step k trains on rows
-        [samples_before(k), samples_before(k + 1))."""
+        """Samples consumed by steps 0 .. step-1.
+
+        Step k trains on rows [samples_before(k), samples_before(k + 1)).
+        """
         stage = self.stage_at_step(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
 
@@ -173,8 +225,7 @@ class RampupBatchManager:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `steps`, or those that reach `total_samples` or
-        `total_tokens`."""
+        """Steps of the whole run: `steps`, or those that reach total_samples or total_tokens."""
         if self.keys.steps != -1:
             return self.keys.steps
         samples = _samples_of_run(self.keys)

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from maxramp.checkpoints.resume import Schedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
+from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.decoder import Decoder, num_parameters
@@ -177,8 +178,8 @@ class Output:
             return
         try:
             header = _HEADER.format(zlib.crc32(self._config_text.encode()))
-            _replace(self._config_file, header + self._config_text)
-            _replace(self.folder / "plan.json", json.dumps(plan_json(ramp), indent=2) + "\n")
+            write_whole(self._config_file, (header + self._config_text).encode())
+            _write_json(self.folder / "plan.json", plan_json(ramp))
             (self.folder / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
                 self.say(
@@ -202,10 +203,11 @@ class Output:
         for file in self._files:
             file.flush()
 
-    def write_next_stage(self, planned: RampupBatchManager, step: int) -> None:
-        """Leaves next_stage.json for whoever starts the next job, at `step`, and says so."""
+    def write_next_stage(self, schedule: Schedule) -> None:
+        """Leaves next_stage.json for whoever starts the next job, and says so."""
         if not self._is_first:
             return
+        planned, step = schedule.planned, schedule.last_step
         stage = planned.stage_at_step(step)
         following = {
             "stage": stage.index,
@@ -216,7 +218,7 @@ class Output:
             "devices": stage.devices,
             "consumed_samples": planned.samples_before(step),
         }
-        _replace(self.folder / "next_stage.json", json.dumps(following, indent=2) + "\n")
+        _write_json(self.folder / "next_stage.json", following)
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
             f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "
@@ -236,13 +238,12 @@ class Output:
         corpus: Corpus,
         model: Decoder,
         dtype: str,
-        mesh: jax.sharding.Mesh,
         schedule: Schedule,
-        first_step: int,
         changes: str,
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
-        ramp, kind = schedule.ramp, mesh.devices.flat[0].device_kind
+        ramp, mesh = schedule.ramp, jax.sharding.get_mesh()
+        kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
@@ -258,11 +259,8 @@ class Output:
         )
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
-        if first_step:
-            self.say(
-                f"resume   from step {first_step}, {ramp.samples_before(first_step):,} samples "
-                "consumed"
-            )
+        if step := schedule.first_step:
+            self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
         if changes:
             self.say(f"keys     {changes}")
         if schedule.change:
@@ -277,11 +275,11 @@ class Output:
         )
         self.say(f"stopped by a signal after step {step}, {left}")
 
-    def say_finished(self, first_step: int, ramp: RampupBatchManager) -> None:
+    def say_finished(self, schedule: Schedule) -> None:
         """Says that there is nothing to do."""
         self.say(
-            f"{self.folder}: finished, {first_step} steps are done of {ramp.total_steps}; for "
-            "a new run give another run_name, to go on more steps"
+            f"{self.folder}: finished, {schedule.first_step} steps are done of "
+            f"{schedule.ramp.total_steps}; for a new run give another run_name, to go on more steps"
         )
 
     def __enter__(self) -> "Output":
@@ -317,8 +315,5 @@ def _is_our_config(path: pathlib.Path) -> bool:
         return False
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file at once: whoever looks, or a kill, finds the old one or the new one."""
-    writing = path.with_name(f"{path.name}.tmp")
-    writing.write_text(text)
-    writing.replace(path)
+def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())

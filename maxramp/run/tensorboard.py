@@ -12,6 +12,7 @@ import struct
 import time
 from typing import Any, BinaryIO
 
+from maxramp.data.files.storage import write_whole
 from maxramp.run.metrics import Record
 
 _OURS = ".maxramp."  # in the names of event files: other programs may write beside them
@@ -173,7 +174,7 @@ def _cut(folder: pathlib.Path, first: int) -> None:
         if any(value.tag in _TAGS for value in values):
             for value in values:
                 value.tag = _TAGS.get(value.tag, value.tag)
-            _write_events(path, [event for event, _ in kept])
+            write_whole(path, b"".join(_framed(event) for event, _ in kept))
             continue
         with path.open("r+b") as file:
             file.truncate(max((end for _, end in kept), default=0))
@@ -182,10 +183,3 @@ def _cut(folder: pathlib.Path, first: int) -> None:
 def _is_ours(events: list[tuple[Any, int]]) -> bool:
     """Whether a run wrote these events; earlier versions did not mark the file's name."""
     return any(v.tag == "consumed_samples" for event, _ in events for v in event.summary.value)
-
-
-def _write_events(path: pathlib.Path, events: list[Any]) -> None:
-    """Writes an event file at once: a kill leaves the old one or the new one."""
-    writing = path.with_name(f".{path.name}.tmp")  # a name that TensorBoard does not read
-    writing.write_bytes(b"".join(map(_framed, events)))
-    writing.replace(path)

@@ -139,7 +139,7 @@ class Programs:
         if eval_rows:  # an evaluation may come before the second stage
             sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
             batch = self._batch(1, eval_rows)
-            self._plan("eval", "evaluation", evaluate, state.model, sums, batch)
+            self._announce("eval", "evaluation", evaluate, state.model, sums, batch)
         for stage in later:
             self.add(stage)
 
@@ -149,15 +149,19 @@ class Programs:
         self._thread.start()
         self._lower_next()
 
-    def add(self, stage: Stage) -> None:
+    def add(self, stage: Stage) -> tuple[int, ...]:
         """Has the step of one more stage compiled, after those that wait to be.
 
         The list of stages may grow while the run goes on: call it in the main thread, on every
         process after the same step. Stages of one shape share a program.
+
+        Returns:
+          The key of the program.
         """
         batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        self._plan(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
+        self._announce(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
+        return batch.tokens.shape
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -167,8 +171,7 @@ class Programs:
         Raises:
           TrainingError: it does not compile.
         """
-        batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
-        return self._get(batch.tokens.shape)
+        return self._get(self.add(stage))
 
     def eval_step(self) -> tuple[Callable, float]:
         """The compiled evaluation step, and the seconds spent waiting for it."""
@@ -201,7 +204,7 @@ class Programs:
     def _batch(self, accumulation: int, rows: int) -> Batch:
         return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
-    def _plan(
+    def _announce(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
     ) -> None:
         if key not in self._programs:  # stages of one shape share a program

@@ -138,8 +138,9 @@ def test_the_weights_alone(saved_folder, tmp_path):
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         assert folder.checkpoints.latest() is None
-        model = folder.checkpoints.load_parameters(abstract_state(config.recipe, mesh).model)
-    assert equal(model, first_state().model)
+        abstract = abstract_state(config.recipe, mesh)
+        state = folder.checkpoints.first_state(None, abstract, config.recipe)
+    assert equal(state.model, first_state().model)
 
 
 # --- When one is written and how long it stays ---------------------------------------------------

@@ -17,8 +17,13 @@ CPU_SECONDS = 5  # of processor time, which other work on the machine does not l
 PLAIN = dict(
     argument.split("=", 1)
     for argument in (
-        *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=2"),
-        *("dataset_type=synthetic", "eval_interval=-1", "jax_cache_dir="),
+        *TINY,
+        "enable_rampup_batch_size=False",
+        "per_device_batch_size=8",
+        "steps=2",
+        "dataset_type=synthetic",
+        "eval_interval=-1",
+        "jax_cache_dir=",
     )
 )
 # 8, 16, 24, 32 rows per device.
@@ -135,11 +140,9 @@ CASES = {
     # The command line.
     "three unknown keys": keys(
         "learning_rat=3 qqq=3 stpes=3",
-        *(
-            "learning_rat=3 (did you mean learning_rate?)",
-            "qqq=3,",
-            "stpes=3 (did you mean steps?)",
-        ),
+        "learning_rat=3 (did you mean learning_rate?)",
+        "qqq=3,",
+        "stpes=3 (did you mean steps?)",
     ),
     "no equals sign": keys("steps", '"steps"', "key=value"),
     "double dash": keys("--log_period=3", '"--log_period=3"', "key=value"),
@@ -197,7 +200,8 @@ CASES = {
     "schedule longer than run": keys("learning_rate_schedule_steps=3 steps=2"),
     "warmup and decay": keys(
         "lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5",
-        *("warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"),
+        "warmup_steps_fraction=0.6",
+        "wsd_decay_steps_fraction=0.5",
     ),
     "nothing held out": keys(
         "eval_interval=1 eval_fraction=0 dataset_type=text", "eval_fraction=0"
@@ -218,13 +222,16 @@ CASES = {
     "increment 0": ramp("per_device_batch_size_increment=0"),
     "increment negative": ramp("per_device_batch_size_increment=-8"),
     "increment does not divide": ramp(
-        *("per_device_batch_size_increment=7", "per_device_batch_size_increment=7"),
-        *("per_device_batch_size - per_device_batch_size_start = 24", "1, 2, 3"),
+        "per_device_batch_size_increment=7",
+        "per_device_batch_size_increment=7",
+        "per_device_batch_size - per_device_batch_size_start = 24",
+        "1, 2, 3",
     ),
     "fraction does not divide": ramp(
         "per_device_batch_size=1 per_device_batch_size_start=0.5 "
         "per_device_batch_size_increment=0.3",
-        *("per_device_batch_size_increment=0.3", "per_device_batch_size_start = 0.5"),
+        "per_device_batch_size_increment=0.3",
+        "per_device_batch_size_start = 0.5",
     ),
     "ramp over no samples": ramp("global_rampup_samples=0"),
     "ramp over negative samples": ramp("global_rampup_samples=-60"),
@@ -234,22 +241,29 @@ CASES = {
     "stage without whole rows": ramp(
         "per_device_batch_size=2 per_device_batch_size_start=0.5 "
         "per_device_batch_size_increment=0.5",
-        *("per_device_batch_size 0.5", "0.5 rows"),
+        "per_device_batch_size 0.5",
+        "0.5 rows",
     ),
     "first stage does not divide over the mesh": ramp(
         "per_device_batch_size=1 per_device_batch_size_start=0.5 "
         "per_device_batch_size_increment=0.5",
-        *("stage 0", "4 rows", "fsdp = 8"),
+        "stage 0",
+        "4 rows",
+        "fsdp = 8",
         devices=8,
     ),
     "second stage does not divide over the mesh": ramp(
         "per_device_batch_size=2 per_device_batch_size_start=1 per_device_batch_size_increment=0.5",
-        *("stage 1", "12 rows", "fsdp = 8"),
+        "stage 1",
+        "12 rows",
+        "fsdp = 8",
         devices=8,
     ),
     "constant batch does not divide over the mesh": keys(
         "per_device_batch_size=0.5 ici_fsdp_parallelism=4 ici_data_parallelism=-1",
-        *("per_device_batch_size 0.5", "4 rows", "data x fsdp = 8"),
+        "per_device_batch_size 0.5",
+        "4 rows",
+        "data x fsdp = 8",
         devices=8,
     ),
     "evaluation batch": keys(
@@ -273,7 +287,9 @@ CASES = {
     "no nodes": keys("num_nodes=0"),
     "query heads over tensor": keys(
         "ici_tensor_parallelism=8 base_num_query_heads=4 base_num_kv_heads=4",
-        *("base_num_query_heads=4", "tensor", "8"),
+        "base_num_query_heads=4",
+        "tensor",
+        "8",
         devices=8,
     ),
     "key/value heads over tensor": keys(
@@ -287,18 +303,22 @@ CASES = {
     "hardware that is not there, tpu": keys("hardware=tpu", "hardware=tpu", "hardware=auto"),
     "half a job": keys(
         "log_period=3",
-        *("MAXRAMP_COORDINATOR=localhost:1234", "MAXRAMP_NUM_PROCESSES=", "all three"),
+        "MAXRAMP_COORDINATOR=localhost:1234",
+        "MAXRAMP_NUM_PROCESSES=",
+        "all three",
         environment={"MAXRAMP_COORDINATOR": "localhost:1234"},
     ),
     "process that the job does not have": keys(
         "log_period=3",
-        *("MAXRAMP_NUM_PROCESSES=1", "MAXRAMP_PROCESS_ID=5"),
+        "MAXRAMP_NUM_PROCESSES=1",
+        "MAXRAMP_PROCESS_ID=5",
         environment={"MAXRAMP_COORDINATOR": "localhost:1234"}
         | {"MAXRAMP_NUM_PROCESSES": "1", "MAXRAMP_PROCESS_ID": "5"},
     ),
     "coordinator without a port": keys(
         "log_period=3",
-        *("MAXRAMP_COORDINATOR=localhost", "host:port"),
+        "MAXRAMP_COORDINATOR=localhost",
+        "host:port",
         environment={"MAXRAMP_COORDINATOR": "localhost"}
         | {"MAXRAMP_NUM_PROCESSES": "1", "MAXRAMP_PROCESS_ID": "0"},
     ),
@@ -313,13 +333,21 @@ CASES = {
     "binary file": text("binary", "model.bin", "zero byte at 4"),
     "text shorter than a row": text("short.txt", "16 tokens", "17", more="eval_fraction=0"),
     "no rows held out": text(
-        *("some.txt", "held-out", "10 tokens", "17", "eval_fraction"),
+        "some.txt",
+        "held-out",
+        "10 tokens",
+        "17",
+        "eval_fraction",
         more="eval_interval=1 eval_fraction=0.001",
     ),
     # 100 steps of 8 rows; ceil(800 / 612) = 2 and floor(612 / 8) = 76.
     "more rows than there are": keys(
         "dataset_type=text text_files={files}/some.txt steps=100",
-        *("steps=100", "800 rows", "612", "num_epoch=2", "steps=76"),
+        "steps=100",
+        "800 rows",
+        "612",
+        "num_epoch=2",
+        "steps=76",
     ),
     # Where the output goes.
     "file in the way of the output": keys("base_output_directory={files}/a_file"),
@@ -329,7 +357,8 @@ CASES = {
     "MaxText and a list": ramp("step_batch_size_schedule=0:8", "schedule=0:8", "enable_rampup"),
     "NeMo and a list": keys(
         "rampup_batch_size=[8,8,100] step_batch_size_schedule=0:8",
-        *("rampup_batch_size=", "step_batch_size_schedule=0:8"),
+        "rampup_batch_size=",
+        "step_batch_size_schedule=0:8",
     ),
     "MaxText to a global batch": ramp(
         "global_batch_size=64", "global_batch_size=64", "enable_ramp"
@@ -341,7 +370,8 @@ CASES = {
     "no samples": keys("total_samples=0 steps=-1", "total_samples=0"),
     "two sizes of a pass": keys(
         "per_device_batch_size=8 micro_batch_size=4 global_batch_size=8",
-        *("per_device_batch_size=8", "micro_batch_size=4"),
+        "per_device_batch_size=8",
+        "micro_batch_size=4",
     ),
     "micro batch of no batch": nemo(
         "micro_batch_size=4", "micro_batch_size=4", "global_batch_size"
@@ -407,7 +437,8 @@ CASES = {
     "node schedule": keys("node_schedule=greedy", "node_schedule=greedy", "nemo"),
     "too many stages": ramp(
         "per_device_batch_size=1e6 per_device_batch_size_increment=1",
-        *("per_device_batch_size_increment", "100000"),
+        "per_device_batch_size_increment",
+        "100000",
     ),
     "stages without checkpoints": keys("stop_at_stage_end=True enable_checkpointing=False"),
     "learning rate by": keys("learning_rate_by=tokens"),
@@ -416,7 +447,10 @@ CASES = {
     # The other program.
     "plan without nodes for a stage": plan(
         "node_schedule=nemo num_nodes=2 devices_per_node=8 global_batch_size=24 micro_batch_size=4",
-        *("stage 0", "batch of 24", "num_nodes=2", "multiple of 32"),
+        "stage 0",
+        "batch of 24",
+        "num_nodes=2",
+        "multiple of 32",
     ),
     "plan without a picture's name": plan("--plot", "--plot"),
     "plan to no folder": plan("--plot {files}/nowhere/plan.png", "nowhere/plan.png"),

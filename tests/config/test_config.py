@@ -42,7 +42,7 @@ def test_precedence(tmp_path):
     """base.yml < base_config chain < model file < command line, key by key."""
     write(tmp_path / "far.yml", steps=1, log_period=1, base_emb_dim=16, head_dim=16)
     mine = write(
-        *(tmp_path / "mine.yml",),
+        tmp_path / "mine.yml",
         **{"base_config": "far.yml", "log_period": 2, "model_name": "llama2-7b"},
         **{"base_mlp_dim": 16, "learning_rate": 0.5},
     )
@@ -162,18 +162,24 @@ def test_values_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     "argument",
     [
-        *(
-            "steps=true",
-            "steps=1.0",
-            "steps=ten",
-            "steps=0x10",
-            "steps=1__000",
-            "steps=[1]",
-            "steps=",
-        ),
-        *("learning_rate=true", "learning_rate=fast", "learning_rate=.nan", "learning_rate=-.inf"),
-        *("scan_layers=1", "scan_layers=0", "scan_layers=yes", "scan_layers=none"),
-        *("mlp_activations=gelu,linear", "mlp_activations={gelu: linear}", "steps=none"),
+        "steps=true",
+        "steps=1.0",
+        "steps=ten",
+        "steps=0x10",
+        "steps=1__000",
+        "steps=[1]",
+        "steps=",
+        "learning_rate=true",
+        "learning_rate=fast",
+        "learning_rate=.nan",
+        "learning_rate=-.inf",
+        "scan_layers=1",
+        "scan_layers=0",
+        "scan_layers=yes",
+        "scan_layers=none",
+        "mlp_activations=gelu,linear",
+        "mlp_activations={gelu: linear}",
+        "steps=none",
     ],
 )
 def test_only_lossless_changes_of_type(argument):
@@ -266,9 +272,16 @@ def test_nothing_is_left_open():
     left = {key for key in KEYS if config.values[key] == -1}
     # Alternatives that were not taken, and what a plan does not know.
     assert left == {
-        *("total_samples", "total_tokens", "global_batch_size", "micro_batch_size"),
-        *("learning_rate_schedule_steps", "planned_tflops_per_device", "device_memory_gib"),
-        *("checkpoint_period_samples", "checkpoint_period_minutes", "checkpoint_keep_period"),
+        "total_samples",
+        "total_tokens",
+        "global_batch_size",
+        "micro_batch_size",
+        "learning_rate_schedule_steps",
+        "planned_tflops_per_device",
+        "device_memory_gib",
+        "checkpoint_period_samples",
+        "checkpoint_period_minutes",
+        "checkpoint_keep_period",
     }
 
 
@@ -347,8 +360,12 @@ def test_model_file(name):
     resolved(f"model_name={name}", "dataset_type=synthetic")
     values = yaml.safe_load((ROOT / "configs" / "models" / f"{name}.yml").read_text())
     allowed = {
-        *("head_dim", "vocab_size", "logits_via_embedding", "normalization_layer_epsilon"),
-        *("rope_max_timescale", "dtype"),
+        "head_dim",
+        "vocab_size",
+        "logits_via_embedding",
+        "normalization_layer_epsilon",
+        "rope_max_timescale",
+        "dtype",
     }
     assert {key for key in values if not key.startswith("base_")} == allowed
 

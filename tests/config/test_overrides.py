@@ -94,12 +94,20 @@ def test_all_unknown_keys_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "name, meant",
     [
-        *(("stpes", "steps"), ("learningrate", "learning_rate"), ("Steps", "steps")),
-        *(("per_device_batch", "per_device_batch_size"), ("add_boss", "add_bos")),
-        *(("grain_train_file", "grain_train_files"), ("tokenizer_typ", "tokenizer_type")),
+        ("stpes", "steps"),
+        ("learningrate", "learning_rate"),
+        ("Steps", "steps"),
+        ("per_device_batch", "per_device_batch_size"),
+        ("add_boss", "add_bos"),
+        ("grain_train_file", "grain_train_files"),
+        ("tokenizer_typ", "tokenizer_type"),
         # Names that share most of their letters with a key that means something else.
-        *(("checkpoint_period_hours", None), ("adam_b3", None), ("num_expert", None)),
-        *(("ici_sensor_fusion", None), ("eval_epochs", None), ("hf_data", None)),
+        ("checkpoint_period_hours", None),
+        ("adam_b3", None),
+        ("num_expert", None),
+        ("ici_sensor_fusion", None),
+        ("eval_epochs", None),
+        ("hf_data", None),
     ],
 )
 def test_a_suggestion_is_close(name, meant):
@@ -119,9 +127,15 @@ def test_long_lines_are_cut():
 
 def test_renamed_keys_are_taken_with_a_line():
     values, notes = load(
-        *("cosine_learning_rate_final_fraction=0.25", "attention=flash", "trainer.max_steps=9"),
-        *("model.rampup_batch_size=[16,16,96]", "++model.global_batch_size=32", "dtype=bf16"),
-        *("model.micro_batch_size=2", "trainer.devices=8", "run.name=007"),
+        "cosine_learning_rate_final_fraction=0.25",
+        "attention=flash",
+        "trainer.max_steps=9",
+        "model.rampup_batch_size=[16,16,96]",
+        "++model.global_batch_size=32",
+        "dtype=bf16",
+        "model.micro_batch_size=2",
+        "trainer.devices=8",
+        "run.name=007",
     )
     assert values == {
         "learning_rate_final_fraction": 0.25,
@@ -142,8 +156,13 @@ def test_renamed_keys_are_taken_with_a_line():
 
 def test_harmless_keys_are_ignored_with_a_line():
     values, notes = load(
-        *("gcs_metrics=True", "logical_axis_rules=[['a', 'b']]", "hf_access_token=secret"),
-        *("num_experts=1", "ici_pipeline_parallelism=1", "quantization=", "exp_manager.x=1"),
+        "gcs_metrics=True",
+        "logical_axis_rules=[['a', 'b']]",
+        "hf_access_token=secret",
+        "num_experts=1",
+        "ici_pipeline_parallelism=1",
+        "quantization=",
+        "exp_manager.x=1",
     )
     assert values == {}
     (line,) = notes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, make_mesh, numpy_fingerprint, run
 
-from maxramp.checkpoints import folder as saved
+from maxramp.checkpoints import folder as folder_lib
 from maxramp.data.loader import Loader
 from maxramp.data.relay import Expansion
 from maxramp.data.sources import BEGIN, END, StreamRows, open_corpus
@@ -30,7 +30,7 @@ def texts(tmp_path) -> pathlib.Path:
 def small(texts, *arguments, devices=8):
     keys = "steps=6 per_device_batch_size=2 per_device_batch_size_start=1"
     keys += " per_device_batch_size_increment=1 global_rampup_samples=24"
-    keys += " eval_interval=-1 eval_steps=-1 eval_fraction=0.1"
+    keys += " eval_interval=6 eval_steps=-1 eval_fraction=0.1"
     return make_config(f"text_files={texts}", *keys.split(), *arguments, devices=devices)
 
 
@@ -170,11 +170,11 @@ def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
         batch = np.array([rows[added[i]] for i in range(first, first + 8)])
         expected.append("".join(f"{word:08x}" for word in numpy_fingerprint(batch)))
     assert not set(train(2)) & set(expected)
-    assert saved.read(folder / "2").shuffle == "hashed"
+    assert folder_lib.read(folder / "2").shuffle == "hashed"
     metadata = folder / "2" / "_CHECKPOINT_METADATA"
     metadata.write_text(metadata.read_text().replace('"shuffle"', '"nothing"'))
     assert train(4)[2:] == expected[2:]
-    assert saved.read(folder / "4").shuffle == "added"
+    assert folder_lib.read(folder / "4").shuffle == "added"
 
 
 def iter_rows(source):

@@ -8,7 +8,7 @@ from conftest import BASE, make_config
 from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp import prepare
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
 from maxramp.config.load import load
 from maxramp.data import tokenizers
@@ -171,7 +171,7 @@ def test_old_runs_go_on(f):
     path = f"tokenizer_path={f}/one"
     config = make_config(*keys, path)
     before = json.loads(json.dumps(dict(config.values))) | {"tokenizer_type": "bytes"}
-    old = Saved(f, 4, 32, [], "data", before, {})
+    old = Checkpoint(f, 4, 32, [], "data", before, {})
     assert "tokenizer_type=bytes (now huggingface)" in changes_since(
         old, config.values, (), "data", {}
     )

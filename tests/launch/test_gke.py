@@ -21,16 +21,30 @@ models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install 
 
 HARMLESS = """no $(touch pwned) `touch pwned` 'single' "double" ; touch pwned"""
 GPU = [
-    *(*TINY, "num_nodes=4", "devices_per_node=8", "step_batch_size_unit=samples", "steps=90"),
-    *("step_batch_size_schedule=0:16 800:32 2000:64", "per_device_batch_size=2"),
+    *TINY,
+    "num_nodes=4",
+    "devices_per_node=8",
+    "step_batch_size_unit=samples",
+    "steps=90",
+    "step_batch_size_schedule=0:16 800:32 2000:64",
+    "per_device_batch_size=2",
     "restart_minutes=0",
-    *("container_image=example.com/train:1", "gke_accelerator=nvidia-h200-141gb"),
-    *("gke_bucket=runs", "base_output_directory=/mnt/shared/runs", f"run_name={HARMLESS}"),
+    "container_image=example.com/train:1",
+    "gke_accelerator=nvidia-h200-141gb",
+    "gke_bucket=runs",
+    "base_output_directory=/mnt/shared/runs",
+    f"run_name={HARMLESS}",
 ]
 TPU = [
-    *("num_nodes=4", "devices_per_node=4", "gke_accelerator=tpu-v5p-slice", "gke_topology=2x2x1"),
-    *("gke_bucket=", "gke_volume_claim=lustre", "gke_queue=research"),
-    *("gke_service_account=trainer", "run_name=no"),
+    "num_nodes=4",
+    "devices_per_node=4",
+    "gke_accelerator=tpu-v5p-slice",
+    "gke_topology=2x2x1",
+    "gke_bucket=",
+    "gke_volume_claim=lustre",
+    "gke_queue=research",
+    "gke_service_account=trainer",
+    "run_name=no",
 ]
 
 

@@ -16,7 +16,7 @@ import time
 import pytest
 from conftest import BASE, TINY, command, environment, run
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
@@ -27,11 +27,21 @@ from maxramp.run.metrics import read_records
 
 # 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
 GROWING = [
-    *(*TINY, "hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
-    *("step_batch_size_schedule=0:2 40:4 120:8", "step_batch_size_unit=samples", "steps=50"),
-    *("checkpoint_period=5", "eval_interval=-1", "log_period=5", "join_timeout_seconds=60"),
+    *TINY,
+    "hardware=cpu",
+    "num_nodes=4",
+    "devices_per_node=1",
+    "per_device_batch_size=2",
+    "step_batch_size_schedule=0:2 40:4 120:8",
+    "step_batch_size_unit=samples",
+    "steps=50",
+    "checkpoint_period=5",
+    "eval_interval=-1",
+    "log_period=5",
+    "join_timeout_seconds=60",
     "restart_minutes=0",
-    *("dataset_type=synthetic", "enable_data_shuffling=False"),  # rows by their number alone
+    "dataset_type=synthetic",
+    "enable_data_shuffling=False",  # rows by their number alone
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
 
@@ -231,7 +241,7 @@ def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict])
     """A checkpoint as far as a launcher reads it."""
     path = folder / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    metadata = Saved(path, step, consumed, stages, "", {}, {}).metadata()
+    metadata = Checkpoint(path, step, consumed, stages, "", {}, {}).metadata()
     (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
 
 
@@ -262,8 +272,13 @@ def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
 SLURM = ["--cluster", "slurm"]
 DATA = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]
 GKE = [
-    *("--cluster", "gke", "container_image=a", "gke_accelerator=nvidia-h200-141gb"),
-    *("gke_bucket=b", "base_output_directory=/mnt/shared/r", "devices_per_node=8"),
+    "--cluster",
+    "gke",
+    "container_image=a",
+    "gke_accelerator=nvidia-h200-141gb",
+    "gke_bucket=b",
+    "base_output_directory=/mnt/shared/r",
+    "devices_per_node=8",
     "step_batch_size_schedule=0:16 800:64",
 ]
 TPU = [*GKE, "gke_accelerator=tpu-v5p-slice", "devices_per_node=4", "--dry-run"]

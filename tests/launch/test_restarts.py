@@ -14,7 +14,7 @@ import time
 import pytest
 from conftest import BASE, TINY
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.launch import local, slurm
 from maxramp.launch.jobs import Run
@@ -67,7 +67,7 @@ class Scripted(Run):
 def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
     lines = [f"{status} {'-' if step is NO else step}\n" for status, step in entries]
     (folder / "script").write_text("".join(lines))
-    saved = Saved(pathlib.Path(), 1, 2, [], "", {}, {})
+    saved = Checkpoint(pathlib.Path(), 1, 2, [], "", {}, {})
     metadata = json.dumps({"custom_metadata": saved.metadata()})
     (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
     line = [BASE, *CONFIG, f"base_output_directory={folder}"]

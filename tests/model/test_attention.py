@@ -36,8 +36,10 @@ def inputs(T, h=16, B=2, H=4, K=2):
 def on_mesh(function, tensor, *arrays):
     """`function` of float32 arrays whose rows and heads are spread over 2 x `tensor` devices."""
     config = make_config(
-        *("ici_data_parallelism=2", f"ici_tensor_parallelism={tensor}", "per_device_batch_size=2"),
-        *("enable_rampup_batch_size=False",),
+        "ici_data_parallelism=2",
+        f"ici_tensor_parallelism={tensor}",
+        "per_device_batch_size=2",
+        "enable_rampup_batch_size=False",
         devices=2 * tensor,
     )
     mesh = make_mesh(config)

@@ -108,12 +108,16 @@ GROUPS = {
     "v2, a group around it": ("0::/a/b\n", V2, {"a/b/memory.max": "max", "a/memory.max": MIB}, MIB),
     "v2, more than the machine": ("0::/\n", V2, {"memory.max": 2**60}, MACHINE),
     "v1": (
-        *("9:memory,hugetlb:/a\n4:cpu,cpuacct:/b\n0::/\n", V1_OTHER + V1),
-        *({"a/memory.limit_in_bytes": 3 * MIB, "memory.limit_in_bytes": 2**63 - 4096}, 3 * MIB),
+        "9:memory,hugetlb:/a\n4:cpu,cpuacct:/b\n0::/\n",
+        V1_OTHER + V1,
+        {"a/memory.limit_in_bytes": 3 * MIB, "memory.limit_in_bytes": 2**63 - 4096},
+        3 * MIB,
     ),
     "v1, a container's mount": (
-        *("9:memory:/docker/0ab\n", V1.replace("{root}", "/docker/0ab")),
-        *({"memory.limit_in_bytes": 5 * MIB}, 5 * MIB),
+        "9:memory:/docker/0ab\n",
+        V1.replace("{root}", "/docker/0ab"),
+        {"memory.limit_in_bytes": 5 * MIB},
+        5 * MIB,
     ),
     "v2, a group beside the mounted one": ("0::/../b\n", V2, {"memory.max": 7 * MIB}, 7 * MIB),
 }

@@ -19,11 +19,24 @@ from maxramp.planning import hlo
 from maxramp.rampup.schedule import RampupBatchManager
 
 POD = [
-    *(*TINY, "compile_topology=v5p-16", "base_emb_dim=256", "base_mlp_dim=512", "head_dim=128"),
-    *("base_num_query_heads=4", "base_num_kv_heads=2", "base_num_decoder_layers=3"),
-    *("max_target_length=256", "vocab_size=512", "dtype=bfloat16", "run_name=pod"),
-    *("ici_tensor_parallelism=2", "attention=dot_product", "per_device_batch_size=2"),
-    *("step_batch_size_schedule=0:16 64:32 640:64", "step_batch_size_unit=samples", "steps=40"),
+    *TINY,
+    "compile_topology=v5p-16",
+    "base_emb_dim=256",
+    "base_mlp_dim=512",
+    "head_dim=128",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "base_num_decoder_layers=3",
+    "max_target_length=256",
+    "vocab_size=512",
+    "dtype=bfloat16",
+    "run_name=pod",
+    "ici_tensor_parallelism=2",
+    "attention=dot_product",
+    "per_device_batch_size=2",
+    "step_batch_size_schedule=0:16 64:32 640:64",
+    "step_batch_size_unit=samples",
+    "steps=40",
 ]
 
 
@@ -129,15 +142,22 @@ def test_a_stage_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     "name, shape",
     [
-        *(("v5p-8", "2x2x1"), ("v5p-16", "2x2x2"), ("v5p-128", "4x4x4"), ("v5p-384", "4x4x12")),
-        *(
-            ("v5p-2048", "8x8x16"),
-            ("v5p-12288", "16x16x24"),
-            ("v4-8", "2x2x1"),
-            ("v4-512", "4x8x8"),
-        ),
-        *(("v5e-4", "2x2"), ("v5e-8", "2x4"), ("v5e-32", "4x8"), ("v5e-256", "16x16")),
-        *(("v6e-256", "16x16"), ("v6e-16", "4x4"), ("v5p:8x8x16", "8x8x16"), ("v6e:1x1", "1x1")),
+        ("v5p-8", "2x2x1"),
+        ("v5p-16", "2x2x2"),
+        ("v5p-128", "4x4x4"),
+        ("v5p-384", "4x4x12"),
+        ("v5p-2048", "8x8x16"),
+        ("v5p-12288", "16x16x24"),
+        ("v4-8", "2x2x1"),
+        ("v4-512", "4x8x8"),
+        ("v5e-4", "2x2"),
+        ("v5e-8", "2x4"),
+        ("v5e-32", "4x8"),
+        ("v5e-256", "16x16"),
+        ("v6e-256", "16x16"),
+        ("v6e-16", "4x4"),
+        ("v5p:8x8x16", "8x8x16"),
+        ("v6e:1x1", "1x1"),
     ],
 )
 def test_names_of_slices(name, shape):

@@ -20,7 +20,7 @@ import pytest
 from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
-from maxramp.checkpoints.folder import Saved
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
@@ -36,10 +36,19 @@ from maxramp.training.programs import Programs
 from maxramp.training.state import abstract_state
 
 NEMO_8B = [
-    *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
-    *("rampup_batch_size=[256,256,10000000]", "global_batch_size=2048", "micro_batch_size=4"),
-    *("total_tokens=300e9", "dataset_type=synthetic", "remat_policy=full"),
-    *("ici_fsdp_parallelism=8", "ici_data_parallelism=-1", "node_schedule=nemo"),
+    "model_name=llama3-8b",
+    "max_target_length=4096",
+    "num_nodes=16",
+    "devices_per_node=8",
+    "rampup_batch_size=[256,256,10000000]",
+    "global_batch_size=2048",
+    "micro_batch_size=4",
+    "total_tokens=300e9",
+    "dataset_type=synthetic",
+    "remat_policy=full",
+    "ici_fsdp_parallelism=8",
+    "ici_data_parallelism=-1",
+    "node_schedule=nemo",
 ]
 
 
@@ -236,9 +245,16 @@ def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
 def test_the_memory_estimate_is_of_the_right_size(policy):
     """Weights and optimizer exactly, the whole within a factor of 2 of the compiler's account."""
     config = make_config(
-        *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=6", "head_dim=32"),
-        *("max_target_length=256", f"remat_policy={policy}", "ici_fsdp_parallelism=2"),
-        *("per_device_batch_size=8", "enable_rampup_batch_size=False", "vocab_size=4096"),
+        "base_emb_dim=256",
+        "base_mlp_dim=1024",
+        "base_num_decoder_layers=6",
+        "head_dim=32",
+        "max_target_length=256",
+        f"remat_policy={policy}",
+        "ici_fsdp_parallelism=2",
+        "per_device_batch_size=8",
+        "enable_rampup_batch_size=False",
+        "vocab_size=4096",
         devices=2,
     )
     ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
@@ -286,7 +302,10 @@ def steps_of(folder):
 
 GROWING = [
     *TINY,
-    *("rampup_batch_size=[8,8,240]", "global_batch_size=24", "micro_batch_size=4", "steps=26"),
+    "rampup_batch_size=[8,8,240]",
+    "global_batch_size=24",
+    "micro_batch_size=4",
+    "steps=26",
     "eval_interval=-1",
 ]
 
@@ -326,8 +345,14 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
 def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
     line = [
-        *(BASE, *TINY, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"),
-        *("run_name=changed", "eval_interval=-1", "checkpoint_period=7", "micro_batch_size=8"),
+        BASE,
+        *TINY,
+        f"base_output_directory={tmp_path}",
+        f"jax_cache_dir={cache_dir}",
+        "run_name=changed",
+        "eval_interval=-1",
+        "checkpoint_period=7",
+        "micro_batch_size=8",
     ]
     first = run(
         *line, "step_batch_size_schedule=0:4 50:8", "step_batch_size_unit=samples", "steps=14"
@@ -362,20 +387,25 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     # The rows are those of any other way to cut the same order.
     other = run(
         *(a for a in line if not a.startswith(("run_name", "micro"))),
-        *("run_name=one", "enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=13"),
+        "run_name=one",
+        "enable_rampup_batch_size=False",
+        "per_device_batch_size=4",
+        "steps=13",
     )
     assert other.returncode == 0
     prints = [r["batch_fingerprint"] for r in steps_of(tmp_path / "one")]
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
 
 
-def standing(step: int, consumed_samples: int, stages: list[dict]) -> Saved:
-    return Saved(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
+def standing(step: int, consumed_samples: int, stages: list[dict]) -> Checkpoint:
+    return Checkpoint(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
 
 
-def taken_up(schedule: str, position: Saved | None) -> Schedule:
+def taken_up(schedule: str, position: Checkpoint | None) -> Schedule:
     config = make_config(
-        *(f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"),
+        f"step_batch_size_schedule={schedule}",
+        "step_batch_size_unit=samples",
+        "steps=50",
         devices=1,
     )
     return take_up(config.batch, config.checkpoints, 1, lambda devices: True, 0.0, position)

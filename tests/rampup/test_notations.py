@@ -281,8 +281,12 @@ def test_nemos_rule_passes_over_nodes_that_the_mesh_refuses():
     config = documented(micro_batch_size=4, num_nodes=4, **changes)
     assert [s.nodes for s in RampupBatchManager(config).stages] == [1, 2, 3, 4]
     config = loaded(
-        *("rampup_batch_size=[32,32,10000]", "global_batch_size=128", "micro_batch_size=4"),
-        *("num_nodes=4", "devices_per_node=8", "node_schedule=nemo"),
+        "rampup_batch_size=[32,32,10000]",
+        "global_batch_size=128",
+        "micro_batch_size=4",
+        "num_nodes=4",
+        "devices_per_node=8",
+        "node_schedule=nemo",
     )
     ramp = RampupBatchManager(config.batch, usable=mesh_checker(config))
     # 128 columns do not divide over the 24 devices of 3 nodes, and 96 rows fill none of 2 nodes.
@@ -316,7 +320,8 @@ def test_a_changed_ramp_is_taken_up_where_the_run_stands():
         first_sample=100,
     )
     assert [(s.first_step, s.first_sample, s.steps) for s in ramp.stages] == [
-        *((7, 100, 2), (9, 116, 3)),
+        (7, 100, 2),
+        (9, 116, 3),
         (12, 164, None),
     ]
     assert ramp.samples_before(13) == 196 and ramp.stage_at_sample(115).global_batch_size == 8

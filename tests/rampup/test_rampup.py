@@ -44,7 +44,9 @@ def test_accumulation_counts():
     stages = RampupBatchManager(settings(gradient_accumulation_steps=3)).stages
     # 20 samples per increment in batches of 12, 24, 36.
     assert [(s.steps, s.global_batch_size) for s in stages] == [
-        *((2, 12), (1, 24), (1, 36)),
+        (2, 12),
+        (1, 24),
+        (1, 36),
         (None, 48),
     ]
 
@@ -61,7 +63,9 @@ def test_fractions_are_exact():
         )
     )
     assert [(s.steps, s.global_batch_size) for s in ramp.stages] == [
-        *((3, 1), (1, 3), (1, 5)),
+        (3, 1),
+        (1, 3),
+        (1, 5),
         (None, 7),
     ]
 

@@ -35,9 +35,16 @@ from maxramp.training.step import make_train_step
 SLOW = pytest.mark.slow
 # Endless, at a constant batch, of data that needs no files.
 KEYS = [
-    *(*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=1000000"),
-    *("dataset_type=synthetic", "eval_interval=-1", "checkpoint_period=20", "log_period=10"),
-    *("max_num_checkpoints_to_keep=2", "learning_rate=1e-3"),
+    *TINY,
+    "enable_rampup_batch_size=False",
+    "per_device_batch_size=8",
+    "steps=1000000",
+    "dataset_type=synthetic",
+    "eval_interval=-1",
+    "checkpoint_period=20",
+    "log_period=10",
+    "max_num_checkpoints_to_keep=2",
+    "learning_rate=1e-3",
 ]
 
 
@@ -140,9 +147,9 @@ def test_a_signal_saves(tmp_path, cache_dir, number):
         assert job.statuses() == [EXIT_PREEMPTED]
         assert_all_is_saved(job)
         assert not job.printed("stderr")
-        told = job.printed()
-        assert told.count("stopping after this step") == 1
-        assert told.index("stopping after") < told.index("stopped by a signal after step")
+        stdout = job.printed()
+        assert stdout.count("stopping after this step") == 1
+        assert stdout.index("stopping after") < stdout.index("stopped by a signal after step")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -205,9 +212,9 @@ def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
         job.train_to(10)
         job.processes[1].send_signal(signal.SIGSTOP)
         assert job.processes[0].wait(200) == EXIT_LOST
-        told = job.printed("stderr")
-        assert "hang_timeout_seconds=30" in told.splitlines()[-1]
-        assert "maxramp/train.py" in told and "most recent call first" in told
+        stderr = job.printed("stderr")
+        assert "hang_timeout_seconds=30" in stderr.splitlines()[-1]
+        assert "maxramp/train.py" in stderr and "most recent call first" in stderr
         job.processes[1].send_signal(signal.SIGCONT)
         assert job.processes[1].wait(200) != 0
 
@@ -329,9 +336,9 @@ def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
             checkpoints = checkpoints.rename(job.run / "aside")
             (job.run / "checkpoints").write_text("")
         assert job.statuses() == [1]
-        told = job.printed("stderr").splitlines()
-        error = next(line for line in told if line.startswith("error: "))
-        assert "max_failed_saves=2 in a row" in error, told
+        lines = job.printed("stderr").splitlines()
+        error = next(line for line in lines if line.startswith("error: "))
+        assert "max_failed_saves=2 in a row" in error, lines
         assert "(1 of max_failed_saves=2)" in warnings(job)[0]
         good = re.search(r"checkpoint (\d+) stands", error)[1]
         folder_lib.read(checkpoints / good)
@@ -344,11 +351,11 @@ def test_a_save_that_fails_on_one_of_two_fails_on_both(tmp_path, cache_dir):
     with Job(tmp_path, cache_dir, *more, processes=2, largest_file={1: 40_000}) as job:
         assert job.statuses(120) == [1, 1]
         for index in range(2):
-            told = [x for x in job.printed("stderr", index).splitlines() if ": /" in x]
-            assert len(told) == 2, told
-            assert told[0].startswith("warning: ") and "/50 was not saved: process 1: " in told[0]
-            assert told[1].startswith("error: ") and "max_failed_saves=2 in a row" in told[1]
-            assert "File too large" in told[0] and "there is none before it" in told[1]
+            lines = [x for x in job.printed("stderr", index).splitlines() if ": /" in x]
+            assert len(lines) == 2, lines
+            assert lines[0].startswith("warning: ") and "/50 was not saved: process 1: " in lines[0]
+            assert lines[1].startswith("error: ") and "max_failed_saves=2 in a row" in lines[1]
+            assert "File too large" in lines[0] and "there is none before it" in lines[1]
         assert job.checkpoints == []
 
 
@@ -396,7 +403,7 @@ def test_a_folder_that_cannot_be_written(mount, cache_dir):
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json.tmp"))],
+    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", ".plan.json.tmp"))],
 )
 def test_something_in_the_way(tmp_path, cache_dir, name):
     (tmp_path / "run").mkdir()
@@ -434,9 +441,9 @@ def test_a_file_system_without_locks(tmp_path, cache_dir, no_locks):
         job.train_to(10)
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.statuses() == [EXIT_PREEMPTED]
-    told = job.printed("stderr").splitlines()
-    assert len(told) == 1 and told[0].startswith("warning: ") and job.checkpoints == []
-    assert "no locks (Function not implemented)" in told[0] and str(job.run) in told[0]
+    lines = job.printed("stderr").splitlines()
+    assert len(lines) == 1 and lines[0].startswith("warning: ") and job.checkpoints == []
+    assert "no locks (Function not implemented)" in lines[0] and str(job.run) in lines[0]
     stopped = next(x for x in job.printed().splitlines() if x.startswith("stopped by a signal"))
     assert "not saved (enable_checkpointing=False)" in stopped and "go on" not in stopped
 

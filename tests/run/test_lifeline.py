@@ -68,6 +68,6 @@ def test_a_peer_that_is_killed_ends_who_does_not_speak_to_it(tmp_path, cache_dir
 def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging):
     with Job(tmp_path, cache_dir, "dataset_type=grain", hanging, "hang_timeout_seconds=5") as job:
         assert job.statuses(60) == [EXIT_LOST]
-        told = job.printed("stderr")
-        assert "maxramp/data/files/storage.py" in told and "most recent call first" in told
-        assert "hang_timeout_seconds=5" in told.splitlines()[-1]
+        stderr = job.printed("stderr")
+        assert "maxramp/data/files/storage.py" in stderr and "most recent call first" in stderr
+        assert "hang_timeout_seconds=5" in stderr.splitlines()[-1]

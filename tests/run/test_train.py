@@ -22,18 +22,35 @@ from maxramp.run.tensorboard import read_events
 from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
-    *("step", "stage", "per_device_batch_size", "gradient_accumulation_steps"),
-    *("global_batch_size", "consumed_samples", "consumed_tokens", "loss", "grad_norm"),
-    *("learning_rate", "step_seconds", "data_seconds", "compile_seconds", "tokens_per_second"),
-    *("tflops_per_device", "batch_fingerprint"),
+    "step",
+    "stage",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "consumed_samples",
+    "consumed_tokens",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "step_seconds",
+    "data_seconds",
+    "compile_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "batch_fingerprint",
 }
 # What two starts of one run must agree on, to the last bit.
 EXACT = ("stage", "global_batch_size", "consumed_samples", "loss", "grad_norm", "batch_fingerprint")
 
 RAMP = [
-    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
-    *("per_device_batch_size_increment=2", "global_rampup_samples=1200", "steps=460"),
-    *("checkpoint_period=50", "eval_interval=100", "eval_steps=2"),
+    "per_device_batch_size=8",
+    "per_device_batch_size_start=2",
+    "per_device_batch_size_increment=2",
+    "global_rampup_samples=1200",
+    "steps=460",
+    "checkpoint_period=50",
+    "eval_interval=100",
+    "eval_steps=2",
 ]
 
 
@@ -99,7 +116,9 @@ def test_the_output_folder(uninterrupted):
     folder, done = uninterrupted
     plan = json.loads((folder / "plan.json").read_text())
     assert [(s["steps"], s["global_batch_size"]) for s in plan["stages"]] == [
-        *((200, 2), (100, 4), (67, 6)),
+        (200, 2),
+        (100, 4),
+        (67, 6),
         (None, 8),
     ]
     assert plan["stages"][3]["samples"] is None and plan["total_samples"] == 1946
@@ -218,8 +237,11 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
         tmp_path,
         cache_dir,
         "bad",
-        *(f"learning_rate={rate}", "warmup_steps_fraction=0", "checkpoint_period=1"),
-        *("opt_type=sgd", "gradient_clipping_threshold=0"),
+        f"learning_rate={rate}",
+        "warmup_steps_fraction=0",
+        "checkpoint_period=1",
+        "opt_type=sgd",
+        "gradient_clipping_threshold=0",
     )
     done = run(*line)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr

@@ -47,8 +47,10 @@ def reference(z_loss):
 def test_blocks_change_nothing(mesh, block_tokens, z_loss):
     data, fsdp, tensor = mesh
     config = make_config(
-        *(f"ici_data_parallelism={data}", f"ici_fsdp_parallelism={fsdp}"),
-        *(f"ici_tensor_parallelism={tensor}", "enable_rampup_batch_size=False"),
+        f"ici_data_parallelism={data}",
+        f"ici_fsdp_parallelism={fsdp}",
+        f"ici_tensor_parallelism={tensor}",
+        "enable_rampup_batch_size=False",
         devices=data * fsdp * tensor,
     )
     mesh = make_mesh(config)

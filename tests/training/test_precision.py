@@ -35,7 +35,10 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
     axes = zip(("data", "fsdp", "tensor"), mesh_sizes, strict=True)
     given = [f"ici_{axis}_parallelism={size}" for axis, size in axes]
     config = make_config(
-        *("enable_rampup_batch_size=False", "per_device_batch_size=1", *given, *arguments),
+        "enable_rampup_batch_size=False",
+        "per_device_batch_size=1",
+        *given,
+        *arguments,
         devices=int(np.prod(mesh_sizes)),
     )
     mesh, random, sums = make_mesh(config), np.random.default_rng(0), {}

@@ -21,9 +21,14 @@ from maxramp.training.state import abstract_state
 
 # Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.
 RAMP = [
-    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
-    *("per_device_batch_size_increment=2", "global_rampup_samples=360", "steps=130"),
-    *("eval_interval=40", "eval_steps=2", "checkpoint_period=1000"),
+    "per_device_batch_size=8",
+    "per_device_batch_size_start=2",
+    "per_device_batch_size_increment=2",
+    "global_rampup_samples=360",
+    "steps=130",
+    "eval_interval=40",
+    "eval_steps=2",
+    "checkpoint_period=1000",
 ]
 
 # Runs the trainer after a patch of what a real compiler or a user without it would do.
@@ -225,8 +230,10 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
 def test_equal_shapes_are_one_program_and_passed_stages_none():
     """A list of stages that comes back to a batch compiles it once, from where it is taken up."""
     config = make_config(
-        *("step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12", "step_batch_size_unit=samples"),
-        *("total_samples=600", "per_device_batch_size=12"),
+        "step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12",
+        "step_batch_size_unit=samples",
+        "total_samples=600",
+        "per_device_batch_size=12",
         devices=1,
     )
     ramp = RampupBatchManager(config.batch, 1)
@@ -244,15 +251,20 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
         programs.close()
     assert [line.split(":")[0] for line in said] == [
-        *("ready    stage 1 (batch 8)", "ready    stage 2 (batch 4)", "ready    stage 4 (batch 12)")
+        "ready    stage 1 (batch 8)",
+        "ready    stage 2 (batch 4)",
+        "ready    stage 4 (batch 12)",
     ]
     assert steps[0] is steps[2]
 
 
 def test_a_stage_is_added_while_others_run():
-    """Its step is compiled as those that were known before; stages of one shape share it."""
+    """Its step is compiled as those that were known before; stages of one shape share it.
+
+    One that nobody added is compiled when it is asked for.
+    """
     config = make_config(
-        "step_batch_size_schedule=0:4 80:8 160:4",
+        "step_batch_size_schedule=0:4 80:8 160:4 320:16",
         "step_batch_size_unit=samples",
         "total_samples=600",
         "per_device_batch_size=8",
@@ -262,16 +274,16 @@ def test_a_stage_is_added_while_others_run():
     with jax.set_mesh(mesh):
         programs = make_programs(config, mesh, ramp, ramp.stages[:1], said.append, programs_fail)
         first, _ = programs.train_step(ramp.stages[0])
-        for stage in ramp.stages[1:]:
+        for stage in ramp.stages[1:3]:
             programs.add(stage)
         programs.lower_ahead()
-        second, _ = programs.train_step(ramp.stages[1])
-        third, _ = programs.train_step(ramp.stages[2])
+        second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
         programs.close()
-    assert third is first is not second
+    assert third is first and len({first, second, fourth}) == 3
     assert [line.split(":")[0] for line in said] == [
         "ready    stage 0 (batch 4)",
         "ready    stage 1 (batch 8)",
+        "ready    stage 3 (batch 16)",
     ]
 
 
@@ -289,8 +301,13 @@ def test_options_of_the_compiler(monkeypatch):
 def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
     done = run(
         *arguments(
-            *(tmp_path, cache_dir, "profiler=xplane", "skip_first_n_steps_for_profiler=3"),
-            *("profiler_steps=4", "steps=20", "eval_interval=-1"),
+            tmp_path,
+            cache_dir,
+            "profiler=xplane",
+            "skip_first_n_steps_for_profiler=3",
+            "profiler_steps=4",
+            "steps=20",
+            "eval_interval=-1",
         )
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -264,7 +264,7 @@ def test_reference(case):
     """Every step is that of the definitions: forward, loss, gradient, clipping, AdamW."""
     z_loss, arguments = REFERENCE_CASES[case]
     config = make_config(
-        *("gradient_clipping_threshold=0.1", "adam_eps=1e-4", "adam_weight_decay=0.1"), *arguments
+        "gradient_clipping_threshold=0.1", "adam_eps=1e-4", "adam_weight_decay=0.1", *arguments
     )
     rows_NRS = random_rows(STEPS, ROWS)
     training = train(config, rows_NRS, accumulation=2)

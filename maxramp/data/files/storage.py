@@ -134,12 +134,12 @@ class _RemoteBytes:
 
 
 def write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is either whole or not there.
+    """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
 
     Raises:
-      OSError: with the file's name, which a failed write does not have.
+      OSError: with a file's name, which a failed write does not have.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f".{path.name}.tmp")  # hidden: TensorBoard reads what it sees
     try:
         with open(unfinished, "wb") as file:
             file.write(data)
@@ -147,4 +147,4 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
