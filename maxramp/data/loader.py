@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -14,9 +14,10 @@ import jax
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches, Steps
+from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
+from maxramp.data.shared_ramp import SharedRamp
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -66,10 +67,16 @@ class Loader:
         self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
+        self._shared_ramp = SharedRamp(ramp)
+        steps = ramp.total_steps
+        largest = max(
+            ramp.stages_between(first_step, steps), key=lambda stage: stage.global_batch_size
+        )
         self._batches = self._read_ahead(
-            StepBatches(rows, corpus.packed, expansion.share),
-            Steps(ramp, first_step),
-            lambda step: self._abstract(step.accumulation, step.micro_batch_size),
+            StepBatches(rows, corpus.packed, steps, self._shared_ramp, expansion.share),
+            first_step,
+            steps,
+            largest=self._abstract(largest.gradient_accumulation_steps, largest.micro_batch_size),
             workers=reading.grain_worker_count,
         )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
@@ -87,6 +94,7 @@ class Loader:
           ConfigError: the ramp has grown, and the run needs more rows than there are.
         """
         self._check_enough()
+        self._shared_ramp.publish(self._ramp)
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         start = time.perf_counter()
         placed = self._placed or self._place_next()  # the ramp may not have been settled before
@@ -116,13 +124,14 @@ class Loader:
         abstract = self._abstract(1, rows)
         batches = EvalBatches(self._held_out, self._packed, rows, self._row_length, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        ahead = self._read_ahead(batches, range(steps), lambda _: abstract, workers=0)
+        ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
         with contextlib.closing(ahead):
-            for _ in range(steps):
-                yield expansion.place(next(ahead), abstract)
+            for local in ahead:
+                yield expansion.place(local, abstract)
 
     def close(self) -> None:
         """Stops reading ahead."""
+        self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
@@ -130,20 +139,13 @@ class Loader:
         return self.expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
     def _read_ahead(
-        self,
-        batches: Any,
-        indices: Sequence[Any],
-        abstract: Callable[[Any], Batch],
-        workers: int,
+        self, batches: Any, first: int, last: int, largest: Batch, workers: int
     ) -> Iterator[Batch | None]:
         if not self.expansion.reads:
-            return (None for _ in itertools.count())
-
-        def size_of(index: Any) -> int:
-            arrays = jax.tree.leaves(abstract(index))
-            return sum(x.size * x.dtype.itemsize for x in arrays) // jax.process_count()
-
-        return ReadAhead(batches, indices, self._reading, size_of, workers)
+            return (None for _ in range(first, last))
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
+        size //= jax.process_count()
+        return ReadAhead(batches, first, last, self._reading, size, workers)
 
 
 def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:

@@ -147,8 +147,7 @@ def _count_lengths(
     if jax.process_index() in readers:
         reader = readers.index(jax.process_index())
         first, last = bounds[reader : reader + 2]
-    mine, workers = range(first, last), reading.grain_worker_count
-    ahead = ReadAhead(blocks, mine, reading, lambda block: 4 * _BLOCK, workers)
+    ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
     counts = [np.empty(0, np.int32)]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):

@@ -26,7 +26,7 @@ from grain.experimental import index_shuffle
 
 from maxramp.data.batch import Batch, take_apart
 from maxramp.data.marks import PADDING
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.data.shared_ramp import SharedRamp
 
 _LONGEST_PERIOD = 100_000
 
@@ -187,54 +187,32 @@ class Share:
         return jax.tree.map(slots, batch)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepRows:
-    """The rows of a step, and their micro batches. Its text is the number of the step."""
+class StepBatches:
+    """Element k: what this process reads for step k."""
 
-    step: int
-    first: int
-    accumulation: int
-    micro_batch_size: int
-
-    def __str__(self) -> str:
-        return str(self.step)
-
-
-class Steps(Sequence[StepRows]):
-    """The rows of the steps from `first_step` on, as far as the ramp is settled.
-
-    The list grows at its end when the ramp does.
-    """
-
-    def __init__(self, ramp: RampupBatchManager, first_step: int):
-        self._ramp, self._first_step = ramp, first_step
+    def __init__(
+        self,
+        rows: Sequence[np.ndarray],
+        packed: bool,
+        steps: int,
+        ramp: SharedRamp,
+        share: Share,
+    ):
+        """`steps` are the most that there can be: a ramp that grows ends after fewer."""
+        self._rows, self._packed, self._steps = rows, packed, steps
+        self._ramp, self._share = ramp, share
 
     def __len__(self) -> int:
-        return max(0, self._ramp.settled_steps - self._first_step)
+        return self._steps
 
-    def __getitem__(self, index: int) -> StepRows:
-        step = self._first_step + index
-        stage = self._ramp.stage_at_step(step)
-        return StepRows(
-            step,
-            self._ramp.samples_before(step),
-            stage.gradient_accumulation_steps,
-            stage.micro_batch_size,
-        )
-
-
-class StepBatches:
-    """What this process reads for the rows of a step."""
-
-    def __init__(self, rows: Sequence[np.ndarray], packed: bool, share: Share):
-        self._rows, self._packed, self._share = rows, packed, share
-
-    def __getitem__(self, step: StepRows) -> Batch:
-        B = step.micro_batch_size
+    def __getitem__(self, step: int) -> Batch:
+        ramp = self._ramp.at(step)
+        stage = ramp.stage_at_step(step)
+        first, B = ramp.samples_before(step), stage.micro_batch_size
         local = self._share.rows(B)
         rows = [
-            [self._rows[step.first + a * B + row] for row in local]
-            for a in range(step.accumulation)
+            [self._rows[first + a * B + row] for row in local]
+            for a in range(stage.gradient_accumulation_steps)
         ]
         return self._share.lay_out(take_apart(np.asarray(rows, np.int32), self._packed))
 

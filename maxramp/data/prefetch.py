@@ -1,61 +1,60 @@
 """Reading ahead: whole elements (batches, mostly) in threads or processes, in order."""
 
-import collections
-import concurrent.futures
-from collections.abc import Callable, Iterator, Sequence
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import grain
+import jax
+import numpy as np
+from absl import flags
+
 from maxramp.data.keys import ReadingKeys
-from maxramp.data.workers import Workers, read
+from maxramp.errors import ConfigError, TrainingError
 
 
 class ReadAhead(Iterator[Any]):
-    """Elements by their index, in order, read ahead of who takes them; to be closed.
-
-    An index says all that its element depends on. So what comes next is decided here alone, and
-    worker processes hold nothing that could change while they run.
-    """
+    """Elements first .. last - 1, read ahead of who takes them; to be closed."""
 
     def __init__(
         self,
-        elements: Any,
-        indices: Sequence[Any],
+        elements: Sequence[Any],
+        first: int,
+        last: int,
         reading: ReadingKeys,
-        size_of: Callable[[Any], int],
+        element_bytes: int,
         workers: int,
     ):
         """Starts to read.
 
         Args:
-          elements: `elements[index]` is one, and their text says what one is; picklable where there
-            are worker processes.
-          indices: of the elements to read. The list may grow at its end.
+          elements: with random access, whose text says what one is, and picklable where there are
+            worker processes.
+          first, last: which of them.
           reading: in how many threads, and how far ahead: grain_prefetch_buffer_size elements or
-            grain_prefetch_buffer_gib, whichever is less, but always one.
-          size_of: bytes of the element of an index.
+            grain_prefetch_buffer_gib, whichever is less.
+          element_bytes: of the largest element.
           workers: processes that read, which take seconds to start; 0 = threads of this process.
         """
-        self._indices, self._next, self._size_of = indices, 0, size_of
-        self._most = reading.grain_prefetch_buffer_size
-        self._most_bytes = reading.grain_prefetch_buffer_gib * 2**30
-        threads, workers = reading.grain_num_threads, min(workers, self._most)
-        self._workers = Workers(elements, workers, threads) if workers else None
-        self._read = self._workers.read if workers else lambda index: read(elements, index)
-        threads = min(threads * max(1, workers), self._most)
-        self._threads = concurrent.futures.ThreadPoolExecutor(threads, "read")
-        self._ahead: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
-        self._read_on()
-
-    def _read_on(self) -> None:
-        """Asks for as many elements as may be read ahead."""
-        held = sum(size for _, size in self._ahead)
-        while len(self._ahead) < self._most and self._next < len(self._indices):
-            index = self._indices[self._next]
-            size = self._size_of(index)
-            if self._ahead and held + size > self._most_bytes:
-                return
-            self._ahead.append((self._threads.submit(self._read, index), size))
-            self._next, held = self._next + 1, held + size
+        self._elements, self._next, self._shared = elements, first, workers > 0
+        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
+        buffer = max(1, min(reading.grain_prefetch_buffer_size, bound))
+        # A worker holds what its threads have read and one more, on its way.
+        workers = min(workers, max(1, buffer // 2))
+        per_worker = max(1, buffer // workers - 1) if workers else buffer
+        threads = min(reading.grain_num_threads, per_worker)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
+        dataset = grain.MapDataset.source(elements)[first:last].to_iter_dataset(options)
+        if workers:
+            if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
+                flags.FLAGS.mark_as_parsed()
+            options = grain.MultiprocessingOptions(workers, 1)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=_stay_with_parent)
+        self._iterator = iter(dataset)
+        self._iterator.start_prefetch()
 
     def __next__(self) -> Any:
         """The next element.
@@ -65,15 +64,36 @@ class ReadAhead(Iterator[Any]):
           TrainingError: an element cannot be read for another reason, a worker's death for one.
           MemoryError: the host has too little for it.
         """
-        self._read_on()  # the list may have grown
-        if not self._ahead:
-            raise StopIteration
-        element, _ = self._ahead.popleft()
-        self._read_on()
-        return element.result()
+        try:
+            element = next(self._iterator)
+        except (StopIteration, MemoryError):
+            raise
+        except (ConfigError, TrainingError) as error:
+            raise type(error)(str(error)) from None  # without what Grain adds to it
+        except Exception as error:  # whatever a file, a library or a worker died of
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise TrainingError(
+                f"{self._elements} {self._next} could not be read: {reason}"
+            ) from None
+        self._next += 1
+        # A copy, since what workers share is not freed while a device array lies on it.
+        return jax.tree.map(np.copy, element) if self._shared else element
 
     def close(self) -> None:
         """Stops reading."""
-        if self._workers:
-            self._workers.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._iterator.close()
+
+
+def _stay_with_parent(worker: int, workers: int) -> None:
+    """Lets a worker end when its parent does, even by a kill, and not before it.
+
+    Signals that ask for an end often go to all processes of a job, but the parent saves first.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -71,6 +71,7 @@ def test_a_stage_added_while_batches_are_read_has_its_rows(known, expected, work
     """Killed in its second stage, and started again, too: nothing is decided a second time."""
     keys = config("0:8", f"grain_worker_count={workers}")
     ramp = RampupBatchManager(keys.batch)
+    ramp.settle(0)
     with loading(keys, ramp) as loader:
         for step in range(8):
             grow(ramp, known, step)
@@ -78,7 +79,7 @@ def test_a_stage_added_while_batches_are_read_has_its_rows(known, expected, work
         if workers:
             for process in multiprocessing.active_children():
                 process.kill()
-            with pytest.raises(TrainingError, match="could not be read: a worker process ended"):
+            with pytest.raises(TrainingError, match="could not be read"):
                 for step in range(8, STEPS):
                     grow(ramp, known, step)
                     rows(loader, step)

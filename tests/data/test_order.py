@@ -125,8 +125,7 @@ class Elements:
 
 def read(elements, first, last, *arguments, size=24):
     keys = make_config(*arguments).reading
-    indices, workers = range(first, last), keys.grain_worker_count
-    reading = ReadAhead(elements, indices, keys, lambda _: size, workers)
+    reading = ReadAhead(elements, first, last, keys, size, keys.grain_worker_count)
     with contextlib.closing(reading):
         return [int(element[0]) for element in reading]
 
@@ -162,7 +161,7 @@ def test_workers_stay_with_their_parent(ending):
         "from maxramp.data.prefetch import ReadAhead\n"
         "if __name__ == '__main__':\n"
         "    keys = conftest.make_config().reading\n"
-        "    ahead = ReadAhead(test_order.Elements(), range(9), keys, int, workers=2)\n"
+        "    ahead = ReadAhead(test_order.Elements(), 0, 100, keys, 24, workers=2)\n"
         "    next(ahead), next(ahead)  # one of each worker: both are up\n"
         "    import multiprocessing\n"
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
@@ -218,8 +217,7 @@ class Counted(Elements):
 )
 def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
-    keys = make_config(*arguments).reading
-    reading = ReadAhead(elements, range(100), keys, lambda _: size, workers=0)
+    reading = ReadAhead(elements, 0, 100, make_config(*arguments).reading, size, workers=0)
     for taken in range(20):
         next(reading)
         deadline = time.monotonic() + 5
