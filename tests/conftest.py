@@ -31,8 +31,17 @@ TINY = [
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> str:
-    """One compilation cache for all subprocesses of a session."""
-    return str(tmp_path_factory.mktemp("jax_cache"))
+    """One compilation cache for all subprocesses, of all workers of xdist.
+
+    MAXRAMP_TEST_CACHE names a folder that outlives the session, so that the quick and the slow
+    tests share it.
+    """
+    if named := os.environ.get("MAXRAMP_TEST_CACHE"):
+        return named
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return str(folder / "jax_cache")
 
 
 def make_config(*arguments: str, devices: int = DEVICES):

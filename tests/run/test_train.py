@@ -220,6 +220,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
         "bad",
         *(f"learning_rate={rate}", "warmup_steps_fraction=0", "checkpoint_period=1"),
         *("opt_type=sgd", "gradient_clipping_threshold=0"),
+        *("enable_rampup_batch_size=False", "eval_interval=-1"),  # one program
     )
     done = run(*line)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
