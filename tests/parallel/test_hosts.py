@@ -51,7 +51,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(command, processes, devices, folders):
+def start(command, processes, devices, folders, optimized=False):
     """Starts a job; process i stands in folders[i]."""
     port, job = free_port(), []
     for i in range(processes):
@@ -59,7 +59,7 @@ def start(command, processes, devices, folders):
             subprocess.Popen(
                 command,
                 cwd=folders[i],
-                env=environment(devices)
+                env=environment(devices, optimized)
                 | {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}"}
                 | {"MAXRAMP_NUM_PROCESSES": str(processes), "MAXRAMP_PROCESS_ID": str(i)},
                 stdout=subprocess.PIPE,
@@ -290,7 +290,7 @@ def train(data, folder, cache_dir, name, processes, devices, *given, kill_at=Non
     factor, count = shape.get("factor", 1), processes * devices
     arguments = keys(count, f"base_output_directory={folder}", f"run_name={name}", *given, **shape)
     command = [*TRAIN, *arguments, f"jax_cache_dir={cache_dir}", "checkpoint_period=2"]
-    job = start(command, processes, devices, places(data, processes, factor))
+    job = start(command, processes, devices, places(data, processes, factor), optimized=True)
     if kill_at is not None:
         deadline = time.monotonic() + 200
         while not (folder / name / "checkpoints" / str(kill_at)).exists():

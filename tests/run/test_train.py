@@ -268,6 +268,6 @@ def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
     more += ("base_emb_dim=128", "base_mlp_dim=384", "max_target_length=256", "eval_interval=-1")
     more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 2, 1, 4)[attempt % 4]}")
     line = arguments(tmp_path, cache_dir, f"attempt{attempt}", *more)
-    done = run(*line, devices=4, timeout=580)
+    done = run(*line, devices=4, timeout=580, optimized=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(steps_of(tmp_path / f"attempt{attempt}")) == 60
