@@ -38,8 +38,17 @@ TINY = [
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> str:
-    """One compilation cache for all subprocesses of a session."""
-    return str(tmp_path_factory.mktemp("jax_cache"))
+    """One compilation cache for all subprocesses, of all workers of xdist.
+
+    MAXRAMP_TEST_CACHE names a folder that outlives the session, so that the quick and the slow
+    tests share it.
+    """
+    if named := os.environ.get("MAXRAMP_TEST_CACHE"):
+        return named
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return str(folder / "jax_cache")
 
 
 def make_config(*arguments: str, devices: int = DEVICES):
@@ -79,24 +88,42 @@ def command(*arguments: str, module: str = "train") -> list[str]:
     return [sys.executable, "-m", f"maxramp.{module}", *arguments]
 
 
-def environment(devices: int = 1) -> dict[str, str]:
-    """The environment of a subprocess that sees so many CPU devices and nothing of this one."""
+# Programs of a tiny model take seconds to compile and no time to run. Compiled so they take a
+# seventh of that, on the JAX that has the second flag; XLA ends at a flag that it does not know.
+_QUICK = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__[:2] == (0, 10):
+    _QUICK.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def environment(devices: int = 1, optimized: bool = False) -> dict[str, str]:
+    """The environment of a subprocess that sees so many CPU devices and nothing of this one.
+
+    Its programs are compiled without optimization, except where a test is about what the compiler
+    makes of them: the bits of a sum, or the order of collectives.
+    """
     kept = {
         k: v
         for k, v in os.environ.items()
         if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
     }
-    flags = (
-        {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {}
-    )
-    return kept | flags | {"PYTHONPATH": str(ROOT)}
+    flags = [] if optimized else [*_QUICK]
+    if devices > 1:
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    kept |= {"XLA_FLAGS": " ".join(flags)} if flags else {}
+    return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def run(*arguments: str, devices: int = 1, module: str = "train", timeout: float = 240):
+def run(
+    *arguments: str,
+    devices: int = 1,
+    module: str = "train",
+    timeout: float = 240,
+    optimized: bool = False,
+):
     """Runs a maxramp command to its end; returns the CompletedProcess with its text output."""
     return subprocess.run(
         command(*arguments, module=module),
-        env=environment(devices),
+        env=environment(devices, optimized),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -7,7 +7,8 @@ Glossary
             process p + j
 
 The step takes f slots and moves slot j to its process by one permutation, so the interconnect
-carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step.
+carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step, and
+other factors change nothing in what comes after it: the same rows give the same bits.
 
 Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows of all devices
 (those that several devices hold are counted for each), S tokens of a row and the next one.
@@ -24,6 +25,10 @@ from maxramp.data.order import Share
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, BATCH_AXES
 from maxramp.parallel.sharding import BATCH_ABS, SLOTS_fANS
+
+
+def _process_of_place(mesh: Mesh) -> list[int]:
+    return [device.process_index for device in mesh.devices.flat]
 
 
 class Expansion:
@@ -47,8 +52,8 @@ class Expansion:
         """
         self.mesh = mesh
         places: dict[int, list[int]] = {}
-        for place, device in enumerate(mesh.devices.flat):
-            places.setdefault(device.process_index, []).append(place)
+        for place, process in enumerate(_process_of_place(mesh)):
+            places.setdefault(process, []).append(place)
         factor = max(1, int(expansion_factor_real_data))
         processes = len(places)
         if processes % factor:
@@ -71,6 +76,7 @@ class Expansion:
             [(a, b) for p in readers for a, b in zip(places[p], places[p + j], strict=True)]
             for j in range(1, factor)
         ]
+        self._slot_of_place = [process % factor for process in _process_of_place(mesh)]
         process = jax.process_index()
         self.reads = process in readers
         served = range(process, process + factor) if self.reads else ()
@@ -127,10 +133,12 @@ class Expansion:
             return batch
 
         def move(slots_fANS: jax.Array) -> jax.Array:
-            rows_ANS = slots_fANS[0]  # zero where nothing was read, as is what no pair brings
-            for j, pairs in enumerate(self._moves, 1):
-                rows_ANS += jax.lax.ppermute(slots_fANS[j], AXES, pairs)
-            return rows_ANS
+            moved = (jax.lax.ppermute(slots_fANS[j], AXES, p) for j, p in enumerate(self._moves, 1))
+            arrived = [slots_fANS[0], *moved]
+            # A choice that the compiler leaves alone. A sum with zeros, or a select, it would put
+            # into the loops that read the rows, and a loss's sum, compiled so, has other last bits.
+            slot = jnp.array(self._slot_of_place)[jax.lax.axis_index(AXES)]
+            return jax.lax.switch(slot, [lambda j=j: arrived[j] for j in range(self.factor)])
 
         # The devices of a group get equal rows, which the compiler cannot know.
         spread = jax.shard_map(move, in_specs=SLOTS_fANS, out_specs=BATCH_ABS, check_vma=False)

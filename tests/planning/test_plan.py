@@ -286,14 +286,14 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
 
 def test_fit_finds_the_edge():
     """What it prints fits by the compiler's account, and one row more does not."""
-    small = (*TINY, "enable_rampup_batch_size=False", "device_memory_gib=0.05")
+    small = (*TINY, "enable_rampup_batch_size=False", "device_memory_gib=0.006")
     done = run(BASE, *small, "--fit", module="plan")
     assert done.returncode == 0, done.stderr
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)",
         done.stdout.strip(),
     ).groups()
-    assert int(size) > 1 and float(used) <= float(limit) == 0.05 < float(above)
+    assert int(size) > 1 and float(used) <= float(limit) == 0.006 < float(above)
 
 
 def steps_of(folder):

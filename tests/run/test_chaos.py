@@ -8,11 +8,12 @@ import pytest
 from conftest import ROOT, environment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ["--kills=5", "--seed=1", "--same-shape"],
-        pytest.param(["--kills=25", "--seed=2"], marks=pytest.mark.slow),
+        ["--kills=25", "--seed=2"],
     ],
 )
 def test_nothing_is_lost(tmp_path, cache_dir, options):

@@ -242,6 +242,8 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
         "checkpoint_period=1",
         "opt_type=sgd",
         "gradient_clipping_threshold=0",
+        "enable_rampup_batch_size=False",  # one program
+        "eval_interval=-1",
     )
     done = run(*line)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
@@ -289,6 +291,6 @@ def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
     more += ("base_emb_dim=128", "base_mlp_dim=384", "max_target_length=256", "eval_interval=-1")
     more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 2, 1, 4)[attempt % 4]}")
     line = arguments(tmp_path, cache_dir, f"attempt{attempt}", *more)
-    done = run(*line, devices=4, timeout=580)
+    done = run(*line, devices=4, timeout=580, optimized=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(steps_of(tmp_path / f"attempt{attempt}")) == 60

@@ -1,0 +1,59 @@
+"""Rows that travel inside the step: the program after them stays the same to the last bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+
+from maxramp.data import relay
+from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.training.objective import next_token_prediction
+from maxramp.training.state import initial_state
+from maxramp.training.step import eval_step
+
+PROCESSES = 4
+
+
+@pytest.mark.parametrize("factor", (2, 4))
+def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor):
+    """Eight devices as those of four processes; the sum of a loss shows how it was compiled."""
+    config = make_config("per_device_batch_size=2", "enable_rampup_batch_size=False")
+    mesh = make_mesh(config)
+    processes = [place * PROCESSES // mesh.size for place in range(mesh.size)]
+    monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)
+    objective = next_token_prediction(config.recipe.objective)
+    shape = (1, 16, config.model.max_target_length + 1)
+
+    with jax.set_mesh(mesh):
+        model = initial_state(config.recipe).model
+        sums = jax.jit(lambda: (jnp.float32(0),) * 2)()
+
+        def program(expansion):
+            """Sums only: rows that are returned as well would be an array of their own."""
+
+            def evaluate(model, batch):
+                return eval_step(model, sums, expansion.gather(batch), objective=objective)
+
+            return jax.jit(evaluate)
+
+        def slots(rows_ABS, batch: jax.ShapeDtypeStruct):
+            """Each row in the slot and the place that it travels from."""
+            slots_fANS = np.zeros(batch.shape, np.int32)
+            here = shape[1] // PROCESSES
+            for process in range(PROCESSES):
+                reader, slot = process - process % factor, process % factor
+                own = rows_ABS[:, process * here : (process + 1) * here]
+                slots_fANS[slot, :, reader * here : (reader + 1) * here] = own
+            return jax.device_put(slots_fANS, batch.sharding)
+
+        travels = relay.Expansion(mesh, factor)
+        stays, moves = program(relay.Expansion(mesh, 1)), program(travels)
+        random = np.random.default_rng(0)
+        for _ in range(50):
+            rows_ABS = random.integers(0, config.model.vocab_size, shape, np.int32)
+            wanted = stays(model, jax.device_put(rows_ABS, NamedSharding(mesh, BATCH_ABS)))
+            travelling = slots(rows_ABS, travels.abstract_batch(*shape))
+            assert [float(x) for x in moves(model, travelling)] == [float(x) for x in wanted]
+        assert np.array_equal(jax.jit(travels.gather)(travelling), rows_ABS)
