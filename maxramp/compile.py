@@ -25,7 +25,7 @@ from maxramp.errors import ConfigError, report
 from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel import topology as topology_lib
+from maxramp.planning import machine as machines
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -88,10 +88,9 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
     """
-    topology = topology_lib.parse(config.planning.compile_topology)
-    slices = config.planning.compile_topology_num_slices
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; the pod is libtpu's description of it
-    devices = topology_lib.describe(topology, slices).devices
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+    machine = machines.find(config.planning)
+    devices, slices = machine.devices, machine.slices
     target = resolve(config, len(devices), slices, 1)
     ramp = RampupBatchManager(target.batch, len(devices))
     stages = ramp.stages_between(0, ramp.total_steps)
@@ -100,7 +99,7 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
         target.recipe,
         LearningRate.of(target.schedule, ramp),
         mesh_lib.make_mesh(target.mesh, devices),
-        topology.chip,
+        machine,
         target.planning.device_memory_gib,
         target.batch.model_parallel_size,
     )
@@ -121,12 +120,14 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     fit = all(entry["fits"] for entry in entries)
     constant = -(-total // last["global_batch_size"])
     return {
-        "compile_topology": str(topology),
+        "compile_topology": machine.name,
+        "device": machine.device,
         "num_slices": slices,
         "devices": len(devices),
         "mesh": target.mesh.sizes,
         "max_target_length": target.model.max_target_length,
-        "peak_tflops_per_device": topology.chip.peak_tflops,
+        "peak_tflops_per_device": machine.peak_tflops,
+        "times": machine.times,
         "stages": entries,
         "totals": {
             "fits": fit,
@@ -178,11 +179,13 @@ def _cells(s: dict[str, Any]) -> list[str]:
 def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
-    columns += "|MFU|tokens/s|hours|chip-hours"
+    device = result["device"]
+    columns += f"|MFU|tokens/s|hours|{device}-hours"
     print_table(columns.split("|"), map(_cells, result["stages"]))
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
-    print(f"pod       {result['compile_topology']}{slices}: {result['devices']} chips, mesh {mesh}")
+    number = f"{result['devices']} {device}s"
+    print(f"machine   {result['compile_topology']}{slices}: {number}, mesh {mesh}")
     for s in result["stages"]:
         if s["fits"]:
             continue
@@ -202,22 +205,25 @@ def _print(result: dict[str, Any]) -> None:
         if s["fits"]:
             moved = ", ".join(f"{kind} {gib:.3g}" for kind, gib in s["collective_gib"].items())
             print(
-                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each chip, "
-                f"{s['collective_seconds']:.3g} s of the step wait for it"
+                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each {device}"
+                f"{_by_link(s)}, {s['collective_seconds']:.3g} s of the step wait for it"
             )
     totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
         print(
             f"run       {totals['steps']:,} steps, {totals['hours']:,.1f} hours, "
-            f"{totals['chip_hours']:,.0f} chip-hours; a constant batch of "
+            f"{totals['chip_hours']:,.0f} {device}-hours; a constant batch of "
             f"{constant['global_batch_size']:,} takes {constant['steps']:,} steps, "
-            f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} chip-hours"
+            f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} {device}-hours"
         )
-    print(
-        "times     the compiler's cycles at the chip's clock, attention kernels at its peak, "
-        "and the waits at its published interconnect rate: a pod is slower, not faster"
-    )
+    print(f"times     {result['times']}")
+
+
+def _by_link(s: dict[str, Any]) -> str:
+    if "network_gib" not in s:
+        return ""
+    return f" ({s['nvlink_gib']:.3g} over NVLink, {s['network_gib']:.3g} over the network)"
 
 
 def _size(size: float | int) -> str:

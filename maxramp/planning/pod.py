@@ -1,4 +1,4 @@
-"""What a pod's compiler says of a train step, on a machine that has no pod."""
+"""What a compiler for other devices says of a train step, on a machine without them."""
 
 import functools
 import re
@@ -8,51 +8,51 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from maxramp.parallel.topology import Chip
-from maxramp.planning import hlo
+from maxramp.planning.machine import Machine
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import lower_step
+from maxramp.training.programs import compiler_options, lower_step
 
 
 class Pod:
-    """A pod's compiler."""
+    """The compiler of a pod or cluster."""
 
     def __init__(
         self,
         recipe: Recipe,
         learning_rate: LearningRate,
         mesh: Mesh,
-        chip: Chip,
+        machine: Machine,
         device_memory_gib: float,
         model_parallel_size: int,
     ):
         """
         Args:
           recipe, learning_rate: what the step is made from.
-          mesh: over the pod's chips.
-          chip: what one of them does.
-          device_memory_gib: of a chip; -1 = what it is published to have.
-          model_parallel_size: chips that together hold one row.
+          mesh: over the machine's devices.
+          machine: whose compiler it is.
+          device_memory_gib: of a device; -1 = what the machine says.
+          model_parallel_size: devices that together hold one row.
         """
-        self._mesh, self._chip = mesh, chip
-        self._limit = chip.memory_gib if device_memory_gib == -1 else device_memory_gib
+        self._mesh, self._machine = mesh, machine
+        self._limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
+        self._options = compiler_options(mesh.devices.flat[0].platform) | machine.options
         self._parallel = model_parallel_size
         # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            self._lower = lower_step(recipe, mesh, learning_rate)
+            self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
 
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
         start = time.perf_counter()
-        limit = {"peak_tflops_per_device": self._chip.peak_tflops}
+        limit = {"peak_tflops_per_device": self._machine.peak_tflops}
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = self._lower(accumulation, rows)
             try:
-                compiled = lowered.compile()
+                compiled = lowered.compile(self._options or None)
             except jax.errors.JaxRuntimeError as error:
                 if not (sizes := _too_big(str(error))):
                     raise
@@ -64,10 +64,6 @@ class Pod:
                 }
         seconds = time.perf_counter() - start
         analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
-        work = hlo.count(compiled.as_text())
-        compute = work.cycles / (self._chip.clock_ghz * 1e9)
-        compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
-        waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
         return limit | {
             "memory_gib": {
                 "arguments": analysis.argument_size_in_bytes / GIB,
@@ -76,12 +72,8 @@ class Pod:
                 "limit": self._limit,
             },
             "fits": peak <= self._limit,
-            "flops_per_device": work.flops,
-            "compute_seconds": compute,
-            "collective_seconds": waited,
-            "step_seconds": compute + waited,
-            "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
             "compile_seconds": seconds,
+            **self._machine.work(compiled.as_text()),
         }
 
     def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:
