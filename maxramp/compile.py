@@ -1,7 +1,8 @@
-"""Compiles the step of every stage for a TPU pod, on a machine without one.
+"""Compiles the step of every stage for a TPU pod or a GPU cluster, on a machine without one.
 
 python -m maxramp.compile CONFIG.yml compile_topology=v5p:8x8x16 [compile_topology_num_slices=N]
-    [key=value ...] [--json]
+python -m maxramp.compile CONFIG.yml compile_topology=h200:16x8
+    [key=value ...] [--json] [--best]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -26,15 +27,19 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine as machines
+from maxramp.planning.fit import by_speed, pods
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
   --json  print the result as JSON
+  --best  instead of the stages as they are, list in which ways the last one's batch fits, fastest
+          first: under each remat_policy, in the largest micro batches
 
-compile_topology names the pod, such as v5p:8x8x16. The result is also saved in the output folder as
-compiled.json, for maxramp.plan --compiled FILE. This needs libtpu (jax[tpu]) but no TPU.
+compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
+output folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
+(maxramp[tpu]), for GPUs the CUDA plugin (maxramp[cuda13-compiler]), and neither TPUs nor GPUs.
 """
 
 
@@ -42,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        as_json = take_flag(arguments, "--json")
+        as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
         config = load(arguments, "compile", USAGE)
         if not config.planning.compile_topology:
             raise ConfigError(
-                "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
-                "v5p-2048"
+                "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
+                "v5p-2048 or h200:16x8"
             )
+        if best:
+            found = compile_ways(config)
+            print(json.dumps(found, indent=2)) if as_json else _print_ways(found)
+            return 0
         result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
         run = config.run
         folder = pathlib.Path(run.base_output_directory).expanduser()
@@ -88,21 +97,11 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
     """
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
-    machine = machines.find(config.planning)
+    target, ramp, machine = _resolved(config)
     devices, slices = machine.devices, machine.slices
-    target = resolve(config, len(devices), slices, 1)
-    ramp = RampupBatchManager(target.batch, len(devices))
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = Pod(
-        target.recipe,
-        LearningRate.of(target.schedule, ramp),
-        mesh_lib.make_mesh(target.mesh, devices),
-        machine,
-        target.planning.device_memory_gib,
-        target.batch.model_parallel_size,
-    )
+    pod = Pod(*_of_a_pod(target, ramp, machine))
     entries = []
     for stage in stages:
         entry = stage.to_json() | pod.step(
@@ -140,6 +139,80 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
             | _over_the_run(last, constant, len(devices), target.model),
         },
     }
+
+
+def compile_ways(config: Config) -> dict[str, Any]:
+    """Compiles the last stage's step in the ways that may fit.
+
+    Args:
+      config: loaded, with `compile_topology`.
+
+    Returns:
+      `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
+
+    Raises:
+      ConfigError: the machine does not exist, the mesh or the batch does not fill it, or nothing
+        fits.
+    """
+    target, ramp, machine = _resolved(config)
+    stage = ramp.stages_between(0, ramp.total_steps)[-1]
+    ramp.check([stage])
+    ways = by_speed(pods(*_of_a_pod(target, ramp, machine)), stage)
+    if not ways:
+        raise ConfigError(
+            f"compile_topology={machine.name}: not even one row a group of devices fits under "
+            "remat_policy=full; use more devices or more ici_tensor_parallelism"
+        )
+    devices = len(machine.devices)
+    return {
+        "compile_topology": machine.name,
+        "device": machine.device,
+        "times": machine.times,
+        "ways": [
+            way | _over_the_run(way, ramp.run_steps(stage), devices, target.model) for way in ways
+        ],
+    }
+
+
+def _resolved(config: Config) -> tuple[Config, RampupBatchManager, machines.Machine]:
+    """A config for the machine that its compile_topology names, its ramp, and the machine."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+    machine = machines.find(config.planning)
+    target = resolve(config, len(machine.devices), machine.slices, 1)
+    return target, RampupBatchManager(target.batch, len(machine.devices)), machine
+
+
+def _of_a_pod(target: Config, ramp: RampupBatchManager, machine: machines.Machine) -> tuple:
+    return (
+        target.recipe,
+        LearningRate.of(target.schedule, ramp),
+        mesh_lib.make_mesh(target.mesh, machine.devices),
+        machine,
+        target.planning.device_memory_gib,
+        target.batch.model_parallel_size,
+    )
+
+
+def _print_ways(result: dict[str, Any]) -> None:
+    """What fits, as a table."""
+    columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
+    print_table(
+        columns.split("|"),
+        [
+            [
+                way["remat_policy"],
+                _size(way["per_device_batch_size"]),
+                str(way["gradient_accumulation_steps"]),
+                _shown(way["memory_gib"]["peak"]),
+                _shown(way["memory_gib"]["temporaries"]),
+                f"{way['step_seconds']:.3g} s",
+                f"{way['mfu']:.1%}",
+                f"{way['tokens_per_second']:,.0f}",
+            ]
+            for way in result["ways"]
+        ],
+    )
+    print(f"times     {result['times']}")
 
 
 def _over_the_run(

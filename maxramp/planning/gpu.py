@@ -109,7 +109,7 @@ def describe(cluster: Cluster) -> Sequence[Any]:
     Raises:
       ConfigError: the plugin is not installed, or does not know such a GPU.
     """
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not _is_installed():
         raise ConfigError(
             f"compile_topology={cluster}: the GPU compiler is not installed; python -m pip install "
             "'maxramp[cuda13-compiler]' (no GPU is needed)"
@@ -127,6 +127,13 @@ def describe(cluster: Cluster) -> Sequence[Any]:
         raise ConfigError(
             f"compile_topology={cluster}: the GPU compiler does not make it: {reason}"
         ) from None
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:  # no plugin of JAX at all
+        return False
 
 
 def _target_config(gpu: Gpu) -> str:

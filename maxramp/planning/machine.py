@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from maxramp.errors import ConfigError
-from maxramp.parallel import topology
+from maxramp.parallel import mesh, topology
 from maxramp.planning import gpu, hlo, roofline
 from maxramp.planning.keys import PlanKeys
-from maxramp.training.device_memory import GIB
+from maxramp.training.device_memory import GIB, device_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +45,38 @@ class Machine:
     times: str
 
 
+def here() -> Machine:
+    """The devices of this machine, on the backend that has started; their times are not known."""
+    devices = jax.devices()
+    return Machine(
+        name=devices[0].device_kind,
+        device="device",
+        devices=devices,
+        slices=mesh.num_slices(),
+        memory_gib=device_memory(-1) / GIB,
+        peak_tflops=0.0,
+        work=lambda compiled: {},
+        platforms=None,
+        options={},
+        times="",
+    )
+
+
 def find(keys: PlanKeys) -> Machine:
     """The machine that compile_topology names.
 
     Raises:
       ConfigError: there is none of that name, or its compiler is not installed.
     """
-    if gpu.is_cluster(keys.compile_topology):
+    name = keys.compile_topology
+    if gpu.is_cluster(name):
         return _cluster(keys)
+    if not re.match(r"v\d", name):
+        raise ConfigError(
+            f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such as "
+            f"v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
+            f"{', '.join(gpu.GPUS)} or FILE.yml"
+        )
     return _pod(keys)
 
 

@@ -1,5 +1,6 @@
 """What a compiler for other devices says of a train step, on a machine without them."""
 
+import bisect
 import functools
 import re
 import time
@@ -78,25 +79,43 @@ class Pod:
 
     def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:
         """The same global batch in the largest micro batches that fit; None if one row does not."""
-        ranks = stage.devices // self._parallel
-        rows = stage.global_batch_size // ranks
-        now = stage.micro_batch_size // ranks
-        sizes = [size for size in range(1, now) if rows % size == 0]
-        fits, low = None, 0
-        while low < len(sizes):  # bisects from above: sizes[:low] fit, what is cut off does not
-            middle = (low + len(sizes)) // 2
-            found = self.step(rows // sizes[middle], sizes[middle] * ranks)
-            if found["fits"]:
-                fits, low = (sizes[middle], found), middle + 1
-            else:
-                sizes = sizes[:middle]
-        if fits is None:
+        below = stage.micro_batch_size // self._ranks(stage)
+        found = self._fits(stage, [n for n in self._sizes(stage) if n < below], 1)
+        if not found:
             return None
-        return {
-            "per_device_batch_size": fits[0] / self._parallel,
-            "gradient_accumulation_steps": rows // fits[0],
-            "peak_gib": fits[1]["memory_gib"]["peak"],
+        names = ("per_device_batch_size", "gradient_accumulation_steps")
+        return {name: found[0][name] for name in names} | {
+            "peak_gib": found[0]["memory_gib"]["peak"]
         }
+
+    def largest_fits(self, stage: Stage, number: int) -> list[dict[str, Any]]:
+        """A stage's global batch in the largest micro batches that fit, a few sizes of them."""
+        return self._fits(stage, self._sizes(stage), number)
+
+    def _ranks(self, stage: Stage) -> int:
+        return stage.devices // self._parallel
+
+    def _sizes(self, stage: Stage) -> list[int]:
+        """Rows a group of devices can take at a time, from 1 to all of its own."""
+        rows = stage.global_batch_size // self._ranks(stage)
+        return [size for size in range(1, rows + 1) if rows % size == 0]
+
+    def _fits(self, stage: Stage, sizes: list[int], number: int) -> list[dict[str, Any]]:
+        """The compiler's account of the largest sizes that fit, by bisection."""
+        ranks = self._ranks(stage)
+        rows = stage.global_batch_size // ranks
+
+        def step(size: int) -> dict[str, Any]:
+            return self.step(rows // size, size * ranks)
+
+        low = bisect.bisect_left(sizes, True, key=lambda size: not step(size)["fits"])
+        return [
+            step(size)
+            | {"global_batch_size": stage.global_batch_size}
+            | {"per_device_batch_size": size / self._parallel}
+            | {"gradient_accumulation_steps": rows // size}
+            for size in reversed(sizes[max(0, low - number) : low])
+        ]
 
 
 def _too_big(error: str) -> tuple[float, float] | None:

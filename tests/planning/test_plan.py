@@ -268,18 +268,6 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     assert 0.5 < found["total"] * 2**30 / compiled_bytes(compiled) < 2
 
 
-def test_fit_finds_the_edge():
-    """What it prints fits by the compiler's account, and one row more does not."""
-    small = (*TINY, "enable_rampup_batch_size=False", "device_memory_gib=0.05")
-    done = run(BASE, *small, "--fit", module="plan")
-    assert done.returncode == 0, done.stderr
-    size, used, limit, above = re.fullmatch(
-        r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)",
-        done.stdout.strip(),
-    ).groups()
-    assert int(size) > 1 and float(used) <= float(limit) == 0.05 < float(above)
-
-
 def steps_of(folder):
     return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
 

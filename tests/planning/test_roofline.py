@@ -67,6 +67,39 @@ def test_a_slow_product_hides_a_transfer():
     assert work.seconds == pytest.approx(4 * 2 * 8 * 16 * 8 / 1e3 + 2 * 48 / 1e4)
 
 
+def test_a_loop_whose_turns_follow_from_its_counter():
+    """From 1 in steps of 2 up to below 8: four turns, as the compiler says otherwise."""
+    counted = PROGRAM.replace(
+        '"known_trip_count":{"n":"4"}', '"known_induction_variable":{"tuple_index":"2"}'
+    )
+    counted = counted.replace(
+        "  %l.4 =",
+        """  %one.4 = s32[] constant(1)
+  %start.4 = s32[] copy(%one.4)
+  %s.4 = (f32[8,16]{1,0}, f32[4,16,8]{2,1,0}, s32[]) tuple(%a.4, %a.4, %start.4)
+  %l.4 =""",
+    )
+    counted = counted.replace("  ROOT %lt.3 =", "  %n.3 = s32[] constant(8)\n  ROOT %lt.3 =")
+    counted = counted.replace("tuple(%x.2, %w.2, %i.2)", "tuple(%x.2, %w.2, %next.2)").replace(
+        "  %g.2 =", "  %next.2 = s32[] fusion(%i.2), kind=kLoop, calls=%add_two\n  %g.2 ="
+    )
+    counted = (
+        """
+%add_two (i: s32[]) -> s32[] {
+  %i.0 = s32[] parameter(0)
+  %two.0 = s32[] constant(2)
+  ROOT %sum.0 = s32[] add(%i.0, %two.0)
+}
+"""
+        + counted
+    )
+    found, expected = (roofline.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
+    assert found.flops == expected.flops
+    assert found.collective_bytes == expected.collective_bytes
+    with pytest.raises(ValueError, match="the loop l.4 does not say how often it runs"):
+        roofline.count(counted.replace("constant(8)", "parameter(1)"), TWO_NODES, RATES)
+
+
 def test_one_node_has_no_network():
     work = roofline.count(PROGRAM, [0] * 8, RATES)
     assert work.network_bytes == 0 and work.nvlink_bytes == 4 * 7 * 64 + 2 * 48
@@ -105,17 +138,18 @@ def test_a_permutation_crosses_where_one_of_its_pairs_does():
 
 
 def test_flops_of_attention_kernels():
-    """Two products forward and five backward, of rows 2, length 64, 4 heads of 32; half is causal."""
+    """Two products forward and five backward: 2 rows of 64 tokens, 4 heads of 32, causal."""
     text = """
 ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,2,32]) -> bf16[2,4,64,32] {
   %q.1 = bf16[2,64,4,32]{3,2,1,0} parameter(0)
   %k.1 = bf16[2,64,2,32]{3,2,1,0} parameter(1)
-  ROOT %f.1 = (bf16[2,4,64,32]{3,2,1,0}) custom-call(%q.1, %k.1, %k.1), custom_call_target="NAME", backend_config={"mask_type": "CAUSAL"}
+  ROOT %f.1 = (bf16[2,4,64,32]{3,2,1,0}) custom-call(%q.1, %k.1, %k.1), REST
 }
 """
     one = 2 * 2 * 4 * 64 * 64 * 32 / 2
     for name, products in (("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)):
-        assert roofline.count(text.replace("NAME", name), [0], RATES).flops == products * one
+        rest = f'custom_call_target="{name}", backend_config={{"mask_type": "CAUSAL"}}'
+        assert roofline.count(text.replace("REST", rest), [0], RATES).flops == products * one
 
 
 @pytest.mark.parametrize(
