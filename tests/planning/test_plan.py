@@ -7,7 +7,6 @@ import os
 import pathlib
 import pty
 import random
-import re
 import struct
 import subprocess
 import sys
