@@ -92,7 +92,8 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
       `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
-      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib`, `compile_seconds`; and `totals`.
+      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
+      GPUs), `network_gib` (between nodes of GPUs), `compile_seconds`; and `totals`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
@@ -276,11 +277,16 @@ def _print(result: dict[str, Any]) -> None:
         )
     for s in result["stages"]:
         if s["fits"]:
-            moved = ", ".join(f"{kind} {gib:.3g}" for kind, gib in s["collective_gib"].items())
+            stage = f"stage {s['index']}: "
             print(
-                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each {device}"
-                f"{_by_link(s)}, {s['collective_seconds']:.3g} s of the step wait for it"
+                f"moves     {stage}{_moved(s['collective_gib'])} a step into each {device}, "
+                f"{s['collective_seconds']:.3g} s of the step wait for transfers"
             )
+            if s.get("network_gib"):
+                print(
+                    f"network   {stage}{_moved(s['network_gib'])} a step into each {device} from "
+                    "other nodes"
+                )
     totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
@@ -293,10 +299,8 @@ def _print(result: dict[str, Any]) -> None:
     print(f"times     {result['times']}")
 
 
-def _by_link(s: dict[str, Any]) -> str:
-    if "network_gib" not in s:
-        return ""
-    return f" ({s['nvlink_gib']:.3g} over NVLink, {s['network_gib']:.3g} over the network)"
+def _moved(sizes: dict[str, float]) -> str:
+    return (", ".join(f"{kind} {gib:.3g}" for kind, gib in sizes.items()) or "0") + " GiB"
 
 
 def _size(size: float | int) -> str:

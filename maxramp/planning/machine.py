@@ -152,7 +152,10 @@ def _work_of_gpu(nodes: Sequence[int], rates: roofline.Rates, text: str) -> dict
         "compute_seconds": work.compute_seconds,
         "collective_seconds": work.seconds - work.compute_seconds,
         "step_seconds": work.seconds,
-        "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
-        "nvlink_gib": work.nvlink_bytes / GIB,
-        "network_gib": work.network_bytes / GIB,
+        "collective_gib": _gib(work.nvlink_bytes),
+        "network_gib": _gib(work.network_bytes),
     }
+
+
+def _gib(moved: Mapping[str, float]) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in sorted(moved.items()) if size}

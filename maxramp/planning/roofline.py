@@ -46,24 +46,22 @@ class Work:
       seconds: from start to end.
       compute_seconds: of its kernels alone; the rest of `seconds` waits for transfers.
       flops: of matrix products and attention.
-      collective_bytes: kind -> bytes that a GPU receives.
-      nvlink_bytes, network_bytes: the same, by the link they come over.
+      nvlink_bytes: kind -> bytes that a GPU receives from GPUs of its node.
+      network_bytes: kind -> bytes that it receives from other nodes.
     """
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
     flops: float = 0.0
-    collective_bytes: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
-    nvlink_bytes: float = 0.0
-    network_bytes: float = 0.0
+    nvlink_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
+    network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, other: "Work", times: int) -> None:
         """Adds what another program does, so many times."""
-        for kind, moved in other.collective_bytes.items():
-            self.collective_bytes[kind] += times * moved
-        for name in ("seconds", "compute_seconds", "flops", "nvlink_bytes", "network_bytes"):
+        for name in ("nvlink_bytes", "network_bytes"):
+            for kind, moved in getattr(other, name).items():
+                getattr(self, name)[kind] += times * moved
+        for name in ("seconds", "compute_seconds", "flops"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
 
 
@@ -95,9 +93,8 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
                 work.add(work_of(i.attribute("to_apply")), 1)
             elif kind in hlo._COLLECTIVES:
                 nvlink, network = _moved(i, kind, table, nodes)
-                work.collective_bytes[kind] += nvlink + network
-                work.nvlink_bytes += nvlink
-                work.network_bytes += network
+                work.nvlink_bytes[kind] += nvlink
+                work.network_bytes[kind] += network
                 taken = max(nvlink / rates.nvlink, network / rates.network)
                 link = done[i.name] = max(link, work.seconds) + taken
                 if i.opcode == kind:  # nothing runs beside it
