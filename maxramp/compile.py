@@ -1,7 +1,8 @@
-"""Compiles the step of every stage for a TPU pod, on a machine without one.
+"""Compiles the step of every stage for a TPU pod or a GPU cluster, on a machine without one.
 
 python -m maxramp.compile CONFIG.yml compile_topology=v5p:8x8x16 [compile_topology_num_slices=N]
-    [key=value ...] [--json]
+python -m maxramp.compile CONFIG.yml compile_topology=h200:16x8
+    [key=value ...] [--json] [--best]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -25,16 +26,20 @@ from maxramp.errors import ConfigError, report
 from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel import topology as topology_lib
+from maxramp.planning import machine as machines
+from maxramp.planning.fit import by_speed, pods
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
 USAGE = """
   --json  print the result as JSON
+  --best  instead of the stages as they are, list in which ways the last one's batch fits, fastest
+          first: under each remat_policy, in the largest micro batches
 
-compile_topology names the pod, such as v5p:8x8x16. The result is also saved in the output folder as
-compiled.json, for maxramp.plan --compiled FILE. This needs libtpu (jax[tpu]) but no TPU.
+compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
+output folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
+(maxramp[tpu]), for GPUs the CUDA plugin (maxramp[cuda13-compiler]), and neither TPUs nor GPUs.
 """
 
 
@@ -42,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        as_json = take_flag(arguments, "--json")
+        as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
         config = load(arguments, "compile", USAGE)
         if not config.planning.compile_topology:
             raise ConfigError(
-                "compile_topology is not given: the pod to compile for, such as v5p:8x8x16 or "
-                "v5p-2048"
+                "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
+                "v5p-2048 or h200:16x8"
             )
+        if best:
+            found = compile_ways(config)
+            print(json.dumps(found, indent=2)) if as_json else _print_ways(found)
+            return 0
         result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
         run = config.run
         folder = pathlib.Path(run.base_output_directory).expanduser()
@@ -83,27 +92,17 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
       `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
-      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib`, `compile_seconds`; and `totals`.
+      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
+      GPUs), `network_gib` (between nodes of GPUs), `compile_seconds`; and `totals`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
     """
-    topology = topology_lib.parse(config.planning.compile_topology)
-    slices = config.planning.compile_topology_num_slices
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; the pod is libtpu's description of it
-    devices = topology_lib.describe(topology, slices).devices
-    target = resolve(config, len(devices), slices, 1)
-    ramp = RampupBatchManager(target.batch, len(devices))
+    target, ramp, machine = _resolved(config)
+    devices, slices = machine.devices, machine.slices
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = Pod(
-        target.recipe,
-        LearningRate.of(target.schedule, ramp),
-        mesh_lib.make_mesh(target.mesh, devices),
-        topology.chip,
-        target.planning.device_memory_gib,
-        target.batch.model_parallel_size,
-    )
+    pod = Pod(*_of_a_pod(target, ramp, machine))
     entries = []
     for stage in stages:
         entry = stage.to_json() | pod.step(
@@ -121,12 +120,14 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     fit = all(entry["fits"] for entry in entries)
     constant = -(-total // last["global_batch_size"])
     return {
-        "compile_topology": str(topology),
+        "compile_topology": machine.name,
+        "device": machine.device,
         "num_slices": slices,
         "devices": len(devices),
         "mesh": target.mesh.sizes,
         "max_target_length": target.model.max_target_length,
-        "peak_tflops_per_device": topology.chip.peak_tflops,
+        "peak_tflops_per_device": machine.peak_tflops,
+        "times": machine.times,
         "stages": entries,
         "totals": {
             "fits": fit,
@@ -139,6 +140,80 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
             | _over_the_run(last, constant, len(devices), target.model),
         },
     }
+
+
+def compile_ways(config: Config) -> dict[str, Any]:
+    """Compiles the last stage's step in the ways that may fit.
+
+    Args:
+      config: loaded, with `compile_topology`.
+
+    Returns:
+      `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
+
+    Raises:
+      ConfigError: the machine does not exist, the mesh or the batch does not fill it, or nothing
+        fits.
+    """
+    target, ramp, machine = _resolved(config)
+    stage = ramp.stages_between(0, ramp.total_steps)[-1]
+    ramp.check([stage])
+    ways = by_speed(pods(*_of_a_pod(target, ramp, machine)), stage)
+    if not ways:
+        raise ConfigError(
+            f"compile_topology={machine.name}: not even one row a group of devices fits under "
+            "remat_policy=full; use more devices or more ici_tensor_parallelism"
+        )
+    devices = len(machine.devices)
+    return {
+        "compile_topology": machine.name,
+        "device": machine.device,
+        "times": machine.times,
+        "ways": [
+            way | _over_the_run(way, ramp.run_steps(stage), devices, target.model) for way in ways
+        ],
+    }
+
+
+def _resolved(config: Config) -> tuple[Config, RampupBatchManager, machines.Machine]:
+    """A config for the machine that its compile_topology names, its ramp, and the machine."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+    machine = machines.find(config.planning)
+    target = resolve(config, len(machine.devices), machine.slices, 1)
+    return target, RampupBatchManager(target.batch, len(machine.devices)), machine
+
+
+def _of_a_pod(target: Config, ramp: RampupBatchManager, machine: machines.Machine) -> tuple:
+    return (
+        target.recipe,
+        LearningRate.of(target.schedule, ramp),
+        mesh_lib.make_mesh(target.mesh, machine.devices),
+        machine,
+        target.planning.device_memory_gib,
+        target.batch.model_parallel_size,
+    )
+
+
+def _print_ways(result: dict[str, Any]) -> None:
+    """What fits, as a table."""
+    columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
+    print_table(
+        columns.split("|"),
+        [
+            [
+                way["remat_policy"],
+                _size(way["per_device_batch_size"]),
+                str(way["gradient_accumulation_steps"]),
+                _shown(way["memory_gib"]["peak"]),
+                _shown(way["memory_gib"]["temporaries"]),
+                f"{way['step_seconds']:.3g} s",
+                f"{way['mfu']:.1%}",
+                f"{way['tokens_per_second']:,.0f}",
+            ]
+            for way in result["ways"]
+        ],
+    )
+    print(f"times     {result['times']}")
 
 
 def _over_the_run(
@@ -182,11 +257,13 @@ def _cells(s: dict[str, Any]) -> list[str]:
 def _print(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
-    columns += "|MFU|tokens/s|hours|chip-hours"
+    device = result["device"]
+    columns += f"|MFU|tokens/s|hours|{device}-hours"
     print_table(columns.split("|"), map(_cells, result["stages"]))
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
-    print(f"pod       {result['compile_topology']}{slices}: {result['devices']} chips, mesh {mesh}")
+    number = f"{result['devices']} {device}s"
+    print(f"machine   {result['compile_topology']}{slices}: {number}, mesh {mesh}")
     for s in result["stages"]:
         if s["fits"]:
             continue
@@ -204,24 +281,30 @@ def _print(result: dict[str, Any]) -> None:
         )
     for s in result["stages"]:
         if s["fits"]:
-            moved = ", ".join(f"{kind} {gib:.3g}" for kind, gib in s["collective_gib"].items())
+            stage = f"stage {s['index']}: "
             print(
-                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each chip, "
-                f"{s['collective_seconds']:.3g} s of the step wait for it"
+                f"moves     {stage}{_moved(s['collective_gib'])} a step into each {device}, "
+                f"{s['collective_seconds']:.3g} s of the step wait for transfers"
             )
+            if s.get("network_gib"):
+                print(
+                    f"network   {stage}{_moved(s['network_gib'])} a step into each {device} from "
+                    "other nodes"
+                )
     totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
         print(
             f"run       {totals['steps']:,} steps, {totals['hours']:,.1f} hours, "
-            f"{totals['chip_hours']:,.0f} chip-hours; a constant batch of "
+            f"{totals['chip_hours']:,.0f} {device}-hours; a constant batch of "
             f"{constant['global_batch_size']:,} takes {constant['steps']:,} steps, "
-            f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} chip-hours"
+            f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} {device}-hours"
         )
-    print(
-        "times     the compiler's cycles at the chip's clock, attention kernels at its peak, "
-        "and the waits at its published interconnect rate: a pod is slower, not faster"
-    )
+    print(f"times     {result['times']}")
+
+
+def _moved(sizes: dict[str, float]) -> str:
+    return (", ".join(f"{kind} {gib:.3g}" for kind, gib in sizes.items()) or "0") + " GiB"
 
 
 def _size(size: float | int) -> str:

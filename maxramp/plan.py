@@ -25,8 +25,9 @@ from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve, resolve_planned
 from maxramp.errors import ConfigError, report
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning import machine as machines
 from maxramp.planning.cost import PassCost
-from maxramp.planning.fit import largest_per_device_batch_size
+from maxramp.planning.fit import largest_batch
 from maxramp.planning.memory import estimate
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
@@ -37,7 +38,8 @@ from maxramp.training.learning_rate import LearningRate
 USAGE = """
   --json           print the plan as JSON
   --plot FILE      draw it
-  --fit            find the largest per_device_batch_size whose step fits a device of this machine
+  --fit            find the cheapest remat_policy and the largest per_device_batch_size whose step
+                   fits a device: of compile_topology, or of this machine
   --compiled FILE  add what maxramp.compile found for a pod
 """
 
@@ -51,16 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled = take_value(arguments, "--compiled")
         config = load(arguments, "plan", USAGE)
         if fit:
-            mesh_lib.start_backend(config.backend)
-            config = resolve(config, jax.device_count(), mesh_lib.num_slices(), 1)
-            line = largest_per_device_batch_size(
-                config.recipe,
-                config.mesh,
-                config.batch,
-                config.schedule,
-                config.planning.device_memory_gib,
-            )
-            print(line)
+            print(_fit(config))
             return 0
         plan = make_plan(config)
         if compiled:
@@ -74,6 +67,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:
         return report(error)
+
+
+def _fit(config: Config) -> str:
+    """The lines that --fit prints, for compile_topology or the devices of this machine."""
+    if config.planning.compile_topology:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+        machine = machines.find(config.planning)
+    else:
+        mesh_lib.start_backend(config.backend)
+        machine = machines.here()
+    config = resolve(config, len(machine.devices), machine.slices, 1)
+    return largest_batch(
+        config.recipe,
+        config.batch,
+        config.schedule,
+        mesh_lib.make_mesh(config.mesh, machine.devices),
+        machine,
+        config.planning.device_memory_gib,
+    )
 
 
 def make_plan(config: Config) -> dict[str, Any]:

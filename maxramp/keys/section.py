@@ -47,6 +47,11 @@ def fraction() -> Any:
     return _key(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
 
 
+def share() -> Any:
+    """A number above 0 up to 1."""
+    return _key(lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
+
+
 def below_one() -> Any:
     """A number from 0 to below 1."""
     return _key(lambda value: 0 <= value < 1, "must be at least 0 and below 1")

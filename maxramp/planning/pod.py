@@ -1,5 +1,6 @@
-"""What a pod's compiler says of a train step, on a machine that has no pod."""
+"""What a compiler for other devices says of a train step, on a machine without them."""
 
+import bisect
 import functools
 import re
 import time
@@ -8,51 +9,51 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from maxramp.parallel.topology import Chip
-from maxramp.planning import hlo
+from maxramp.planning.machine import Machine
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import lower_step
+from maxramp.training.programs import compiler_options, lower_step
 
 
 class Pod:
-    """A pod's compiler."""
+    """The compiler of a pod or cluster."""
 
     def __init__(
         self,
         recipe: Recipe,
         learning_rate: LearningRate,
         mesh: Mesh,
-        chip: Chip,
+        machine: Machine,
         device_memory_gib: float,
         model_parallel_size: int,
     ):
         """
         Args:
           recipe, learning_rate: what the step is made from.
-          mesh: over the pod's chips.
-          chip: what one of them does.
-          device_memory_gib: of a chip; -1 = what it is published to have.
-          model_parallel_size: chips that together hold one row.
+          mesh: over the machine's devices.
+          machine: whose compiler it is.
+          device_memory_gib: of a device; -1 = what the machine says.
+          model_parallel_size: devices that together hold one row.
         """
-        self._mesh, self._chip = mesh, chip
-        self._limit = chip.memory_gib if device_memory_gib == -1 else device_memory_gib
+        self._mesh, self._machine = mesh, machine
+        self._limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
+        self._options = compiler_options(mesh.devices.flat[0].platform) | machine.options
         self._parallel = model_parallel_size
         # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            self._lower = lower_step(recipe, mesh, learning_rate)
+            self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
 
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
         start = time.perf_counter()
-        limit = {"peak_tflops_per_device": self._chip.peak_tflops}
+        limit = {"peak_tflops_per_device": self._machine.peak_tflops}
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = self._lower(accumulation, rows)
             try:
-                compiled = lowered.compile()
+                compiled = lowered.compile(self._options or None)
             except jax.errors.JaxRuntimeError as error:
                 if not (sizes := _too_big(str(error))):
                     raise
@@ -64,10 +65,6 @@ class Pod:
                 }
         seconds = time.perf_counter() - start
         analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
-        work = hlo.count(compiled.as_text())
-        compute = work.cycles / (self._chip.clock_ghz * 1e9)
-        compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
-        waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
         return limit | {
             "memory_gib": {
                 "arguments": analysis.argument_size_in_bytes / GIB,
@@ -76,35 +73,49 @@ class Pod:
                 "limit": self._limit,
             },
             "fits": peak <= self._limit,
-            "flops_per_device": work.flops,
-            "compute_seconds": compute,
-            "collective_seconds": waited,
-            "step_seconds": compute + waited,
-            "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
             "compile_seconds": seconds,
+            **self._machine.work(compiled.as_text()),
         }
 
     def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:
         """The same global batch in the largest micro batches that fit; None if one row does not."""
-        ranks = stage.devices // self._parallel
-        rows = stage.global_batch_size // ranks
-        now = stage.micro_batch_size // ranks
-        sizes = [size for size in range(1, now) if rows % size == 0]
-        fits, low = None, 0
-        while low < len(sizes):  # bisects from above: sizes[:low] fit, what is cut off does not
-            middle = (low + len(sizes)) // 2
-            found = self.step(rows // sizes[middle], sizes[middle] * ranks)
-            if found["fits"]:
-                fits, low = (sizes[middle], found), middle + 1
-            else:
-                sizes = sizes[:middle]
-        if fits is None:
+        below = stage.micro_batch_size // self._ranks(stage)
+        found = self._fits(stage, [n for n in self._sizes(stage) if n < below], 1)
+        if not found:
             return None
-        return {
-            "per_device_batch_size": fits[0] / self._parallel,
-            "gradient_accumulation_steps": rows // fits[0],
-            "peak_gib": fits[1]["memory_gib"]["peak"],
+        names = ("per_device_batch_size", "gradient_accumulation_steps")
+        return {name: found[0][name] for name in names} | {
+            "peak_gib": found[0]["memory_gib"]["peak"]
         }
+
+    def largest_fits(self, stage: Stage, number: int) -> list[dict[str, Any]]:
+        """A stage's global batch in the largest micro batches that fit, a few sizes of them."""
+        return self._fits(stage, self._sizes(stage), number)
+
+    def _ranks(self, stage: Stage) -> int:
+        return stage.devices // self._parallel
+
+    def _sizes(self, stage: Stage) -> list[int]:
+        """Rows a group of devices can take at a time, from 1 to all of its own."""
+        rows = stage.global_batch_size // self._ranks(stage)
+        return [size for size in range(1, rows + 1) if rows % size == 0]
+
+    def _fits(self, stage: Stage, sizes: list[int], number: int) -> list[dict[str, Any]]:
+        """The compiler's account of the largest sizes that fit, by bisection."""
+        ranks = self._ranks(stage)
+        rows = stage.global_batch_size // ranks
+
+        def step(size: int) -> dict[str, Any]:
+            return self.step(rows // size, size * ranks)
+
+        low = bisect.bisect_left(sizes, True, key=lambda size: not step(size)["fits"])
+        return [
+            step(size)
+            | {"global_batch_size": stage.global_batch_size}
+            | {"per_device_batch_size": size / self._parallel}
+            | {"gradient_accumulation_steps": rows // size}
+            for size in reversed(sizes[max(0, low - number) : low])
+        ]
 
 
 def _too_big(error: str) -> tuple[float, float] | None:

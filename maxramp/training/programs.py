@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import os
 import queue
 import threading
 import time
@@ -35,15 +34,9 @@ from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import TrainState, abstract_state
 from maxramp.training.step import Metrics, eval_step, make_train_step
 
-# What XLA leaves off by default and large runs on GPUs want: communication that runs beside the
-# arithmetic. A flag that the user sets in XLA_FLAGS stays as it is.
-_GPU_OPTIONS = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-}
+# What XLA leaves off on GPUs by default and large runs want, communication that runs beside the
+# arithmetic: the compiler's own effort level O1. Its single options change names between versions.
+_GPU_OPTIONS = {"optimization_level": 19}
 
 
 @dataclasses.dataclass
@@ -55,17 +48,27 @@ class _Program:
     compiled: concurrent.futures.Future
 
 
-def compiler_options(on: str | None) -> dict[str, bool]:
-    """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...)."""
-    set_by_user = os.environ.get("XLA_FLAGS", "")
-    ours = _GPU_OPTIONS if on in ("gpu", "cuda") else {}
-    return {name: value for name, value in ours.items() if name not in set_by_user}
+def compiler_options(on: str | None) -> dict[str, int]:
+    """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...).
+
+    A level that the user chooses with JAX_OPTIMIZATION_LEVEL stays as it is.
+    """
+    chosen = jax.config.jax_optimization_level != "UNKNOWN"
+    return _GPU_OPTIONS if on in ("gpu", "cuda") and not chosen else {}
 
 
 def lower_step(
-    recipe: Recipe, mesh: Mesh, learning_rate: LearningRate
+    recipe: Recipe,
+    mesh: Mesh,
+    learning_rate: LearningRate,
+    platforms: tuple[str, ...] | None = None,
 ) -> Callable[[int, int], jax.stages.Lowered]:
     """Lowers the train step alone, to ask how much memory a batch needs. Call it on a set mesh.
+
+    Args:
+      recipe, learning_rate: what the step is made from.
+      mesh: that is set.
+      platforms: to lower for, where the mesh's devices belong to no backend of this process.
 
     Returns:
       A function of gradient accumulation steps and the rows of a micro batch over all devices.
@@ -76,7 +79,8 @@ def lower_step(
 
     def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
         shape = (accumulation, rows, recipe.model.max_target_length + 1)
-        return jitted.lower(state, abstract_batch(shape, False, sharding))
+        traced = jitted.trace(state, abstract_batch(shape, False, sharding))
+        return traced.lower(lowering_platforms=platforms)
 
     return lower
 

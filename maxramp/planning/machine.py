@@ -1,0 +1,161 @@
+"""The machine that a preflight compiles for: a TPU pod or a GPU cluster, by its name."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from maxramp.errors import ConfigError
+from maxramp.parallel import mesh, topology
+from maxramp.planning import gpu, hlo, roofline
+from maxramp.planning.keys import PlanKeys
+from maxramp.training.device_memory import GIB, device_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a preflight needs to know of the devices that are not there.
+
+    Attributes:
+      name: as in compile_topology.
+      device: what its users call one: "chip" or "GPU".
+      devices: abstract ones of JAX, for a mesh.
+      slices: groups that the slow network joins.
+      memory_gib: that a program can use of a device.
+      peak_tflops: of a device, bfloat16.
+      work: a compiled program's text -> what it does and how long that takes, the entries from
+        `flops_per_device` on of `compile.compile_stages`.
+      platforms: to lower for, where these are not those of the devices' own backend.
+      options: of the compiler, beyond those of a run.
+      times: where the times come from, in one line for people.
+    """
+
+    name: str
+    device: str
+    devices: Sequence[Any]
+    slices: int
+    memory_gib: float
+    peak_tflops: float
+    work: Callable[[str], dict[str, Any]]
+    platforms: tuple[str, ...] | None
+    options: Mapping[str, Any]
+    times: str
+
+
+def here() -> Machine:
+    """The devices of this machine, on the backend that has started; their times are not known."""
+    devices = jax.devices()
+    return Machine(
+        name=devices[0].device_kind,
+        device="device",
+        devices=devices,
+        slices=mesh.num_slices(),
+        memory_gib=device_memory(-1) / GIB,
+        peak_tflops=0.0,
+        work=lambda compiled: {},
+        platforms=None,
+        options={},
+        times="",
+    )
+
+
+def find(keys: PlanKeys) -> Machine:
+    """The machine that compile_topology names.
+
+    Raises:
+      ConfigError: there is none of that name, or its compiler is not installed.
+    """
+    name = keys.compile_topology
+    if gpu.is_cluster(name):
+        return _cluster(keys)
+    if not re.match(r"v\d", name):
+        raise ConfigError(
+            f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such as "
+            f"v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
+            f"{', '.join(gpu.GPUS)} or FILE.yml"
+        )
+    return _pod(keys)
+
+
+def _pod(keys: PlanKeys) -> Machine:
+    pod = topology.parse(keys.compile_topology)
+    slices = keys.compile_topology_num_slices
+    return Machine(
+        name=str(pod),
+        device="chip",
+        devices=topology.describe(pod, slices).devices,
+        slices=slices,
+        memory_gib=pod.chip.memory_gib,
+        peak_tflops=pod.chip.peak_tflops,
+        work=functools.partial(_work_of_chip, pod.chip),
+        platforms=None,
+        options={},
+        times="the compiler's cycles at the chip's clock, attention kernels at its peak, and the "
+        "waits at its published interconnect rate: a pod is slower, not faster",
+    )
+
+
+def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
+    work = hlo.count(text)
+    compute = work.cycles / (chip.clock_ghz * 1e9)
+    compute += work.kernel_flops / (chip.peak_tflops * 1e12)
+    waited = work.waited_bytes / (chip.interconnect_gbytes * 1e9)
+    return {
+        "flops_per_device": work.flops,
+        "compute_seconds": compute,
+        "collective_seconds": waited,
+        "step_seconds": compute + waited,
+        "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
+    }
+
+
+def _cluster(keys: PlanKeys) -> Machine:
+    cluster = gpu.parse(keys.compile_topology)
+    if keys.compile_topology_num_slices != 1:
+        raise ConfigError(
+            f"compile_topology_num_slices={keys.compile_topology_num_slices}: "
+            f"compile_topology={cluster} gives its nodes itself; use 1"
+        )
+    kind = cluster.gpu
+    rates = roofline.Rates(
+        flops=keys.planned_flops_share * kind.peak_tflops * 1e12,
+        memory=keys.planned_memory_share * kind.memory_gbytes * 1e9,
+        nvlink=keys.planned_link_share * kind.nvlink_gbytes * 1e9,
+        network=keys.planned_link_share * kind.network_gbytes * 1e9,
+    )
+    devices = gpu.describe(cluster)
+    nodes = [device.id // cluster.gpus for device in devices]
+    return Machine(
+        name=str(cluster),
+        device="GPU",
+        devices=devices,
+        slices=1,
+        memory_gib=gpu.JAX_SHARE * kind.memory_gib,
+        peak_tflops=kind.peak_tflops,
+        work=functools.partial(_work_of_gpu, nodes, rates),
+        platforms=("cuda",),
+        options={"xla_gpu_autotune_level": 0},  # trying kernels takes a GPU
+        times=f"a roofline, not a measurement: kernels at {keys.planned_flops_share:.0%} of the "
+        f"GPU's peak or {keys.planned_memory_share:.0%} of its memory's rate, transfers at "
+        f"{keys.planned_link_share:.0%} of the links', beside each other as the compiler "
+        "scheduled them (planned_flops_share, planned_memory_share, planned_link_share)",
+    )
+
+
+def _work_of_gpu(nodes: Sequence[int], rates: roofline.Rates, text: str) -> dict[str, Any]:
+    work = roofline.count(text, nodes, rates)
+    return {
+        "flops_per_device": work.flops,
+        "compute_seconds": work.compute_seconds,
+        "collective_seconds": work.seconds - work.compute_seconds,
+        "step_seconds": work.seconds,
+        "collective_gib": _gib(work.nvlink_bytes),
+        "network_gib": _gib(work.network_bytes),
+    }
+
+
+def _gib(moved: Mapping[str, float]) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in sorted(moved.items()) if size}

@@ -1,0 +1,294 @@
+"""A roofline of a compiled GPU program: the least time its kernels and transfers can take.
+
+A GPU's compiler gives no times. What it does give is a scheduled program: which kernels run in
+which order, what each of them reads and writes, and where every transfer starts and has to be done.
+Two clocks follow the schedule. Kernels run one after another, each at the rate of its arithmetic or
+of its memory, whichever is slower. Transfers run beside them, one after another over the links.
+Where a transfer has to be done, the kernels wait for it.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxramp.planning import hlo
+
+# No kernel of their own: they name memory, or run others.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
+_FREE |= {"conditional", "partition-id", "replica-id", "after-all", "opt-barrier"}
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+# Products of cuDNN's flash attention, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
+# result; scores again, dP, dV, dK, dQ.
+_ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second, as far as a program can count on it."""
+
+    flops: float
+    memory: float  # bytes to and from its memory
+    nvlink: float  # bytes into it from the GPUs of its node
+    network: float  # bytes into it from other nodes
+
+
+@dataclasses.dataclass
+class Work:
+    """What one run of a program does on one GPU.
+
+    Attributes:
+      seconds: from start to end.
+      compute_seconds: of its kernels alone; the rest of `seconds` waits for transfers.
+      flops: of matrix products and attention.
+      nvlink_bytes: kind -> bytes that a GPU receives from GPUs of its node.
+      network_bytes: kind -> bytes that it receives from other nodes.
+    """
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    flops: float = 0.0
+    nvlink_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
+    network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, other: "Work", times: int) -> None:
+        """Adds what another program does, so many times."""
+        for name in ("nvlink_bytes", "network_bytes"):
+            for kind, moved in getattr(other, name).items():
+                getattr(self, name)[kind] += times * moved
+        for name in ("seconds", "compute_seconds", "flops"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+
+
+def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
+    """Adds up the work of a compiled program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()` of a program for GPUs.
+      nodes: the node of every device, in the order of the program's device assignment.
+      rates: of a GPU.
+
+    Raises:
+      ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
+    """
+    computations, entry = hlo._parse(text)
+
+    @functools.cache
+    def work_of(name: str) -> Work:
+        work, link = Work(), 0.0  # `link`: when the transfers that have started are done
+        done: dict[str, float] = {}
+        table = {i.name: i for i in computations[name]}
+        for i in computations[name]:
+            kind = i.opcode.removesuffix("-start")
+            if i.opcode == "while":
+                body = work_of(i.attribute("body"))
+                work.add(body, _turns(i, table, computations))
+                link = max(link, work.seconds)
+            elif i.opcode == "call":
+                work.add(work_of(i.attribute("to_apply")), 1)
+            elif kind in hlo._COLLECTIVES:
+                nvlink, network = _moved(i, kind, table, nodes)
+                work.nvlink_bytes[kind] += nvlink
+                work.network_bytes[kind] += network
+                taken = max(nvlink / rates.nvlink, network / rates.network)
+                link = done[i.name] = max(link, work.seconds) + taken
+                if i.opcode == kind:  # nothing runs beside it
+                    work.seconds = link
+            elif i.opcode.endswith("-done"):
+                work.seconds = max([work.seconds, *(done.get(o, 0.0) for o in i.operands())])
+            elif i.opcode not in _FREE:
+                flops = _flops(i, table, computations)
+                touched = _touched(i, table, computations)
+                taken = max(flops / rates.flops, touched / rates.memory)
+                work.flops += flops
+                work.seconds += taken
+                work.compute_seconds += taken
+        return work
+
+    return work_of(entry)
+
+
+def _turns(loop: hlo._Instruction, table: dict, computations: dict) -> int:
+    """How often a loop runs: as the compiler says, or by its counter's start, step and limit."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
+    counter = re.search(r'known_induction_variable":\{"tuple_index":"(\d+)"', loop.rest)
+    body = {i.name: i for i in computations[loop.attribute("body")]}
+    at = int(counter[1]) if counter else 0
+    limit = _constants(computations[loop.attribute("condition")], computations)
+    start = _constants([_element(loop.operands()[0], at, table)], computations)
+    step = _constants([_element(list(body)[-1], at, body)], computations)
+    if not len(limit) == len(start) == len(step) == 1:
+        raise ValueError(f"the loop {loop.name} does not say how often it runs")
+    return -(-(limit[0] - start[0]) // step[0])
+
+
+def _element(of: str, at: int, table: dict[str, hlo._Instruction]) -> hlo._Instruction:
+    """What an element of a tuple is, before it was copied."""
+    made = table[table[of].operands()[at]]
+    while made.opcode in ("copy", "bitcast"):
+        made = table[made.operands()[0]]
+    return made
+
+
+def _constants(made: list[hlo._Instruction], computations: dict) -> list[int]:
+    """The integers in a computation and in what it calls."""
+    found = []
+    for i in made:
+        if i.opcode == "constant" and (value := re.match(r"(-?\d+)\)", i.rest)):
+            found.append(int(value[1]))
+        elif called := i.attribute("calls"):
+            found += _constants(computations[called], computations)
+    return found
+
+
+def _flops(i: hlo._Instruction, table: dict[str, hlo._Instruction], computations: dict) -> float:
+    """Of a kernel's matrix products, those of a fusion's computation included."""
+    if i.opcode == "dot":
+        return hlo._dot_flops(i, table[i.operands()[0]].types[0][1], ())
+    if i.opcode == "custom-call":
+        return _custom_flops(i, table)
+    if not (called := i.attribute("calls")):
+        return 0.0
+    inner = {j.name: j for j in computations[called]}
+    return sum(_flops(j, inner, computations) for j in inner.values())
+
+
+def _custom_flops(i: hlo._Instruction, table: dict[str, hlo._Instruction]) -> float:
+    target = re.search(r'custom_call_target="([^"]*)"', i.rest)[1]
+    shapes = [table[o].types[0][1] for o in i.operands() if o in table]
+    if target.startswith("__cublas"):
+        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
+        contracted = math.prod(shapes[0][int(d)] for d in re.findall(r"\d+", dims))
+        return 2.0 * math.prod(i.types[0][1]) * contracted
+    if target in _ATTENTION:
+        (B, T, H, h), (_, S, _, _) = shapes[:2]
+        causal = 0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0  # half is never made
+        return _ATTENTION[target] * 2.0 * B * H * T * S * h * causal
+    return 0.0
+
+
+def _touched(i: hlo._Instruction, table: dict[str, hlo._Instruction], computations: dict) -> float:
+    """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
+    operands = [table[o] for o in i.operands() if o in table]
+    called = i.attribute("calls")
+    if not called:
+        inner = [*operands, i]
+    else:
+        inner = computations[called]
+        parameters = [j for j in inner if j.opcode == "parameter"]
+        operands = sorted(parameters, key=lambda j: int(j.rest.partition(")")[0]))
+    users = collections.defaultdict(list)
+    for j in inner if called else [i]:
+        for o in j.operands():
+            users[o].append(j)
+    names = {j.name: j for j in inner}
+
+    def read(operand: hlo._Instruction) -> float:
+        parts = 0.0
+        for user in users[operand.name]:
+            first = user.operands()[0] == operand.name
+            if user.opcode == "bitcast":
+                parts += read(user)
+            elif first and user.opcode in _SLICES:
+                parts += user.bytes
+            elif not (first and user.opcode == "dynamic-update-slice"):
+                return operand.bytes
+        return min(parts, operand.bytes)
+
+    def written(result: hlo._Instruction) -> float:
+        if result.opcode in ("bitcast", "tuple"):
+            return sum(written(names[o]) for o in result.operands() if o in names)
+        if result.opcode == "dynamic-update-slice" and result.operands()[1] in names:
+            return names[result.operands()[1]].bytes
+        return result.bytes
+
+    return sum(map(read, operands)) + written(inner[-1])
+
+
+def _moved(
+    i: hlo._Instruction, kind: str, table: dict[str, hlo._Instruction], nodes: Sequence[int]
+) -> tuple[float, float]:
+    """Bytes that a GPU receives over NVLink and over the network.
+
+    Each GPU of a group fetches its share of what the other nodes have, and passes it on inside its
+    own node, so that what a node receives crosses the network once.
+    """
+    size = sum(table[o].bytes for o in i.operands() if o in table)
+    if kind == "collective-permute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", i.rest.partition("source_target_pairs=")[2])
+        crosses = any(nodes[int(a)] != nodes[int(b)] for a, b in pairs)
+        return (0.0, size) if crosses else (size, 0.0)
+    members = groups(i.rest, len(nodes))
+    count = members.shape[1]
+    spread = max(len({nodes[d] for d in group}) for group in members)  # nodes of a group
+    if kind == "all-to-all":
+        inside = count // spread
+        return (inside - 1) * size / count, (count - inside) * size / count
+    share = {"all-gather": size, "all-reduce": 2 * size / count}.get(kind, size / count)
+    return (count - spread) * share, (spread - 1) * share
+
+
+def groups(rest: str, devices: int) -> np.ndarray:
+    """Which devices take part in a transfer with which others: [groups, devices of one].
+
+    XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`, there also with
+    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    text = rest.partition("replica_groups=")[2]
+    if text.startswith("{}"):
+        return np.arange(devices)[None]
+    if found := re.match(r"\{(\{[0-9,]+\}(?:,\{[0-9,]+\})*)\}", text):
+        listed = re.findall(r"\{([0-9,]+)\}", found[1])
+        return np.array([[int(d) for d in group.split(",")] for group in listed])
+    if found := re.match(r"\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", text):
+        return _iota(found[3]).reshape(int(found[1]), int(found[2]))
+    found = re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\)(?= ?\{))? ?\{([^}]*)\}", text)
+    if not found:
+        raise ValueError(f"who takes part in a transfer cannot be read: {text[:100]}")
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    if not found[2]:
+        ids = np.arange(math.prod(sizes.values()))
+    elif found[2].startswith("["):
+        ids = _iota(found[2])
+    else:
+        ids = np.array([int(d) for d in re.findall(r"\d+", found[2])])
+    # Every axis is cut where a part of it begins or ends, and the parts that are named come last.
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    named = []
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[3]):
+        start = int(before or 1)
+        stop = start * int(size or sizes[name])
+        cuts[name] |= {start, stop}
+        named.append((name, start, stop))
+    parts = [(name, a, b) for name in sizes for a, b in _pairs(sorted(cuts[name]))]
+    ids = ids.reshape([b // a for _, a, b in parts])
+    chosen = [
+        at
+        for name, start, stop in named
+        for at, (axis, a, b) in enumerate(parts)
+        if axis == name and start <= a and b <= stop
+    ]
+    rest_of = [at for at in range(len(parts)) if at not in chosen]
+    width = math.prod(ids.shape[at] for at in chosen)
+    return ids.transpose(rest_of + chosen).reshape(-1, width)
+
+
+def _iota(text: str) -> np.ndarray:
+    """The ids that `[2,4]T(1,0)` stands for, in one row."""
+    shape, _, order = text.partition("T")
+    shape = [int(n) for n in re.findall(r"\d+", shape)]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose([int(n) for n in re.findall(r"\d+", order)]) if order else ids).ravel()
+
+
+def _pairs(cuts: list[int]) -> list[tuple[int, int]]:
+    return list(zip(cuts, cuts[1:], strict=False)) or [(1, 1)]

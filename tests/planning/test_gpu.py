@@ -1,0 +1,195 @@
+"""The preflight on the GPU compiler itself, which needs the CUDA plugin and no GPU; and the step of
+every shipped model through the GPU's and the TPU's compiler."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+from conftest import BASE, TINY
+
+from maxramp.compile import compile_stages
+from maxramp.compile import main as compile_main
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
+from maxramp.keys.base import CONFIGS
+from maxramp.model.size import training_flops_per_token
+from maxramp.planning import gpu
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # of the package around it
+        return True
+
+
+needs_cuda = pytest.mark.skipif(
+    _missing("jax_plugins.xla_cuda13"), reason="pip install -e '.[test,cuda13-compiler]'"
+)
+needs_libtpu = pytest.mark.skipif(_missing("libtpu"), reason="pip install -e '.[test,tpu]'")
+
+CLUSTER = [
+    *(*TINY, "base_emb_dim=256", "base_mlp_dim=512", "head_dim=64", "vocab_size=512"),
+    *("base_num_query_heads=4", "base_num_kv_heads=4", "base_num_decoder_layers=3"),
+    *("max_target_length=512", "dtype=bfloat16", "run_name=cluster", "loss_block_tokens=0"),
+    *("compile_topology=h200:2x4", "enable_rampup_batch_size=False", "steps=10"),
+    *("per_device_batch_size=2", "dataset_type=synthetic", "eval_interval=-1"),
+]
+
+
+def arguments(*more: str) -> list[str]:
+    merged = dict(argument.split("=", 1) for argument in (*CLUSTER, *more))
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def compiled(*more: str):
+    """The one stage of the cluster's config, and the config."""
+    config = load(arguments(*more))
+    result = compile_stages(config)
+    assert len(result["stages"]) == 1
+    return result["stages"][0], result, config
+
+
+def expected_flops(config, tokens_per_device: float) -> float:
+    """The analytic count; cuDNN's kernel makes the scores once more in the backward pass."""
+    m = config.model
+    width = m.base_num_query_heads * m.head_dim * m.max_target_length
+    extra = m.base_num_decoder_layers * width  # half of 2 * width
+    return tokens_per_device * (training_flops_per_token(m) + extra)
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_a_cluster_that_shards_over_all_of_its_gpus():
+    """With two passes a step, which 0.12's compiler makes a loop that does not say its turns."""
+    s, result, config = compiled("gradient_accumulation_steps=2")
+    assert (result["compile_topology"], result["device"], result["devices"]) == (
+        "h200:2x4",
+        "GPU",
+        8,
+    )
+    assert result["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 2 * 512), rel=0.02)
+    # Each of 8 GPUs receives from 7, of which 6 parts come over NVLink and one from the other node.
+    nvlink, network = s["collective_gib"], s["network_gib"]
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert nvlink[kind] == pytest.approx(6 * network[kind])
+    # Every weight that is sharded is gathered forward and backward, its gradient scattered once a
+    # pass; twice the parts that a GPU does not have itself, in bfloat16.
+    weights = 3 * (4 * 256 * 4 * 64 + 3 * 256 * 512) + 2 * 512 * 256
+    received = 2 * weights * 2 * 7 / 8 / 2**30
+    assert received <= nvlink["all-gather"] + network["all-gather"] <= 2.2 * received
+    memory = s["memory_gib"]
+    assert s["fits"] and memory["limit"] == pytest.approx(0.75 * 141)
+    assert 0 < memory["arguments"] + memory["temporaries"] <= memory["peak"] * 1.01
+    assert s["step_seconds"] == pytest.approx(s["compute_seconds"] + s["collective_seconds"])
+    assert s["step_seconds"] >= s["flops_per_device"] / (0.75 * 989.4e12)
+    assert s["tokens_per_second"] == pytest.approx(2 * 16 * 512 / s["step_seconds"])
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_axes_and_the_links_they_cross():
+    """Tensor inside a node, fsdp between nodes: activations over NVLink, weights over the other."""
+    s, _, config = compiled("ici_tensor_parallelism=4")
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512), rel=0.02)
+    # A GPU fetches the other half of its quarter of every product's weights, and of the embedding.
+    weights = (3 * (4 * 256 * 4 * 64 + 3 * 256 * 512) + 2 * 512 * 256) / 4
+    gathered = weights * 2 / 2 / 2**30
+    assert gathered <= sum(s["network_gib"].values()) <= 4.5 * gathered
+    # Each layer sums its two results over tensor, forward and backward: 8 rows of 512 tokens.
+    summed = 3 * 4 * (8 * 512 * 256 * 2) * 2 * 3 / 4 / 2**30
+    assert 0.7 * summed <= sum(s["collective_gib"].values()) <= 2 * summed
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("kind", ["a100", "h100", "b200", "file"])
+def test_every_kind_of_gpu(kind, tmp_path):
+    if kind == "file":
+        fields = dataclasses.asdict(gpu.GPUS["h200"]) | {"name": "mine", "cores": 120}
+        path = tmp_path / "mine.yml"
+        path.write_text(
+            "".join(
+                f'{name}: "{value}"\n' if isinstance(value, str) else f"{name}: {value}\n"
+                for name, value in fields.items()
+            )
+        )
+        kind = str(path)
+    s, result, config = compiled(f"compile_topology={kind}:1x2")
+    assert s["fits"] and not s["network_gib"] and s["collective_gib"]["all-gather"] > 0
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512), rel=0.02)
+    assert result["compile_topology"] == f"{kind}:1x2"
+
+
+MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_models_compile_for_gpus(name):
+    """Two layers of real width, with the kernels and options of a run."""
+    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
+    config = load([BASE, f"model_name={name}", *CLUSTER_KEYS, "compile_topology=h200:8x8", *keys])
+    (s,) = compile_stages(config)["stages"]
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_models_compile_for_tpus(name):
+    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
+    config = load([BASE, f"model_name={name}", *CLUSTER_KEYS, "compile_topology=v5p:4x4x4", *keys])
+    (s,) = compile_stages(config)["stages"]
+    assert s["fits"] and s["flops_per_device"] > 0
+
+
+CLUSTER_KEYS = [
+    *("learning_rate=1e-4", "enable_rampup_batch_size=False", "steps=10", "loss_block_tokens=0"),
+    *("per_device_batch_size=1", "dataset_type=synthetic", "eval_interval=-1"),
+]
+
+
+# --- Without the plugin --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "topology, parts",
+    [
+        ("h200:16", ("h200:16 ", "h200:16x8")),
+        ("h200", ("compile_topology=h200 ", "h200:16x8")),
+        ("h200:0x8", ("h200:0x8", "nodes x GPUs")),
+        ("h200:2x2x2", ("h200:2x2x2", "nodes x GPUs")),
+        ("h300:2x8", ("h300:2x8", "a100, h100, h200, b200", "v5p-2048")),
+        ("gone.yml:2x8", ("gone.yml", "no such config file")),
+        ("{bad}:2x8", ("bad.yml", "clock_ghz", "missing or unknown")),
+        ("{low}:2x8", ("low.yml", "cores: 0", "above 0")),
+    ],
+)
+def test_refused(topology, parts, tmp_path, capsys):
+    fields = dataclasses.asdict(gpu.GPUS["h200"])
+    for name, change in (("bad", {"clock_ghz": None}), ("low", {"cores": 0})):
+        kept = {key: value for key, value in (fields | change).items() if value is not None}
+        text = "".join(f"{key}: {value!r}\n" for key, value in kept.items())
+        (tmp_path / f"{name}.yml").write_text(text)
+    name = topology.format(bad=tmp_path / "bad.yml", low=tmp_path / "low.yml")
+    status = compile_main(
+        arguments(f"compile_topology={name}", f"base_output_directory={tmp_path}")
+    )
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
+    for part in parts:
+        assert part in printed.err
+
+
+def test_slices_of_gpus_are_refused(capsys):
+    assert compile_main(arguments("compile_topology_num_slices=2")) == 2
+    assert "compile_topology_num_slices=2" in capsys.readouterr().err
+
+
+def test_missing_plugin_is_said_with_the_way_to_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'maxramp\[cuda13-compiler\]'"):
+        gpu.describe(gpu.parse("h200:1x8"))
