@@ -82,8 +82,9 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
-      `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
-      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib`, `compile_seconds`; and `totals`.
+      `flops_per_device`, `compute_seconds`, `collective_seconds`, `network_seconds`, `step_seconds`
+      (their sum), `mfu`, `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a
+      slice), `network_gib` (between slices), `compile_seconds`; and `totals`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
@@ -200,11 +201,16 @@ def _print(result: dict[str, Any]) -> None:
         )
     for s in result["stages"]:
         if s["fits"]:
-            moved = ", ".join(f"{kind} {gib:.3g}" for kind, gib in s["collective_gib"].items())
+            stage = f"stage {s['index']}: "
             print(
-                f"moves     stage {s['index']}: {moved or 'nothing'} GiB a step into each chip, "
+                f"moves     {stage}{_moved(s['collective_gib'])} a step into each chip, "
                 f"{s['collective_seconds']:.3g} s of the step wait for it"
             )
+            if s["network_gib"]:
+                print(
+                    f"network   {stage}{_moved(s['network_gib'])} a step into each chip from other "
+                    f"slices, {s['network_seconds']:.3g} s if nothing runs beside it"
+                )
     totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
@@ -216,8 +222,13 @@ def _print(result: dict[str, Any]) -> None:
         )
     print(
         "times     the compiler's cycles at the chip's clock, attention kernels at its peak, "
-        "and the waits at its published interconnect rate: a pod is slower, not faster"
+        "the waits and what travels between slices at its published rates: a pod is slower, not "
+        "faster"
     )
+
+
+def _moved(sizes: dict[str, float]) -> str:
+    return (", ".join(f"{kind} {gib:.3g}" for kind, gib in sizes.items()) or "0") + " GiB"
 
 
 def _size(size: float | int) -> str:

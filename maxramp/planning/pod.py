@@ -14,7 +14,7 @@ from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import lower_step
+from maxramp.training.programs import compiler_options, lower_step
 
 
 class Pod:
@@ -52,7 +52,7 @@ class Pod:
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = self._lower(accumulation, rows)
             try:
-                compiled = lowered.compile()
+                compiled = lowered.compile(compiler_options("tpu") or None)
             except jax.errors.JaxRuntimeError as error:
                 if not (sizes := _too_big(str(error))):
                     raise
@@ -68,6 +68,7 @@ class Pod:
         compute = work.cycles / (self._chip.clock_ghz * 1e9)
         compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
         waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
+        network = sum(work.network_bytes.values()) / (self._chip.network_gbytes * 1e9)
         return limit | {
             "memory_gib": {
                 "arguments": analysis.argument_size_in_bytes / GIB,
@@ -79,8 +80,10 @@ class Pod:
             "flops_per_device": work.flops,
             "compute_seconds": compute,
             "collective_seconds": waited,
-            "step_seconds": compute + waited,
-            "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
+            "network_seconds": network,
+            "step_seconds": compute + waited + network,
+            "collective_gib": _gib(work.collective_bytes),
+            "network_gib": _gib(work.network_bytes),
             "compile_seconds": seconds,
         }
 
@@ -105,6 +108,10 @@ class Pod:
             "gradient_accumulation_steps": rows // fits[0],
             "peak_gib": fits[1]["memory_gib"]["peak"],
         }
+
+
+def _gib(moved: dict[str, float]) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in sorted(moved.items())}
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
