@@ -276,9 +276,12 @@ def test_a_stage_is_added_while_others_run():
 
 
 def test_options_of_the_compiler(monkeypatch):
-    """Ours hold on GPUs, where the user has not said otherwise; every compiler knows them."""
+    """Ours hold where the user has not said otherwise; every compiler knows them."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
-    assert compiler_options("cpu") == compiler_options("tpu") == {}
+    assert compiler_options("cpu") == {}
+    (flag,) = compiler_options("tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{flag}=100")
+    assert compiler_options("tpu") == {}
     options = compiler_options("cuda")
     assert "xla_gpu_enable_latency_hiding_scheduler" not in options
     monkeypatch.setenv("XLA_FLAGS", "")
