@@ -82,9 +82,10 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
-      `flops_per_device`, `compute_seconds`, `collective_seconds`, `network_seconds`, `step_seconds`
-      (their sum), `mfu`, `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a
-      slice), `network_gib` (between slices), `compile_seconds`; and `totals`.
+      `flops_per_device`, `compute_seconds`, of it `attention_seconds` (in kernels),
+      `collective_seconds`, `network_seconds`, `step_seconds` (their sum), `mfu`,
+      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice), `network_gib`
+      (between slices), `compile_seconds`; and `totals`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.

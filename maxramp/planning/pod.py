@@ -65,8 +65,8 @@ class Pod:
         seconds = time.perf_counter() - start
         analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
         work = hlo.count(compiled.as_text())
-        compute = work.cycles / (self._chip.clock_ghz * 1e9)
-        compute += work.kernel_flops / (self._chip.peak_tflops * 1e12)
+        attention = work.kernel_flops / (self._chip.peak_tflops * 1e12)
+        compute = work.cycles / (self._chip.clock_ghz * 1e9) + attention
         waited = work.waited_bytes / (self._chip.interconnect_gbytes * 1e9)
         network = sum(work.network_bytes.values()) / (self._chip.network_gbytes * 1e9)
         return limit | {
@@ -79,6 +79,7 @@ class Pod:
             "fits": peak <= self._limit,
             "flops_per_device": work.flops,
             "compute_seconds": compute,
+            "attention_seconds": attention,
             "collective_seconds": waited,
             "network_seconds": network,
             "step_seconds": compute + waited + network,
