@@ -17,6 +17,7 @@ from maxramp.parallel.sharding import (
     GATHERED_VD,
     MLP_IN_DF,
     MLP_OUT_FD,
+    STREAM_BTD,
     TOKENS_BT,
     X_BTD,
     X_BTF,
@@ -69,7 +70,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """
     # Gathering from a table that is sharded both ways would make XLA copy it whole.
     table_VD = jax.reshard(table_VD, GATHERED_VD)
-    return table_VD.at[tokens_BT].get(out_sharding=X_BTD)
+    return table_VD.at[tokens_BT].get(out_sharding=STREAM_BTD)
 
 
 def _look_up_forward(table_VD, tokens_BT):
@@ -130,7 +131,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
+        x_BTD = jax.reshard(x_BTD, X_BTD)
         f, g = (_ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
         up_BTF = g(dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
-        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, X_BTD)
+        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, STREAM_BTD)
