@@ -87,10 +87,11 @@ def _look_up_backward(residuals, dx_BTD):
         index_BT = jnp.where(index_BT < 0, V, index_BT)  # V: of another device, and dropped
         dtable_VD = jnp.zeros((V, D), jnp.float32)
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
+        dtable_VD = dtable_VD.astype(table_VD.dtype)
         dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
         dtable_VD = jax.lax.psum(dtable_VD, "data")
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
-        return jax.lax.optimization_barrier(dtable_VD).astype(table_VD.dtype)
+        return jax.lax.optimization_barrier(dtable_VD)
 
     dtable_VD = jax.shard_map(
         local,
