@@ -96,8 +96,14 @@ def saving(figures: dict) -> list[tuple[str, str]]:
 
 
 def compile(figures: dict) -> list[tuple[str, str]]:
-    seconds = ", ".join(f"{s['seconds']:.0f}" for s in figures["stages"])
-    return [("`compile`: s to compile each stage of Llama 3 8B for 1,024 v5p chips, here", seconds)]
+    return [
+        (
+            f"`compile`: our step / MaxText's, peak GiB (MaxText's), {name}",
+            f"{found['ours'][0] / found['maxtext'][0]:.2f}, "
+            f"{found['ours'][2]:.1f} ({found['maxtext'][2]:.1f})",
+        )
+        for name, found in figures["configurations"].items()
+    ]
 
 
 def gpu(figures: dict) -> list[tuple[str, str]]:

@@ -93,7 +93,8 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
       `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
       `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
-      GPUs), `network_gib` (between nodes of GPUs), `compile_seconds`; and `totals`.
+      GPUs), `network_gib` (between slices, or nodes of GPUs), `compile_seconds`; and `totals`. For
+      TPUs also `attention_seconds` (of `compute_seconds`) and `network_seconds`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
@@ -127,6 +128,7 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
         "mesh": target.mesh.sizes,
         "max_target_length": target.model.max_target_length,
         "peak_tflops_per_device": machine.peak_tflops,
+        "groups": machine.groups,
         "times": machine.times,
         "stages": entries,
         "totals": {
@@ -286,10 +288,15 @@ def _print(result: dict[str, Any]) -> None:
                 f"moves     {stage}{_moved(s['collective_gib'])} a step into each {device}, "
                 f"{s['collective_seconds']:.3g} s of the step wait for transfers"
             )
-            if s.get("network_gib"):
+            if s["network_gib"]:
                 print(
                     f"network   {stage}{_moved(s['network_gib'])} a step into each {device} from "
-                    "other nodes"
+                    f"other {result['groups']}"
+                    + (
+                        f", {s['network_seconds']:.3g} s if nothing runs beside it"
+                        if "network_seconds" in s
+                        else ""
+                    )
                 )
     totals = result["totals"]
     if totals["fits"]:

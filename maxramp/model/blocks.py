@@ -12,7 +12,7 @@ from maxramp.model.attention import causal_attention, rotate, select
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import MLP, RMSNorm, dense, normal
 from maxramp.parallel.platform import platform
-from maxramp.parallel.sharding import X_BTD, HEADS_IN_DHh, HEADS_OUT_HhD, X_BTHh
+from maxramp.parallel.sharding import STREAM_BTD, X_BTD, HEADS_IN_DHh, HEADS_OUT_HhD, X_BTHh
 
 Angles = tuple[jax.Array, jax.Array]
 Segments = jax.Array | None
@@ -33,11 +33,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, angles: Angles, segments_BT: Segments) -> jax.Array:
         """[B, T, D], the rotary angles of T positions and the segments -> [B, T, D]."""
+        x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = rotate(dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh), angles)
         k_BTKh = rotate(dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
         v_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
         a_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, self.implementation, segments_BT)
-        return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, X_BTD)
+        return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
 
 
 class Llama2Block(nnx.Module):

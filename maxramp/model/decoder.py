@@ -84,7 +84,7 @@ class Decoder(nnx.Module):
         layer = _REMAT[self.remat_policy](layer)
         with jax.named_scope("layers"):
             x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers, unroll=self.unroll)
-        return self.norm(x_BTD)
+        return jax.reshard(self.norm(x_BTD), X_BTD)
 
     def head(self) -> jax.Array:
         """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""

@@ -70,6 +70,7 @@ class ModelKeys(Keys):
     @property
     def sharded_widths(self) -> dict[str, dict[str, int]]:
         """The widths that are split over each mesh axis, by key."""
-        tensor = ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")
+        heads = ("base_num_query_heads", "base_num_kv_heads")
+        tensor = (*heads, "base_emb_dim", "base_mlp_dim", "vocab_size")
         axes = {"fsdp": ("base_emb_dim",), "tensor": tensor}
         return {axis: {name: getattr(self, name) for name in names} for axis, names in axes.items()}

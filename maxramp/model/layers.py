@@ -18,6 +18,7 @@ from maxramp.parallel.sharding import (
     GATHERED_VD,
     MLP_IN_DF,
     MLP_OUT_FD,
+    STREAM_BTD,
     TOKENS_BT,
     X_BTD,
     X_BTF,
@@ -99,7 +100,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """
     # Gathering from a table that is sharded both ways would make XLA copy it whole.
     table_VD = jax.reshard(table_VD, GATHERED_VD)
-    return table_VD.at[tokens_BT].get(out_sharding=X_BTD)
+    return table_VD.at[tokens_BT].get(out_sharding=STREAM_BTD)
 
 
 def _look_up_forward(table_VD, tokens_BT):
@@ -117,11 +118,12 @@ def _look_up_backward(residuals, dx_BTD):
         index_BT = jnp.where(index_BT < 0, V, index_BT)  # V: of another device, and dropped
         dtable_VD = jnp.zeros((V, D), jnp.float32)
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
+        dtable_VD = dtable_VD.astype(table_VD.dtype)
         dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
         if not spec.reduced:
             dtable_VD = jax.lax.psum(dtable_VD, "data")
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
-        return jax.lax.optimization_barrier(dtable_VD).astype(table_VD.dtype)
+        return jax.lax.optimization_barrier(dtable_VD)
 
     dtable_VD = jax.shard_map(
         local,
@@ -162,7 +164,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
+        x_BTD = jax.reshard(x_BTD, X_BTD)
         f, g = (_ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
         up_BTF = g(dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
-        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, X_BTD)
+        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, STREAM_BTD)

@@ -41,7 +41,8 @@ def pass_bytes(keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int
     kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
     scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
     everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
-    kept = {"full": stream, "minimal": 3 * stream + products, "none": everything}
+    shard = stream / tensor  # of the residual stream between the products
+    kept = {"full": shard, "minimal": 3 * shard + products, "none": everything}
     one_layer = 0 if keys.remat_policy == "none" else everything
     block = min(tokens, loss_block_tokens or tokens)
     logits = (block * (2 * 4 + itemsize) + D * 4) * keys.vocab_size / tensor

@@ -18,8 +18,9 @@ BATCH_ABS = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
 SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
 
-# Activations: rows over data x fsdp; heads, MLP and vocabulary over tensor
-X_BTD = P(BATCH_AXES, None, None)  # the residual stream
+# Activations: rows over data x fsdp; heads, MLP, vocabulary and the residual stream over tensor
+STREAM_BTD = P(BATCH_AXES, None, "tensor")  # the residual stream
+X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
 X_BTKGh = P(BATCH_AXES, None, "tensor", None, None)

@@ -1,7 +1,9 @@
 """TPU slices by name, and what their chips are published to do.
 
-Sources: cloud.google.com/tpu/docs, the pages of each version (memory, peak bfloat16 rate, interchip
-interconnect bandwidth); MaxText's names count cores for v4 and v5p, chips for v5e and v6e.
+Sources: cloud.google.com/tpu/docs, the pages of each version (memory, peak bfloat16 rate, bandwidth
+of the interchip interconnect and of the data center network; for v4, which has none of the last,
+jax-ml.github.io/scaling-book/tpus gives 25 GB/s a host). MaxText's names count cores for v4 and
+v5p, chips for v5e and v6e.
 """
 
 import dataclasses
@@ -23,15 +25,16 @@ class Chip:
     peak_tflops: float  # bfloat16
     clock_ghz: float  # at which its matrix units reach that
     interconnect_gbytes: float  # gigabytes a second into a chip, over all its links
+    network_gbytes: float  # gigabytes a second into a chip from other slices
     dimensions: int  # of the torus or mesh
-    cores: int  # that a name such as v5p-2048 counts for a chip
+    cores: int  # of a chip, which a name such as v5p-2048 counts; they work as one device
 
 
 CHIPS = {
-    "v4": Chip(32, 275, 1.05, 300, 3, 2),
-    "v5e": Chip(16, 197, 1.5, 200, 2, 1),
-    "v5p": Chip(95, 459, 1.75, 600, 3, 2),
-    "v6e": Chip(32, 918, 1.75, 448, 2, 1),
+    "v4": Chip(32, 275, 1.05, 300, 6.25, 3, 2),
+    "v5e": Chip(16, 197, 1.5, 200, 3.125, 2, 1),
+    "v5p": Chip(95, 459, 1.75, 600, 6.25, 3, 2),
+    "v6e": Chip(32, 918, 1.75, 400, 12.5, 2, 1),
 }
 
 
@@ -51,6 +54,23 @@ class Topology:
     def chips(self) -> int:
         """How many there are."""
         return math.prod(self.shape)
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether links join the two ends of a side, so that it is a ring.
+
+        A slice of whole 4x4x4 cubes is a torus, a part of a cube is a mesh
+        (cloud.google.com/tpu/docs/v4 and v5p). In two dimensions a side of 16 wraps, which is the
+        pod's own (jax-ml.github.io/scaling-book/tpus; MaxText's table of accelerators).
+        """
+        if len(self.shape) == 2:
+            return tuple(n == 16 for n in self.shape)
+        return (all(n % 4 == 0 for n in self.shape),) * 3
+
+    @property
+    def host(self) -> tuple[int, int, int]:
+        """The chips of one machine: four, unless there is only one."""
+        return (1, 1, 1) if self.chips == 1 else (2, 2, 1)
 
     def __str__(self) -> str:
         return f"{self.version}:{'x'.join(map(str, self.shape))}"
@@ -74,9 +94,9 @@ def parse(name: str) -> Topology:
         shape = tuple(map(int, found[2].split("x")))
         if len(shape) != chip.dimensions or not _exists(shape):
             near = _shape_of(math.prod(shape), chip.dimensions)
-            sides = "three sides, multiples of 4 or each 1, 2 or 4"
+            sides = "three sides, multiples of 4, or a part of 4x4x4 from 2x2x1 on"
             if chip.dimensions == 2:
-                sides = "two sides, each 1, 2, 4, 8 or 16"
+                sides = "two sides, each 2, 4, 8 or 16, or 1x1"
             raise ConfigError(
                 f"{shown} is no slice: {found[1]} has {sides}"
                 + (f"; so many chips are {Topology(found[1], near)}" if near else "")
@@ -97,24 +117,23 @@ def parse(name: str) -> Topology:
 
 
 def _exists(shape: tuple[int, ...]) -> bool:
-    """In three dimensions whole 4x4x4 cubes, or a part of one; in two 16x16 or a part of it."""
+    """Whole 4x4x4 cubes or a part of one, 16x16 or a part of it; of whole hosts, or one chip."""
     if len(shape) == 2:
-        return all(n in (1, 2, 4, 8, 16) for n in shape)
-    part = all(n in (1, 2, 4) for n in shape) and math.prod(shape) >= 4
+        return shape == (1, 1) or all(n in (2, 4, 8, 16) for n in shape)
+    part = all(n in (2, 4) for n in shape[:2]) and shape[2] in (1, 2, 4)
     return part or all(n % 4 == 0 and n <= 32 for n in shape)
 
 
 def _shape_of(chips: int, dimensions: int) -> tuple[int, ...] | None:
     """The slice of so many chips that is nearest to a cube or square, shorter sides first."""
     sides = [n for n in (1, 2, *range(4, 33, 4)) if chips % n == 0]
-    shapes = [
-        shape
+    shapes = (
+        # A side of 1 is the last one: a host is 2x2x1.
+        shape if dimensions == 2 else tuple(sorted(shape, key=lambda n: (n == 1, n)))
         for shape in itertools.combinations_with_replacement(sides, dimensions)
-        if math.prod(shape) == chips and _exists(shape)
-    ]
-    if dimensions == 3:  # what is less than a host's 2x2x1 long in one dimension lies flat: 2x2x1
-        shapes = [tuple(sorted(shape, key=lambda n: (n == 1, n))) for shape in shapes]
-    return min(shapes, key=lambda shape: (sum(shape), shape), default=None)
+        if math.prod(shape) == chips
+    )
+    return min(filter(_exists, shapes), key=lambda shape: (sum(shape), shape), default=None)
 
 
 def describe(topology: Topology, num_slices: int) -> Any:
@@ -141,7 +160,14 @@ def describe(topology: Topology, num_slices: int) -> Any:
     from jax.experimental import topologies
 
     try:
-        return topologies.get_topology_desc(str(topology), platform="tpu", num_slices=num_slices)
+        return topologies.get_topology_desc(
+            str(topology),
+            platform="tpu",
+            num_slices=num_slices,
+            chip_config_name="megacore" if topology.chip.cores == 2 else "default",
+            chips_per_host_bounds=topology.host,
+            wrap=(*topology.wraps, False)[:3],
+        )
     except Exception as error:  # whatever the plugin raises
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

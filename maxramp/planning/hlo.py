@@ -15,28 +15,34 @@ import re
 from collections.abc import Iterator
 
 _BYTES = {"pred": 1, "f8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
 _SHAPE = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 
 
 @dataclasses.dataclass
-class _Instruction:
+class Instruction:
+    """One instruction of a computation."""
+
     name: str
     types: list[tuple[str, tuple[int, ...]]]
     opcode: str
     rest: str  # operands and attributes
+    is_root: bool
 
     def attribute(self, name: str) -> str:
+        """The text behind `name=`, up to a comma; empty if there is none."""
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
     def operands(self) -> list[str]:
+        """Names of the instructions whose results it takes."""
         return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
 
     @property
     def bytes(self) -> int:
+        """Of its result."""
         return sum(_size_of(kind) * math.prod(shape) for kind, shape in self.types)
 
 
@@ -55,8 +61,10 @@ class Work:
       flops: of matrix products, those of kernels included.
       cycles: the compiler's estimate of everything but collectives and kernels.
       kernel_flops: of attention kernels, which the compiler does not look into.
-      collective_bytes: kind -> bytes that a device receives, by a ring over its group.
+      collective_bytes: kind -> bytes that a device receives, by a ring over its group, from devices
+        of its slice.
       waited_bytes: those of them that nothing else runs beside.
+      network_bytes: kind -> bytes that a device receives from other slices.
     """
 
     flops: float = 0.0
@@ -66,6 +74,9 @@ class Work:
         default_factory=lambda: collections.defaultdict(float)
     )
     waited_bytes: float = 0.0
+    network_bytes: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
 
 
 def count(text: str) -> Work:
@@ -77,7 +88,7 @@ def count(text: str) -> Work:
     Raises:
       ValueError: a loop's number of turns cannot be read.
     """
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     work = Work()
 
     def add(name: str, times: float) -> None:
@@ -87,16 +98,19 @@ def count(text: str) -> Work:
                 work.cycles += times * int(cycles[1])
             if i.opcode in ("convolution", "dot"):
                 lhs, rhs = (table[o].types[0][1] for o in i.operands()[:2])
-                product = _dot_flops if i.opcode == "dot" else _convolution_flops
+                product = dot_flops if i.opcode == "dot" else _convolution_flops
                 work.flops += times * product(i, lhs, rhs)
             if i.opcode == "custom-call" and (flops := _kernel_flops(i)):
                 work.flops += times * flops
                 work.kernel_flops += times * flops
             base = i.opcode.removesuffix("-start")
-            if base in _COLLECTIVES:
+            if base in COLLECTIVES:
                 _add_collective(work, i, base, name, times, table)
+            if i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
+                _add_transfer(work, i, times, table)
             if i.opcode == "while":
-                turns = _turns(i, computations[i.attribute("condition")])
+                condition = computations[i.attribute("condition")]
+                turns = _turns(i, condition, computations[i.attribute("body")])
                 add(i.attribute("body"), times * turns)
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
                 for called in _called(i):
@@ -106,51 +120,68 @@ def count(text: str) -> Work:
     return work
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a compiled program in the order of their texts, and the entry's name."""
+    computations: dict[str, list[Instruction]] = {}
     entry, current = "", []
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             current = computations[head[2]] = []
             entry = head[2] if head[1] else entry
         elif found := _INSTRUCTION.match(line):
-            name, kind, opcode, rest = found.groups()
+            root, name, kind, opcode, rest = found.groups()
             types = [
                 (t, tuple(int(n) for n in dims.split(",") if n))
                 for t, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
             ]
-            current.append(_Instruction(name, types, opcode, rest))
+            current.append(Instruction(name, types, opcode, rest, bool(root)))
     return computations, entry
 
 
-def _called(i: _Instruction) -> Iterator[str]:
+def _called(i: Instruction) -> Iterator[str]:
     for attribute in ("calls", "to_apply", "true_computation", "false_computation"):
         if name := i.attribute(attribute):
             yield name
 
 
-def _turns(loop: _Instruction, condition: list[_Instruction]) -> int:
-    """How often a loop runs: the constant that its condition compares the counter with."""
+def _turns(loop: Instruction, condition: list[Instruction], body: list[Instruction]) -> int:
+    """How often a loop runs: the constant that its condition compares the counter with, by the
+    counter's step. A loop that the compiler unrolled keeps the constant and takes longer steps.
+    """
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
-    constants = [
-        int(found[1])
-        for i in condition
-        if i.opcode == "constant" and (found := re.match(r"(\d+)\)", i.rest))
-    ]
+    limits = [value for i in condition if (value := _constant(i)) is not None]
     less = [i for i in condition if "direction=LT" in i.rest or i.opcode == "fusion"]
-    if len(constants) != 1 or not less:
+    counters = [i.attribute("index") for i in condition if i.opcode == "get-tuple-element"]
+    step = _step(int(counters[0]), body) if len(counters) == 1 else None
+    if len(limits) != 1 or not less or not step:
         raise ValueError(f"the loop {loop.name} does not say how often it runs")
-    return constants[0]
+    return -(-limits[0] // step)
 
 
-def _dot_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+def _step(counter: int, body: list[Instruction]) -> int | None:
+    """What a turn adds to an element of the loop's state; None where the text does not say."""
+    table = {i.name: i for i in body}
+    following = next(i for i in body if i.is_root).operands()[counter]
+    if table[following].opcode != "add":
+        return None
+    steps = (_constant(table[name]) for name in table[following].operands())
+    return next((step for step in steps if step is not None), None)
+
+
+def _constant(i: Instruction) -> int | None:
+    found = re.match(r"(\d+)\)", i.rest) if i.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def dot_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+    """2 for each product of elements of a `dot`, from the shapes of its operands."""
     dims = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.rest)
     contracted = math.prod(lhs[int(d)] for d in dims[1].split(",") if d) if dims else 1
     return 2.0 * math.prod(i.types[0][1]) * contracted
 
 
-def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+def _convolution_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
     """2 for each product of an input and a kernel element; padding and holes are no products.
 
     TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
@@ -183,35 +214,53 @@ def _convolution_flops(i: _Instruction, lhs: tuple[int, ...], rhs: tuple[int, ..
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
-def _kernel_flops(i: _Instruction) -> float:
-    """Of an attention kernel, from its queries [H, T, h]; half of the scores are never made."""
+def _kernel_flops(i: Instruction) -> float:
+    """Of an attention kernel, from its queries [..., H, T, h]; half of the scores are never made.
+
+    The queries are the first operand of real numbers; what the mask is made of is integers.
+    """
     products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
-    shapes = re.findall(r"[a-z]+\d+\[(\d+),(\d+),(\d+)\]", i.rest.partition("constraints=")[2])
-    heads, length, width = next(
-        (tuple(map(int, shape)) for shape in shapes if int(shape[1]) > 1), (0, 0, 0)
-    )
-    return products * 2.0 * heads * length * length * width / 2
+    found = re.search(r"\b(?:b?f\d+)\[([0-9,]+)\]", i.rest.partition("constraints=")[2])
+    if not products or not found:
+        return 0.0
+    *heads, length, width = map(int, found[1].split(","))
+    return products * 2.0 * math.prod(heads) * length * length * width / 2
 
 
 def _add_collective(
-    work: Work, i: _Instruction, kind: str, computation: str, times: float, table: dict
+    work: Work, i: Instruction, kind: str, computation: str, times: float, table: dict
 ) -> None:
-    group = _group_size(i.rest)
-    operands = [table[o].bytes for o in i.operands() if o in table]
     if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
-        moved = sum(operands) * (group - 1) / group
-    elif kind == "all-gather":
-        moved = sum(operands) * (group - 1)
-    elif kind == "all-reduce":
-        moved = 2 * sum(operands) * (group - 1) / group
-    elif kind == "collective-permute":
-        moved = sum(operands[:1])
-    else:
-        moved = sum(operands) * (group - 1) / group
-    work.collective_bytes[kind] += times * moved
+    operands = [table[o].bytes for o in i.operands() if o in table]
+    # A permute's other operands are where its result goes.
+    size = sum(operands[:1]) if kind == "collective-permute" else sum(operands)
+    moved = times * _received(kind, size, _group_size(i.rest))
+    work.collective_bytes[kind] += moved
     if not i.opcode.endswith("-start") and "async" not in computation:
-        work.waited_bytes += times * moved
+        work.waited_bytes += moved
+
+
+def _add_transfer(work: Work, i: Instruction, times: float, table: dict) -> None:
+    """What a send to other slices stands for: a collective among one chip of each.
+
+    Its target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`.
+    """
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)[1]
+    kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
+    group = re.search(r"_xla_megascale_target=[^0-9]*([0-9,]*)", i.rest)[1].count(",") + 1
+    work.network_bytes[kind] += times * _received(kind, table[i.operands()[0]].bytes, group)
+
+
+def _received(kind: str, size: float, group: int) -> float:
+    """Bytes that a device of a group receives when each gives `size` bytes to a collective."""
+    if kind == "all-gather":
+        return size * (group - 1)
+    if kind == "all-reduce":
+        return 2 * size * (group - 1) / group
+    if kind == "collective-permute":
+        return size
+    return size * (group - 1) / group
 
 
 def _group_size(rest: str) -> int:

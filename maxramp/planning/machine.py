@@ -23,7 +23,8 @@ class Machine:
       name: as in compile_topology.
       device: what its users call one: "chip" or "GPU".
       devices: abstract ones of JAX, for a mesh.
-      slices: groups that the slow network joins.
+      slices: groups that the slow network joins, for the mesh; GPUs are one.
+      groups: what the network joins: "slices" or "nodes".
       memory_gib: that a program can use of a device.
       peak_tflops: of a device, bfloat16.
       work: a compiled program's text -> what it does and how long that takes, the entries from
@@ -37,6 +38,7 @@ class Machine:
     device: str
     devices: Sequence[Any]
     slices: int
+    groups: str
     memory_gib: float
     peak_tflops: float
     work: Callable[[str], dict[str, Any]]
@@ -53,6 +55,7 @@ def here() -> Machine:
         device="device",
         devices=devices,
         slices=mesh.num_slices(),
+        groups="slices",
         memory_gib=device_memory(-1) / GIB,
         peak_tflops=0.0,
         work=lambda compiled: {},
@@ -88,27 +91,32 @@ def _pod(keys: PlanKeys) -> Machine:
         device="chip",
         devices=topology.describe(pod, slices).devices,
         slices=slices,
+        groups="slices",
         memory_gib=pod.chip.memory_gib,
         peak_tflops=pod.chip.peak_tflops,
         work=functools.partial(_work_of_chip, pod.chip),
         platforms=None,
         options={},
         times="the compiler's cycles at the chip's clock, attention kernels at its peak, and the "
-        "waits at its published interconnect rate: a pod is slower, not faster",
+        "waits and what travels between slices at its published rates: a pod is slower, not faster",
     )
 
 
 def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
     work = hlo.count(text)
-    compute = work.cycles / (chip.clock_ghz * 1e9)
-    compute += work.kernel_flops / (chip.peak_tflops * 1e12)
+    attention = work.kernel_flops / (chip.peak_tflops * 1e12)
+    compute = work.cycles / (chip.clock_ghz * 1e9) + attention
     waited = work.waited_bytes / (chip.interconnect_gbytes * 1e9)
+    network = sum(work.network_bytes.values()) / (chip.network_gbytes * 1e9)
     return {
         "flops_per_device": work.flops,
         "compute_seconds": compute,
+        "attention_seconds": attention,
         "collective_seconds": waited,
-        "step_seconds": compute + waited,
-        "collective_gib": {k: v / GIB for k, v in sorted(work.collective_bytes.items())},
+        "network_seconds": network,
+        "step_seconds": compute + waited + network,
+        "collective_gib": _gib(work.collective_bytes),
+        "network_gib": _gib(work.network_bytes),
     }
 
 
@@ -133,6 +141,7 @@ def _cluster(keys: PlanKeys) -> Machine:
         device="GPU",
         devices=devices,
         slices=1,
+        groups="nodes",
         memory_gib=gpu.JAX_SHARE * kind.memory_gib,
         peak_tflops=kind.peak_tflops,
         work=functools.partial(_work_of_gpu, nodes, rates),

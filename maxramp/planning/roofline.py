@@ -76,7 +76,7 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
     Raises:
       ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
     """
-    computations, entry = hlo._parse(text)
+    computations, entry = hlo.parse(text)
 
     @functools.cache
     def work_of(name: str) -> Work:
@@ -91,7 +91,7 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
                 link = max(link, work.seconds)
             elif i.opcode == "call":
                 work.add(work_of(i.attribute("to_apply")), 1)
-            elif kind in hlo._COLLECTIVES:
+            elif kind in hlo.COLLECTIVES:
                 nvlink, network = _moved(i, kind, table, nodes)
                 work.nvlink_bytes[kind] += nvlink
                 work.network_bytes[kind] += network
@@ -113,7 +113,7 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
     return work_of(entry)
 
 
-def _turns(loop: hlo._Instruction, table: dict, computations: dict) -> int:
+def _turns(loop: hlo.Instruction, table: dict, computations: dict) -> int:
     """How often a loop runs: as the compiler says, or by its counter's start, step and limit."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
@@ -122,13 +122,14 @@ def _turns(loop: hlo._Instruction, table: dict, computations: dict) -> int:
     at = int(counter[1]) if counter else 0
     limit = _constants(computations[loop.attribute("condition")], computations)
     start = _constants([_element(loop.operands()[0], at, table)], computations)
-    step = _constants([_element(list(body)[-1], at, body)], computations)
+    root = next(i.name for i in body.values() if i.is_root)
+    step = _constants([_element(root, at, body)], computations)
     if not len(limit) == len(start) == len(step) == 1:
         raise ValueError(f"the loop {loop.name} does not say how often it runs")
     return -(-(limit[0] - start[0]) // step[0])
 
 
-def _element(of: str, at: int, table: dict[str, hlo._Instruction]) -> hlo._Instruction:
+def _element(of: str, at: int, table: dict[str, hlo.Instruction]) -> hlo.Instruction:
     """What an element of a tuple is, before it was copied."""
     made = table[table[of].operands()[at]]
     while made.opcode in ("copy", "bitcast"):
@@ -136,7 +137,7 @@ def _element(of: str, at: int, table: dict[str, hlo._Instruction]) -> hlo._Instr
     return made
 
 
-def _constants(made: list[hlo._Instruction], computations: dict) -> list[int]:
+def _constants(made: list[hlo.Instruction], computations: dict) -> list[int]:
     """The integers in a computation and in what it calls."""
     found = []
     for i in made:
@@ -147,10 +148,10 @@ def _constants(made: list[hlo._Instruction], computations: dict) -> list[int]:
     return found
 
 
-def _flops(i: hlo._Instruction, table: dict[str, hlo._Instruction], computations: dict) -> float:
+def _flops(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations: dict) -> float:
     """Of a kernel's matrix products, those of a fusion's computation included."""
     if i.opcode == "dot":
-        return hlo._dot_flops(i, table[i.operands()[0]].types[0][1], ())
+        return hlo.dot_flops(i, table[i.operands()[0]].types[0][1], ())
     if i.opcode == "custom-call":
         return _custom_flops(i, table)
     if not (called := i.attribute("calls")):
@@ -159,7 +160,7 @@ def _flops(i: hlo._Instruction, table: dict[str, hlo._Instruction], computations
     return sum(_flops(j, inner, computations) for j in inner.values())
 
 
-def _custom_flops(i: hlo._Instruction, table: dict[str, hlo._Instruction]) -> float:
+def _custom_flops(i: hlo.Instruction, table: dict[str, hlo.Instruction]) -> float:
     target = re.search(r'custom_call_target="([^"]*)"', i.rest)[1]
     shapes = [table[o].types[0][1] for o in i.operands() if o in table]
     if target.startswith("__cublas"):
@@ -173,7 +174,7 @@ def _custom_flops(i: hlo._Instruction, table: dict[str, hlo._Instruction]) -> fl
     return 0.0
 
 
-def _touched(i: hlo._Instruction, table: dict[str, hlo._Instruction], computations: dict) -> float:
+def _touched(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations: dict) -> float:
     """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
     operands = [table[o] for o in i.operands() if o in table]
     called = i.attribute("calls")
@@ -189,7 +190,7 @@ def _touched(i: hlo._Instruction, table: dict[str, hlo._Instruction], computatio
             users[o].append(j)
     names = {j.name: j for j in inner}
 
-    def read(operand: hlo._Instruction) -> float:
+    def read(operand: hlo.Instruction) -> float:
         parts = 0.0
         for user in users[operand.name]:
             first = user.operands()[0] == operand.name
@@ -201,18 +202,19 @@ def _touched(i: hlo._Instruction, table: dict[str, hlo._Instruction], computatio
                 return operand.bytes
         return min(parts, operand.bytes)
 
-    def written(result: hlo._Instruction) -> float:
+    def written(result: hlo.Instruction) -> float:
         if result.opcode in ("bitcast", "tuple"):
             return sum(written(names[o]) for o in result.operands() if o in names)
         if result.opcode == "dynamic-update-slice" and result.operands()[1] in names:
             return names[result.operands()[1]].bytes
         return result.bytes
 
-    return sum(map(read, operands)) + written(inner[-1])
+    root = next(j for j in inner if j.is_root) if called else i
+    return sum(map(read, operands)) + written(root)
 
 
 def _moved(
-    i: hlo._Instruction, kind: str, table: dict[str, hlo._Instruction], nodes: Sequence[int]
+    i: hlo.Instruction, kind: str, table: dict[str, hlo.Instruction], nodes: Sequence[int]
 ) -> tuple[float, float]:
     """Bytes that a GPU receives over NVLink and over the network.
 

@@ -76,11 +76,13 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
         sums = jax.lax.all_gather(jnp.stack(sums), BATCH_AXES).sum(0)
         if with_gradients:
             dx_BTD, dhead_DV = gradients
+            # Rounded once and then sent, as the gradients of all products are.
+            dhead_DV = dhead_DV.astype(head_DV.dtype)
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
             if not head_spec.reduced:
                 dhead_DV = jax.lax.psum(dhead_DV, "data")
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
-            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV.astype(head_DV.dtype)
+            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients
 
     specs = (X_BTD, head_spec, TOKENS_BT)

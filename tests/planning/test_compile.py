@@ -1,6 +1,7 @@
 """The preflight on the TPU compiler itself, which needs libtpu and no TPU; and what it refuses."""
 
 import importlib.util
+import itertools
 import json
 
 import pytest
@@ -15,7 +16,6 @@ from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
-from maxramp.planning import hlo
 from maxramp.rampup.schedule import RampupBatchManager
 
 POD = [
@@ -99,6 +99,7 @@ def test_what_is_said_of_a_step_fits_together(compiled):
         assert s["fits"] and memory["limit"] == 95
         assert 0 < memory["arguments"] + memory["temporaries"] <= memory["peak"] * 1.01
         assert s["step_seconds"] == s["compute_seconds"] + s["collective_seconds"] > 0
+        assert s["network_gib"] == {} and s["network_seconds"] == 0
         tokens = s["global_batch_size"] * 256
         assert s["tokens_per_second"] == pytest.approx(tokens / s["step_seconds"])
         assert 0 < s["mfu"] < 1
@@ -136,6 +137,30 @@ def test_a_stage_that_does_not_fit(tmp_path):
     assert near["peak_gib"] <= 95 and not result["totals"]["fits"]
 
 
+@needs_libtpu
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(
+    "name, cores, hosts, wraps",
+    [
+        *(("v4:2x2x2", 2, 2, (False,) * 3), ("v4:4x4x8", 2, 32, (True,) * 3)),
+        *(("v5p:2x4x4", 2, 8, (False,) * 3), ("v5p:4x4x4", 2, 16, (True,) * 3)),
+        *(("v5e:8x16", 1, 32, (False, True)), ("v5e:1x1", 1, 1, (False, False))),
+        *(("v6e:4x4", 1, 4, (False, False)), ("v6e:16x16", 1, 64, (True, True))),
+    ],
+)
+def test_slices_as_they_are(name, cores, hosts, wraps, slices):
+    """A device for every chip, at every place of the slice, of every slice; its cores in one. The
+    wraps are those of MaxText's table of accelerators."""
+    slice_ = topology.parse(name)
+    assert slice_.wraps == wraps
+    devices = topology.describe(slice_, slices).devices
+    places = itertools.product(*(range(n) for n in (*slice_.shape, 1)[:3]))
+    places = sorted((i, place) for place in places for i in range(slices))
+    assert sorted((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices) == places
+    assert {(d.num_cores, d.core_on_chip) for d in devices} == {(cores, 0)}
+    assert len({d.process_index for d in devices}) == slices * hosts
+
+
 # --- Without libtpu ------------------------------------------------------------------------------
 
 
@@ -170,6 +195,7 @@ REFUSED = {
     "no topology": ("compile_topology=", ("compile_topology", "v5p-2048")),
     "another version": ("compile_topology=v9-8", ("v9-8", "v4, v5e, v5p, v6e")),
     "no slice": ("compile_topology=v5p:3x3x3", ("v5p:3x3x3", "multiples of 4")),
+    "half a host": ("compile_topology=v5p:1x2x2", ("v5p:1x2x2", "2x2x1")),
     "two sides": ("compile_topology=v5p:8x8", ("v5p:8x8", "three sides", "v5p:4x4x4")),
     "too many": ("compile_topology=v5e-512", ("v5e-512", "v5e-256")),
     "odd cores": ("compile_topology=v5p-7", ("v5p-7", "v5p-8")),
@@ -207,49 +233,6 @@ def test_what_is_no_file_of_compile(tmp_path, capsys, content, part):
     assert plan_main([*arguments("devices_per_node=8"), "--compiled", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and part in printed.err and str(path) in printed.err
-
-
-PROGRAM = """
-%inner (p: f32[8,4]) -> f32[8,4] {
-  %p.1 = f32[8,4]{1,0} parameter(0)
-  %w.1 = f32[4,4]{1,0} constant({...})
-  ROOT %d.1 = f32[8,4]{1,0} dot(%p.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%cond (t: (s32[], f32[8,4])) -> pred[] {
-  %t.2 = (s32[], f32[8,4]{1,0}) parameter(0)
-  %n.2 = s32[] constant(5)
-  %i.2 = s32[] get-tuple-element(%t.2), index=0
-  ROOT %lt.2 = pred[] compare(%i.2, %n.2), direction=LT
-}
-
-%body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
-  %t.3 = (s32[], f32[8,4]{1,0}) parameter(0)
-  %x.3 = f32[8,4]{1,0} get-tuple-element(%t.3), index=1
-  %f.3 = f32[8,4]{1,0} fusion(%x.3), calls=%inner, backend_config={"estimated_cycles":"7"}
-  %r.3 = f32[8,4]{1,0} all-reduce(%f.3), replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %o.3 = (s32[], f32[8,4]{1,0}) tuple(%i.3, %r.3)
-}
-
-ENTRY %main (a: f32[8,4]) -> f32[8,4] {
-  %a.4 = f32[8,4]{1,0} parameter(0)
-  %l.4 = (s32[], f32[8,4]{1,0}) while(%s.4), condition=%cond, body=%body
-  ROOT %g.4 = f32[8,16]{1,0} all-gather-start(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}
-}
-"""
-
-
-def test_the_reader_of_programs():
-    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4."""
-    work = hlo.count(PROGRAM)
-    assert work.flops == 5 * 2 * 8 * 4 * 4 and work.cycles == 35
-    assert work.collective_bytes == {"all-reduce": 5 * 2 * 128 * 3 / 4, "all-gather": 128 * 3}
-    assert work.waited_bytes == 5 * 2 * 128 * 3 / 4
-
-
-def test_a_loop_that_does_not_say_how_often_it_runs():
-    with pytest.raises(ValueError, match="does not say how often"):
-        hlo.count(PROGRAM.replace("constant(5)", "parameter(1)"))
 
 
 def test_shipped_pods_resolve():

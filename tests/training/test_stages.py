@@ -287,9 +287,12 @@ def test_a_stage_is_added_while_others_run():
     ]
 
 
-def test_options_of_the_compiler():
-    """Ours hold on GPUs, where the user has not said otherwise; every compiler knows them."""
-    assert compiler_options("cpu") == compiler_options("tpu") == {}
+def test_options_of_the_compiler(monkeypatch):
+    """Ours hold where the user has not said otherwise; every compiler knows them."""
+    assert compiler_options("cpu") == {}
+    (flag,) = compiler_options("tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{flag}=100")
+    assert compiler_options("tpu") == {}
     options = compiler_options("cuda")
     assert options == compiler_options("gpu") != {}
     jax.jit(lambda x: x + 1).lower(1.0).compile(options)

@@ -1,0 +1,181 @@
+"""The reader of compiled programs, held against counts that do not come from it: products by their
+formula, bytes by the size of what is sent along each mesh axis."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.model.attention import causal_attention
+from maxramp.parallel import topology
+from maxramp.parallel.axes import AXES
+from maxramp.parallel.sharding import X_BTHh
+from maxramp.planning import hlo
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"
+)
+
+
+def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
+    """A mesh over a pod's chips; its first axis is over the slices."""
+    devices = topology.describe(topology.parse(name), slices).devices
+    if slices == 1:
+        grid = mesh_utils.create_device_mesh(sizes, devices)
+    else:
+        inner = (sizes[0] // slices, *sizes[1:])
+        grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1, 1), devices)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * 3)
+
+
+def on(mesh: Mesh, shape: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def count(mesh: Mesh, function, *arguments, options=None) -> hlo.Work:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return hlo.count(jax.jit(function).lower(*arguments).compile(options).as_text())
+
+
+def sent(mesh: Mesh, function, shape: tuple[int, int] = (512, 512)) -> hlo.Work:
+    """The work of a function of what each device has, float32 of a shape."""
+    x = on(mesh, (shape[0] * mesh.size, shape[1]), "float32", P(AXES, None))
+    mapped = jax.shard_map(
+        lambda x: function(x * 2) + 1, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )
+    return count(mesh, mapped, x)
+
+
+MIB = 2.0**20  # of float32[512, 512]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("axis, n", [("data", 2), ("fsdp", 4), ("tensor", 2)])
+def test_bytes_along_each_axis(axis, n):
+    """A ring over n devices that each begin with a MiB: what each receives."""
+    mesh = pod("v5p:2x2x4", (2, 4, 2))
+    expected = {
+        "all-gather": (lambda x: jax.lax.all_gather(x, axis, tiled=True), n - 1),
+        "all-reduce": (lambda x: jax.lax.psum(x, axis), 2 * (n - 1) / n),
+        "collective-permute": (
+            lambda x: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
+            1,
+        ),
+    }
+    for kind, (function, received) in expected.items():
+        work = sent(mesh, function)
+        assert work.collective_bytes == {kind: received * MIB} and not work.network_bytes
+
+
+@needs_libtpu
+def test_bytes_between_slices():
+    """Three slices: what crosses them is counted apart, and so is each kind."""
+    mesh = pod("v5p:2x2x1", (3, 4, 1), slices=3)
+    expected = {
+        "all-reduce": (lambda x: jax.lax.psum(x, "data"), 2 * 2 / 3),
+        "all-gather": (lambda x: jax.lax.all_gather(x, "data", tiled=True), 2),
+        "collective-permute": (
+            lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 3) for i in range(3)]),
+            1,
+        ),
+    }
+    for kind, (function, received) in expected.items():
+        work = sent(mesh, function)
+        assert work.network_bytes == {kind: received * MIB} and not work.collective_bytes
+    # A sum over chips and slices: 1/4 of it crosses, once it is scattered.
+    work = sent(mesh, lambda x: jax.lax.psum(x, ("data", "fsdp")))
+    assert work.network_bytes == {"all-reduce": 2 * 2 / 3 * MIB / 4}
+    assert sum(work.collective_bytes.values()) == 2 * 3 / 4 * MIB
+
+
+@needs_libtpu
+def test_the_torus_is_one():
+    """Where sides wrap, 64 chips gather along the rings; elsewhere XLA adds up padded shards."""
+    work = sent(pod("v5p:4x4x4", (1, 64, 1)), lambda x: jax.lax.all_gather(x, "fsdp", tiled=True))
+    assert work.collective_bytes == {"all-gather": 63 * MIB}
+
+
+@needs_libtpu
+def test_windowed_products_count_once():
+    """A product that runs while its weight travels is a loop, two turns in one: its products are
+    2 B T D F of a device all the same."""
+    mesh = pod("v5p:2x4x4", (1, 16, 2))
+    B, T, D, F = 32, 4096, 4096, 14336
+    x = on(mesh, (B, T, D), "bfloat16", P("fsdp", None, None))
+    w = on(mesh, (D, F), "bfloat16", P("fsdp", "tensor"))
+
+    def product(x, w):
+        return jnp.einsum("BTD,DF->BTF", x, w, out_sharding=P("fsdp", None, "tensor"))
+
+    always = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}
+    work = count(mesh, product, x, w, options=always)
+    assert "collective-permute" in work.collective_bytes
+    assert work.flops == 2 * B * T * D * F / mesh.size
+
+
+@needs_libtpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_kernels(rows):
+    """Forward 2 products of half of T x T, backward 4 and 3, for every row and head of a chip."""
+    mesh, T, H, K, h = pod("v5p:2x2x1", (1, 4, 1)), 512, 4, 2, 128
+    q, k = (on(mesh, (4 * rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
+
+    def loss(q, k, v):
+        return causal_attention(q, k, v, "splash").astype(jnp.float32).sum()
+
+    work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
+    assert work.kernel_flops == (2 + 4 + 3) * 2 * rows * H * T * T * h / 2 == work.flops
+
+
+PROGRAM = """
+%inner (p: f32[8,4]) -> f32[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  %w.1 = f32[4,4]{1,0} constant({...})
+  ROOT %d.1 = f32[8,4]{1,0} dot(%p.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%cond (t: (s32[], f32[8,4])) -> pred[] {
+  %t.2 = (s32[], f32[8,4]{1,0}) parameter(0)
+  %n.2 = s32[] constant(5)
+  %i.2 = s32[] get-tuple-element(%t.2), index=0
+  ROOT %lt.2 = pred[] compare(%i.2, %n.2), direction=LT
+}
+
+%body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %t.3 = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i.3 = s32[] get-tuple-element(%t.3), index=0
+  %one.3 = s32[] constant(1)
+  %next.3 = s32[] add(%i.3, %one.3)
+  %x.3 = f32[8,4]{1,0} get-tuple-element(%t.3), index=1
+  %f.3 = f32[8,4]{1,0} fusion(%x.3), calls=%inner, backend_config={"estimated_cycles":"7"}
+  %r.3 = f32[8,4]{1,0} all-reduce(%f.3), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %o.3 = (s32[], f32[8,4]{1,0}) tuple(%next.3, %r.3)
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a.4 = f32[8,4]{1,0} parameter(0)
+  %l.4 = (s32[], f32[8,4]{1,0}) while(%s.4), condition=%cond, body=%body
+  ROOT %g.4 = f32[8,16]{1,0} all-gather-start(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+"""
+
+
+@pytest.mark.parametrize("step, turns", [(1, 5), (2, 3)])
+def test_the_reader_of_programs(step, turns):
+    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4; unrolled by two,
+    three turns."""
+    work = hlo.count(PROGRAM.replace("constant(1)", f"constant({step})"))
+    assert work.flops == turns * 2 * 8 * 4 * 4 and work.cycles == 7 * turns
+    reduced = turns * 2 * 128 * 3 / 4
+    assert work.collective_bytes == {"all-reduce": reduced, "all-gather": 128 * 3}
+    assert work.waited_bytes == reduced
+
+
+@pytest.mark.parametrize("change", [("constant(5)", "parameter(1)"), ("add(", "multiply(")])
+def test_a_loop_that_does_not_say_how_often_it_runs(change):
+    with pytest.raises(ValueError, match="does not say how often"):
+        hlo.count(PROGRAM.replace(*change))
