@@ -5,6 +5,7 @@ heads per key/value head (H = K * G), h head width.
 """
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,20 @@ def _splash_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
             keys.max_target_length
         )
     return None
+
+
+def cost_of_packing(implementation: str) -> str | None:
+    """A line for the log on what packed rows cost an implementation; None if nothing."""
+    if implementation != "cudnn_flash" or _has_packed_kernel():
+        return None
+    return (
+        "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
+        "Triton; use jax 0.10.2 to 0.12, or packing=False"
+    )
+
+
+def _has_packed_kernel() -> bool:
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def rotary_angles(length: int, head_dim: int, max_timescale: float) -> tuple[jax.Array, jax.Array]:
@@ -136,8 +151,12 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
     return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
 
 
-def _cudnn_flash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None):
-    """cuDNN's flash attention; segments cost it a dense mask."""
+def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None, interpret=False):
+    """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
+    if segments_BT is not None and _has_packed_kernel():
+        from maxramp.model.packed_attention import packed_attention  # only where it is used
+
+        return packed_attention(q_BTHh, k_BSKh, v_BSKh, starts(segments_BT), interpret)
     mask = None if segments_BT is None else _same_segment(segments_BT)[:, None]
     return jax.nn.dot_product_attention(
         q_BTHh, k_BSKh, v_BSKh, mask=mask, is_causal=True, implementation="cudnn"
@@ -169,12 +188,20 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None, interpret=False):
     return jax.vmap(row)(*rows)
 
 
+def starts(segments_BT: jax.Array) -> jax.Array:
+    """The place in the row, int32, where every token's segment starts; segments rise along it."""
+    index_T = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
+
+
 def _same_segment(segments_BT: jax.Array) -> jax.Array:
     return segments_BT[:, :, None] == segments_BT[:, None, :]  # [B, T, S]
 
 
 _KERNELS = {
-    "cudnn_flash": _cudnn_flash,
+    "cudnn_flash": _gpu_flash,
+    "packed_interpreted": functools.partial(_gpu_flash, interpret=True),
     "splash": _splash,
     "splash_interpreted": functools.partial(_splash, interpret=True),
 }

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxramp.model.attention import RESIDUALS, rotary_angles
+from maxramp.model.attention import RESIDUALS, rotary_angles, starts
 from maxramp.model.blocks import BLOCKS, Segments
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import RMSNorm, Scale, look_up, normal
-from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, TOKENS_BT, X_BTD, X_BTF, of_weight
+from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
 
 _REMAT = {
     "full": jax.checkpoint,
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
             x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
         angles = rotary_angles(tokens_BT.shape[1], self.head_dim, self.rope_max_timescale)
         if segments_BT is not None:
-            positions_BT = _positions(segments_BT)
+            positions_BT = jnp.arange(tokens_BT.shape[1]) - starts(segments_BT)
             angles = tuple(part.at[positions_BT].get(out_sharding=X_BTD) for part in angles)
 
         def layer(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
@@ -105,14 +105,6 @@ class Decoder(nnx.Module):
             return weight if isinstance(weight, Scale) else jax.tree.map(to_dtype, weight)
 
         return jax.tree.map(cast, self, is_leaf=lambda x: isinstance(x, nnx.Param))
-
-
-def _positions(segments_BT: jax.Array) -> jax.Array:
-    """The place of every token in its segment, from 0."""
-    index_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
-    index_BT = jax.reshard(index_BT, TOKENS_BT)
-    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
-    return index_BT - jax.lax.cummax(jnp.where(is_first_BT, index_BT, 0), axis=1)
 
 
 def num_parameters(model: Decoder) -> int:

@@ -23,6 +23,7 @@ from maxramp.data.corpus import Corpus
 from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import dump, parse
+from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import agreement
 from maxramp.parallel.locking import lock
@@ -257,6 +258,8 @@ class Output:
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {ramp.keys.max_target_length} tokens in {count(stages, 'stage')}"
         )
+        if corpus.packed and (cost := cost_of_packing(model.layers.attention.implementation)):
+            self.say(f"packing  {cost}")
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
         if step := schedule.first_step:

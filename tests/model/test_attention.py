@@ -8,6 +8,7 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
+from maxramp.model import attention
 from maxramp.model.attention import causal_attention, select
 from maxramp.parallel.sharding import X_BTHh
 
@@ -48,10 +49,17 @@ def on_mesh(function, tensor, *arrays):
         return jax.jit(function)(*(jax.device_put(x.astype(np.float32), sharding) for x in arrays))
 
 
-@pytest.mark.parametrize("documents", (False, True))
 @pytest.mark.parametrize(
-    "implementation, T, tensor",
-    [("dot_product", 24, 2), ("splash_interpreted", 128, 1), ("splash_interpreted", 256, 2)],
+    "implementation, T, tensor, documents",
+    [
+        ("dot_product", 24, 2, False),
+        ("dot_product", 24, 2, True),
+        ("splash_interpreted", 128, 1, False),
+        ("splash_interpreted", 128, 1, True),
+        ("splash_interpreted", 256, 2, False),
+        ("splash_interpreted", 256, 2, True),
+        ("packed_interpreted", 100, 2, True),
+    ],
 )
 def test_equals_the_definition(implementation, T, tensor, documents):
     q, k, v, segments = inputs(T)
@@ -65,9 +73,16 @@ def test_equals_the_definition(implementation, T, tensor, documents):
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
 
 
-@pytest.mark.parametrize("documents", (False, True))
-def test_gradients_equal_those_of_plain_products(documents):
-    q, k, v, segments = inputs(128)
+@pytest.mark.parametrize(
+    "implementation, T, documents",
+    [
+        ("splash_interpreted", 128, False),
+        ("splash_interpreted", 128, True),
+        ("packed_interpreted", 200, True),
+    ],
+)
+def test_gradients_equal_those_of_plain_products(implementation, T, documents):
+    q, k, v, segments = inputs(T)
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def gradients(implementation):
@@ -77,7 +92,7 @@ def test_gradients_equal_those_of_plain_products(documents):
 
         return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
 
-    for a, b in zip(gradients("splash_interpreted"), gradients("dot_product"), strict=True):
+    for a, b in zip(gradients(implementation), gradients("dot_product"), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 
 
@@ -113,9 +128,12 @@ def test_what_cannot_work_is_refused(platform, keys, reason):
         select(make_config(*keys).model, platform)
 
 
-def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):
+@pytest.mark.parametrize("documents", (False, True))
+def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
     """Its kernel runs on GPUs only; what it is asked for can be compared anywhere."""
     q, k, v, segments = inputs(24)
+    if not documents:
+        segments = np.zeros_like(segments)
     plain = jax.nn.dot_product_attention
     shapes = []
 
@@ -124,8 +142,18 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):
         shapes.append([x.shape for x in arguments])
         return plain(*arguments, implementation="xla", **options)
 
+    def attend(q, k, v):
+        return causal_attention(q, k, v, "cudnn_flash", segments if documents else None)
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
-    out = on_mesh(lambda q, k, v: causal_attention(q, k, v, "cudnn_flash", segments), 2, q, k, v)
+    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    out = on_mesh(attend, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
     assert out.dtype == jnp.float32
+
+
+def test_packing_costs_only_where_its_kernel_is_not(monkeypatch):
+    assert not any(map(attention.cost_of_packing, ("cudnn_flash", "splash", "dot_product")))
+    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    assert "no Pallas for Triton" in attention.cost_of_packing("cudnn_flash")
