@@ -17,6 +17,7 @@ Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
