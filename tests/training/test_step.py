@@ -6,6 +6,7 @@ maxramp/model/.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,34 @@ def test_gradient_accumulation(optimizer, accumulation):
     split = trained(*optimizer, accumulation=accumulation)
     assert_same(split, trained(*optimizer))
     assert_same_rows(split, trained(*optimizer))
+
+
+COPIES = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
+# An instruction that sums over devices: its shapes, and the devices of each sum as lists.
+_SUM = re.compile(r"= (.*?) all-reduce(?:-start)?\(.*replica_groups=\{(\{.*?\})\}")
+
+
+def test_gradients_travel_once():
+    """Copies of the weights add up their own gradients over the passes, and exchange those of all
+    products once, outside of the loops; with the update of one device."""
+    assert_same(trained(*COPIES, *ADAM, accumulation=4), trained(*ADAM, devices=1))
+
+    config = make_config(*COPIES, *ADAM)
+    mesh, state = make_mesh(config), initial_state(config)
+    with jax.set_mesh(mesh):
+        batch = place(random_rows(4, ROWS // 4), mesh)
+        text = compiled_step(config).lower(state, batch).compile().as_text()
+    pairs = [f"{{{a.id},{b.id}}}" for a, b in mesh.devices.reshape(2, -1).T]  # copies of a shard
+    sizes = {"in a loop": [], "once": []}
+    for computation in re.split(r"\n(?=%|ENTRY )", text):
+        where = "once" if computation.startswith("ENTRY") else "in a loop"
+        for shapes, groups in _SUM.findall(computation):
+            if groups == ",".join(pairs):
+                found = re.findall(r"f32\[([\d,]+)\]", shapes)
+                sizes[where] += [np.prod([int(n) for n in shape.split(",")]) for shape in found]
+    products = [w for name, w in by_name(state.model).items() if "scale_D" not in name]
+    assert sizes == {"in a loop": [], "once": sizes["once"]}
+    assert sorted(sizes["once"]) == sorted(w.size // 4 for w in products)
 
 
 # Mesh axis of each dimension that is sharded; all other dimensions are whole on every device.
