@@ -42,7 +42,7 @@ class Workers:
 
     def __init__(self, elements: Any, processes: int, threads: int):
         """Starts the processes; they get a copy of the elements."""
-        self._elements = elements
+        self._elements, pickled = elements, pickle.dumps(elements, protocol=5)
         self._idle: queue.SimpleQueue[tuple[BaseProcess, Connection]] = queue.SimpleQueue()
         self._processes: list[BaseProcess] = []
         self._ending = threading.Lock()
@@ -63,14 +63,14 @@ class Workers:
         arguments = (self._processes,)
         self._kill = multiprocessing.util.Finalize(self, _kill, arguments, exitpriority=1)
         # In a thread: the processes take it when they are up.
-        threading.Thread(target=_hand_out, args=(elements, starting), daemon=True).start()
+        threading.Thread(target=_hand_out, args=(pickled, starting), daemon=True).start()
 
     def read(self, index: Any) -> Any:
         """What `read` returns or raises, by the next thread that has nothing to do."""
         process, connection = self._idle.get()
         try:
-            connection.send(index)
-            element = pickle.loads(connection.recv_bytes())
+            _send(connection, index)
+            element = _receive(connection)
         except (EOFError, OSError):  # the process is dead, or is being ended
             with self._ending:  # one thread alone can wait for it
                 process.join()
@@ -87,6 +87,14 @@ class Workers:
         self._kill()
 
 
+def _send(connection: Connection, value: Any) -> None:
+    connection.send_bytes(pickle.dumps(value, protocol=5))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         process.kill()
@@ -94,8 +102,7 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _hand_out(elements: Any, starting: Sequence[Connection]) -> None:
-    pickled = pickle.dumps(elements, protocol=5)
+def _hand_out(pickled: bytes, starting: Sequence[Connection]) -> None:
     for connection in starting:
         with contextlib.suppress(OSError):  # of a process that is dead: who reads hears of it
             connection.send_bytes(pickled)
@@ -109,7 +116,7 @@ def _serve(start: Connection, *connections: Connection) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError):  # the parent has ended by now
-        elements = pickle.loads(start.recv_bytes())
+        elements = _receive(start)
         for connection in connections:
             threading.Thread(target=_answer, args=(elements, connection), daemon=True).start()
     multiprocessing.parent_process().join()
@@ -120,9 +127,9 @@ def _answer(elements: Any, connection: Connection) -> None:
     """A thread of a worker: reads what is asked for."""
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
-            index = connection.recv()
+            index = _receive(connection)
             try:
                 element = read(elements, index)
             except (ConfigError, TrainingError, MemoryError) as error:
                 element = error
-            connection.send_bytes(pickle.dumps(element, protocol=5))
+            _send(connection, element)
