@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxramp.errors import ConfigError, reason_of
 from maxramp.planning.machine import Machine
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
@@ -51,7 +52,13 @@ class Pod:
         start = time.perf_counter()
         limit = {"peak_tflops_per_device": self._machine.peak_tflops}
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            lowered = self._lower(accumulation, rows)
+            try:
+                lowered = self._lower(accumulation, rows)
+            except RuntimeError as error:  # a library that a kernel needs is not installed
+                raise ConfigError(
+                    f"compile_topology={self._machine.name}: {reason_of(error)} "
+                    "docs/pods.md says what to install"
+                ) from None
             try:
                 compiled = lowered.compile(self._options or None)
             except jax.errors.JaxRuntimeError as error:
