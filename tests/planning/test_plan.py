@@ -26,6 +26,7 @@ from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import make_plan, print_plan
+from maxramp.planning.fit import edge
 from maxramp.planning.memory import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -266,6 +267,30 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
         )
         assert found[name] * 2**30 == pytest.approx(held), name
     assert 0.5 < found["total"] * 2**30 / compiled_bytes(compiled) < 2
+
+
+@pytest.mark.parametrize("most", (1, 2, 7, 8, 100, 1023))
+@pytest.mark.parametrize(
+    "needed, questions",
+    (
+        (lambda rows: 1000 + 50 * rows, 6),
+        (lambda rows: 1000 + 50 * rows + 500 * (rows > 3), 9),  # another algorithm from there on
+        (lambda rows: 100 + rows * rows, 16),
+        (lambda rows: 100 + 10 * (rows // 16), 16),  # padded
+        (lambda rows: 2 ** min(rows, 2000), 22),
+    ),
+    ids=("even", "a step", "square", "padded", "exponential"),
+)
+def test_the_edge_is_found_with_few_compiles(needed, questions, most):
+    asked, limit = set(), needed(most)
+
+    def ask(rows):
+        asked.add(rows)
+        return needed(rows)
+
+    fits, too_much = edge(ask, limit)
+    assert needed(fits) <= limit < needed(too_much) and too_much == fits + 1
+    assert len(asked) <= questions
 
 
 def test_fit_finds_the_edge():
