@@ -484,7 +484,7 @@ def files(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-# Every third case in the default tests, the others among the slow ones: up to 2 seconds of CPU each.
+# Every third case in the default tests, the others among the slow ones: seconds of CPU at most.
 EVERY_THIRD = [
     pytest.param(name, marks=[] if index % 3 == 0 else pytest.mark.slow)
     for index, name in enumerate(CASES)
