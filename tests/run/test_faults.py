@@ -200,12 +200,12 @@ def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, numb
 @SLOW
 def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
     """SIGSTOP stands for a hang: the other says where it waits; continued, the first ends too."""
-    with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=30", processes=2) as job:
         job.train_to(10)
         job.processes[1].send_signal(signal.SIGSTOP)
         assert job.processes[0].wait(200) == EXIT_LOST
         told = job.printed("stderr")
-        assert "hang_timeout_seconds=60" in told.splitlines()[-1]
+        assert "hang_timeout_seconds=30" in told.splitlines()[-1]
         assert "maxramp/train.py" in told and "most recent call first" in told
         job.processes[1].send_signal(signal.SIGCONT)
         assert job.processes[1].wait(200) != 0
