@@ -38,6 +38,28 @@ def pods(
         )
 
 
+def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
+    """The most rows that fit, and the one more that do not, with few questions.
+
+    A step's memory grows almost evenly with its rows: the line through one row and the last try
+    says where the limit is. Where that is wrong, every second try halves what is left.
+
+    Args:
+      needed: memory of a step by its rows, never less for more; one row fits.
+      limit: memory that there is, in the same unit.
+    """
+    fits, too_much, rows, halve = 1, None, 2, False
+    while True:
+        fits, too_much = (rows, too_much) if needed(rows) <= limit else (fits, rows)
+        if too_much == fits + 1:
+            return fits, too_much
+        per_row = (needed(rows) - needed(1)) / (rows - 1)
+        most = too_much - 1 if too_much else 8 * fits  # a step far too large may not compile
+        guess = 1 + int((limit - needed(1)) / per_row) if per_row else most
+        rows = (fits + too_much) // 2 if halve else max(fits + 1, min(guess, most))
+        halve = bool(too_much) and not halve
+
+
 def largest_batch(
     recipe: Recipe,
     batch: BatchKeys,
@@ -79,16 +101,17 @@ def largest_batch(
         def needed(rows: int, pod: Pod = pod) -> float:
             return pod.step(passes, rows * ranks)["memory_gib"]["peak"]
 
-        if not (rows := most(needed, limit)):
+        if needed(1) > limit:
             others.append(f"{policy} needs {needed(1):.3g} GiB for one row")
             continue
-        size, above = (plain_number(Fraction(n, parallel)) for n in (rows, rows + 1))
+        rows, too_much = edge(needed, limit)
+        size, above = (plain_number(Fraction(n, parallel)) for n in (rows, too_much))
         if lines:
             others.append(f"{policy} fits {size}")
             continue
         lines = [
             f"per_device_batch_size: {size}  # {needed(rows):.3g} of {limit:.3g} GiB; "
-            f"{above} would need {needed(rows + 1):.3g}",
+            f"{above} would need {needed(too_much):.3g}",
             f"remat_policy: {policy}  # the cheapest that fits",
         ]
     if not lines:
@@ -98,26 +121,6 @@ def largest_batch(
             "max_target_length, or more devices"
         )
     return "\n".join([lines[0], "; ".join([lines[1], *others])])
-
-
-def most(needed: Callable[[int], float], limit: float) -> int:
-    """The most rows that fit; 0 if one does not.
-
-    Memory grows almost in proportion to the rows, so a line through what is known leads there in a
-    few steps, each of which is a compile.
-    """
-    if needed(1) > limit:
-        return 0
-    fits, above, guess = 1, None, 2
-    while above is None or above - fits > 1:
-        if needed(guess) <= limit:
-            fits = guess
-        else:
-            above = guess
-        slope = (needed(guess) - needed(1)) / (guess - 1)
-        line = 1 + int((limit - needed(1)) / slope) if slope > 0 else 2 * guess
-        guess = max(line, fits + 1) if above is None else min(max(line, fits + 1), above - 1)
-    return fits
 
 
 def by_speed(candidates: Iterator[tuple[str, Pod]], stage: Stage) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """What a person can get wrong, each as a real run: one line that says what, and nothing else."""
 
-import concurrent.futures
 import dataclasses
 import glob
 import os
@@ -519,25 +518,7 @@ def files(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def outcomes(request, files, tmp_path_factory) -> dict[str, concurrent.futures.Future]:
-    """The outcome of every case that was asked for, two at a time."""
-    folder = tmp_path_factory.mktemp("runs")
-    wanted = {item.callspec.params["name"] for item in request.session.items if is_case(item)}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(execute, case, files, folder / str(index))
-            for index, (name, case) in enumerate(CASES.items())
-            if name in wanted and not SKIPPED.get(name)
-        }
-        pool.shutdown(cancel_futures=True)
-
-
-def is_case(item: pytest.Item) -> bool:
-    return getattr(item, "originalname", None) == "test_refused"
-
-
-# Every third case in the default tests, the others among the slow ones: a second of CPU each.
+# Every third case in the default tests, the others among the slow ones: seconds of CPU at most.
 EVERY_THIRD = [
     pytest.param(name, marks=[] if index % 3 == 0 else pytest.mark.slow)
     for index, name in enumerate(CASES)
@@ -545,10 +526,11 @@ EVERY_THIRD = [
 
 
 @pytest.mark.parametrize("name", EVERY_THIRD)
-def test_refused(name, outcomes, files):
+def test_refused(name, files, tmp_path):
     if SKIPPED.get(name):
         pytest.skip("this machine has it")
-    case, outcome = CASES[name], outcomes[name].result()
+    case = CASES[name]
+    outcome = execute(case, files, tmp_path / "run")
     assert outcome.status == 2, outcome.stderr
     assert outcome.stdout == ""
     line = outcome.stderr.removesuffix("\n")

@@ -9,32 +9,33 @@ from conftest import make_config, make_mesh
 from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import machine as machines
-from maxramp.planning.fit import by_speed, largest_batch, most, pods
+from maxramp.planning.fit import by_speed, edge, largest_batch, pods
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
-SHAPES = {
-    "line": lambda rows: 4 + 0.19 * rows,
-    "steps": lambda rows: 4 + 0.19 * rows + 0.5 * (rows // 128),
-    "flat, then a line": lambda rows: 1 + 0.2 * max(rows, 50),
-    "faster": lambda rows: 1 + 0.05 * rows + 2e-4 * rows**2,
-    "slower": lambda rows: 20 + rows**0.9,
-    "one row": lambda rows: 40 * rows,
-}
 
+@pytest.mark.parametrize("most", (1, 2, 7, 8, 100, 1023))
+@pytest.mark.parametrize(
+    "needed, questions",
+    (
+        (lambda rows: 1000 + 50 * rows, 6),
+        (lambda rows: 1000 + 50 * rows + 500 * (rows > 3), 9),  # another algorithm from there on
+        (lambda rows: 100 + rows * rows, 16),
+        (lambda rows: 100 + 10 * (rows // 16), 16),  # padded
+        (lambda rows: 2 ** min(rows, 2000), 22),
+    ),
+    ids=("even", "a step", "square", "padded", "exponential"),
+)
+def test_the_edge_is_found_with_few_compiles(needed, questions, most):
+    asked, limit = set(), needed(most)
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_search_finds_the_edge_in_few_compiles(name):
-    asked = set()
-
-    def needed(rows):
+    def ask(rows):
         asked.add(rows)
-        return SHAPES[name](rows)
+        return needed(rows)
 
-    found = most(needed, 50)
-    assert SHAPES[name](found) <= 50 < SHAPES[name](found + 1)
-    assert len(asked) <= 16
-    assert most(needed, 0.5) == 0
+    fits, too_much = edge(ask, limit)
+    assert needed(fits) <= limit < needed(too_much) and too_much == fits + 1
+    assert len(asked) <= questions
 
 
 @pytest.fixture(scope="module")

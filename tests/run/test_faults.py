@@ -65,9 +65,10 @@ class Job:
         processes=1,
         largest_file=None,
         alone=None,
+        optimized=False,
     ):
         """`largest_file` = {process: bytes} lets longer files of that process fail; `alone` =
-        {process: argument} goes to that process only."""
+        {process: argument} goes to that process only; `optimized`: compiles take seconds."""
         self.run = folder / "run"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -84,7 +85,7 @@ class Job:
             self.processes.append(
                 subprocess.Popen(
                     command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
-                    env=environment() | (job if processes > 1 else {}),
+                    env=environment(optimized=optimized) | (job if processes > 1 else {}),
                     stdout=(folder / f"stdout.{index}").open("wb"),
                     stderr=(folder / f"stderr.{index}").open("wb"),
                     preexec_fn=limit if size else None,
@@ -155,7 +156,7 @@ def test_a_signal_saves(tmp_path, cache_dir, number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_first_compile_ends_at_once(tmp_path, number):
     """A compile cannot be interrupted, and nothing is lost."""
-    with Job(tmp_path, str(tmp_path / "cold"), "scan_layers=False") as job:
+    with Job(tmp_path, str(tmp_path / "cold"), "scan_layers=False", optimized=True) as job:
         job.wait_for(lambda: "run      " in job.printed())
         job.processes[0].send_signal(number)
         assert job.statuses() == [EXIT_PREEMPTED]
@@ -182,7 +183,7 @@ def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
     """While one of two compiles for the second stage, and the first trains."""
     ramp = ("enable_rampup_batch_size=True", "per_device_batch_size_start=4", "scan_layers=False")
     ramp += ("per_device_batch_size_increment=4", "global_rampup_samples=100000", "log_period=1")
-    with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2) as job:
+    with Job(tmp_path, str(tmp_path / "cold"), *ramp, processes=2, optimized=True) as job:
         job.train_to(0)
         assert "ready    stage 1" not in job.printed()
         job.processes[1].send_signal(signal.SIGTERM)
@@ -208,12 +209,12 @@ def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, numb
 @SLOW
 def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
     """SIGSTOP stands for a hang: the other says where it waits; continued, the first ends too."""
-    with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
+    with Job(tmp_path, cache_dir, "hang_timeout_seconds=30", processes=2) as job:
         job.train_to(10)
         job.processes[1].send_signal(signal.SIGSTOP)
         assert job.processes[0].wait(200) == EXIT_LOST
         stderr = job.printed("stderr")
-        assert "hang_timeout_seconds=60" in stderr.splitlines()[-1]
+        assert "hang_timeout_seconds=30" in stderr.splitlines()[-1]
         assert "maxramp/train.py" in stderr and "most recent call first" in stderr
         job.processes[1].send_signal(signal.SIGCONT)
         assert job.processes[1].wait(200) != 0
