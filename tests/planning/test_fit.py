@@ -40,17 +40,21 @@ def test_the_edge_is_found_with_few_compiles(needed, questions, most):
 
 @pytest.fixture(scope="module")
 def quick():
-    """The devices of this process, and a compiler that optimizes little."""
-    return dataclasses.replace(machines.here(), options={"xla_backend_optimization_level": 0})
+    """One device of this process, and a compiler that optimizes little."""
+    here = machines.here()
+    return dataclasses.replace(
+        here, devices=here.devices[:1], options={"xla_backend_optimization_level": 0}
+    )
 
 
 def arguments_of(config, machine, limit):
     return (config.batch, config.schedule, make_mesh(config), machine, limit)
 
 
+@pytest.mark.slow
 def test_what_fits_of_this_machine(quick):
     """What it prints fits by the compiler's account, and one row more does not."""
-    config = make_config("enable_rampup_batch_size=False", "max_target_length=64")
+    config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
     lines = largest_batch(config.recipe, *arguments_of(config, quick, 0.004)).splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
@@ -64,22 +68,23 @@ def test_what_fits_of_this_machine(quick):
 
 
 def test_nothing_fits(quick):
-    config = make_config("enable_rampup_batch_size=False")
+    config = make_config("enable_rampup_batch_size=False", devices=1)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
         largest_batch(config.recipe, *arguments_of(config, quick, 0.0001))
 
 
+@pytest.mark.slow
 def test_the_ways_of_a_batch_by_speed(quick):
     """Each policy's two largest micro batches, with a machine whose time is made up."""
-    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4")
-    ramp = RampupBatchManager(config.batch, 8)
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
+    ramp = RampupBatchManager(config.batch, 1)
     rate = LearningRate.of(config.schedule, ramp)
     timed = dataclasses.replace(quick, work=lambda text: {"step_seconds": 1 / len(text)})
     ways = by_speed(pods(config.recipe, rate, make_mesh(config), timed, 1.0, 1), ramp.stages[0])
     assert len(ways) == 6 and {way["remat_policy"] for way in ways} == {"none", "minimal", "full"}
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])
-        assert shape in ((4, 1), (2, 2)) and way["global_batch_size"] == 32
+        assert shape in ((4, 1), (2, 2)) and way["global_batch_size"] == 4
     times = [way["step_seconds"] for way in ways]
     assert times == sorted(times)
 
