@@ -42,6 +42,7 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=config.optimizer.mu_dtype or config.model.weight_dtype,
         tokenizer_type=config.data.type_of_tokenizer,
+        **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dcn,
         **ici,
@@ -75,6 +76,19 @@ def mesh_checker(config: Config) -> Callable[[int], bool]:
         return True
 
     return usable
+
+
+def _scaling(config: Config) -> dict[str, str]:
+    """How the learning rate follows the batch; a policy asks for the root, from where it begins."""
+    by_policy = {
+        "batch_size_lr_scaling": ("none", "sqrt"),
+        "batch_size_lr_reference": ("final", "initial"),
+    }
+    return {
+        name: choices[bool(config.batch.rampup_policy)]
+        for name, choices in by_policy.items()
+        if config.values[name] == "auto"
+    }
 
 
 def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:

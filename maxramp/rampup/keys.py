@@ -1,10 +1,12 @@
-"""The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length.
+"""The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length; and
+the keys of the learning rate's curve, which a ramp may follow (`seesaw`).
 
 This module imports no jax.
 """
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -12,7 +14,7 @@ import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
-from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
+from maxramp.keys.section import Keys, at_least, fraction, one_of, positive_or_open
 
 # Each of them makes a batch.
 _SIZES = (
@@ -20,6 +22,7 @@ _SIZES = (
     "global_batch_size",
     "rampup_batch_size",
     "step_batch_size_schedule",
+    "rampup_ladder",
 )
 # What a program does not ask for by leaving it out: base.yml has the default job's ramp and length.
 _NOT_BY_DEFAULT = (
@@ -32,8 +35,35 @@ _NOT_BY_DEFAULT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchKeys(Keys):
-    """The keys that describe the batch."""
+class CurveKeys(Keys):
+    """The learning rate's way from 0 over its peak to its end."""
+
+    lr_schedule_type: str = one_of("cosine", "wsd")
+    learning_rate_final_fraction: float = at_least(0)
+    warmup_steps_fraction: float = fraction()
+    wsd_decay_steps_fraction: float = fraction()
+    wsd_decay_style: str = one_of("linear", "cosine")
+    learning_rate_schedule_steps: int = positive_or_open()
+    learning_rate_by: str = one_of("samples", "steps")
+
+    def check(self) -> None:
+        """Checks each key, and that the phases of the curve fit into it.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        decay = self.wsd_decay_steps_fraction if self.lr_schedule_type == "wsd" else 0
+        if self.warmup_steps_fraction + decay > 1:
+            raise ConfigError(
+                f"warmup_steps_fraction={self.warmup_steps_fraction} and "
+                f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchKeys(CurveKeys):
+    """The keys that describe the batch, and the curve that it may follow."""
 
     per_device_batch_size: float
     gradient_accumulation_steps: int
@@ -49,6 +79,10 @@ class BatchKeys(Keys):
     # Megatron since 2026
     step_batch_size_schedule: str
     step_batch_size_unit: str = one_of("tokens", "samples")
+    # by a rule
+    rampup_policy: str = one_of("", "seesaw")
+    rampup_ladder: Sequence[int]
+    rampup_rounding: str = one_of("nearest", "below")
     max_target_length: int = at_least(1)
     # what it runs on
     num_nodes: int = positive_or_open()
@@ -114,6 +148,17 @@ class BatchKeys(Keys):
             )
 
     @property
+    def samples_of_run(self) -> int:
+        """total_samples, or the samples of total_tokens; -1 where neither is given."""
+        if self.total_tokens != -1:
+            return -(-self.total_tokens // self.max_target_length)
+        return self.total_samples
+
+    def samples_in_batches_of(self, batch: int) -> int:
+        """The samples of a run of known length whose steps all train on `batch` rows."""
+        return -(-self.samples_of_run // batch) * batch
+
+    @property
     def nodes(self) -> int:
         """Nodes that the keys describe, at least one."""
         return max(1, self.num_nodes)
@@ -153,6 +198,7 @@ def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """A value as a config file would give it: of a NumPy number or a tuple, Python's or a list."""
+    """A value as a config file would give it, not as a NumPy number, a tuple or an enum."""
+    value = value.value if isinstance(value, enum.Enum) else value
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, tuple) else value

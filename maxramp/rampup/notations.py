@@ -1,4 +1,4 @@
-"""Three notations for one ramp, and a constant batch: batch keys -> thresholds.
+"""Three notations for one ramp, a rule that makes one, and a constant batch: keys -> thresholds.
 
 A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
 the notation also says how that batch is split over devices, the threshold carries it.
@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
+from maxramp.rampup import seesaw
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
 
@@ -42,6 +43,8 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
         return _nemo(keys)
     if keys.step_batch_size_schedule:
         return _megatron(keys)
+    if keys.rampup_policy == "seesaw":
+        return [Threshold(samples, batch) for samples, batch in seesaw.sizes(keys)]
     if keys.global_batch_size != -1:
         return [Threshold(0, keys.global_batch_size)]
     return _maxtext(keys)
@@ -62,12 +65,18 @@ def check(keys: BatchKeys) -> None:
                 bool(keys.step_batch_size_schedule),
                 f'step_batch_size_schedule="{keys.step_batch_size_schedule}"',
             ),
+            (bool(keys.rampup_policy), f"rampup_policy={keys.rampup_policy}"),
         )
         if is_used
     ]
     if len(used) > 1:
         raise ConfigError(
             f"{' and '.join(used)} describe the ramp in two notations; keep one of them"
+        )
+    if keys.rampup_ladder and not keys.rampup_policy:
+        raise ConfigError(
+            f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not "
+            "given; use rampup_policy=seesaw, or leave it out"
         )
     if keys.per_device_batch_size <= 0 and keys.micro_batch_size == -1:
         raise ConfigError(
@@ -94,16 +103,23 @@ def check(keys: BatchKeys) -> None:
                 f'"{keys.step_batch_size_schedule}": the schedule ends at its last batch size; '
                 "leave global_batch_size out"
             )
+        if keys.rampup_policy:
+            raise ConfigError(
+                f"global_batch_size={keys.global_batch_size} and rampup_policy="
+                f"{keys.rampup_policy}: the batch takes the sizes of rampup_ladder; leave "
+                "global_batch_size out"
+            )
     uses_global_sizes = (
         keys.rampup_batch_size is not None
         or keys.step_batch_size_schedule
+        or keys.rampup_policy
         or keys.global_batch_size != -1
     )
     if keys.micro_batch_size != -1 and not uses_global_sizes:
         raise ConfigError(
             f"micro_batch_size={keys.micro_batch_size} goes with global_batch_size, "
-            "rampup_batch_size or step_batch_size_schedule, none of which is given; use "
-            "per_device_batch_size, or give global_batch_size"
+            "rampup_batch_size, step_batch_size_schedule or rampup_ladder, none of which is given; "
+            "use per_device_batch_size, or give global_batch_size"
         )
     if uses_global_sizes and keys.gradient_accumulation_steps != 1:
         raise ConfigError(
@@ -116,6 +132,8 @@ def check(keys: BatchKeys) -> None:
         _check_nemo(keys)
     elif keys.step_batch_size_schedule:
         _parse_schedule(keys)
+    elif keys.rampup_policy:
+        seesaw.check(keys)
 
 
 # --- MaxText -------------------------------------------------------------------------------------

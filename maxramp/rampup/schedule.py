@@ -228,7 +228,7 @@ class RampupBatchManager:
         """Steps of the whole run: `steps`, or those that reach total_samples or total_tokens."""
         if self.keys.steps != -1:
             return self.keys.steps
-        samples = _samples_of_run(self.keys)
+        samples = self.keys.samples_of_run
         if samples < 1:
             raise ConfigError("none of steps, total_samples and total_tokens is given; give one")
         if samples <= self.stages[0].first_sample:
@@ -298,13 +298,6 @@ def _walk(
 _LONG = 10**6  # steps that the last stage of a run without a length is planned with
 
 
-def _samples_of_run(keys: BatchKeys) -> int:
-    """total_samples, or the samples of total_tokens; -1 where neither is given."""
-    if keys.total_tokens != -1:
-        return -(-keys.total_tokens // keys.max_target_length)
-    return keys.total_samples
-
-
 def _steps_of_run(
     keys: BatchKeys, threshold: Threshold, step: int, sample: int, steps: int | None
 ) -> int:
@@ -312,6 +305,6 @@ def _steps_of_run(
     left = _LONG if steps is None else steps
     if keys.steps != -1:
         left = keys.steps - step
-    elif (samples := _samples_of_run(keys)) != -1:
+    elif (samples := keys.samples_of_run) != -1:
         left = -(-(samples - sample) // threshold.global_batch_size)
     return max(0, left if steps is None else min(left, steps))

@@ -2,17 +2,9 @@
 
 import dataclasses
 
-from maxramp.errors import ConfigError
-from maxramp.keys.section import (
-    Keys,
-    at_least,
-    below_one,
-    fraction,
-    one_of,
-    positive_or_open,
-    uint32,
-)
+from maxramp.keys.section import Keys, at_least, below_one, one_of, uint32
 from maxramp.model.keys import ModelKeys, dtype_of
+from maxramp.rampup.keys import CurveKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,32 +31,12 @@ class OptimizerKeys(Keys):
 
 
 @dataclasses.dataclass(frozen=True)
-class LearningRateKeys(Keys):
+class LearningRateKeys(CurveKeys):
     """The learning rate over samples or steps."""
 
     learning_rate: float | None = at_least(0)
-    lr_schedule_type: str = one_of("cosine", "wsd")
-    learning_rate_final_fraction: float = at_least(0)
-    warmup_steps_fraction: float = fraction()
-    wsd_decay_steps_fraction: float = fraction()
-    wsd_decay_style: str = one_of("linear", "cosine")
-    learning_rate_schedule_steps: int = positive_or_open()
-    learning_rate_by: str = one_of("samples", "steps")
-    batch_size_lr_scaling: str = one_of("none", "sqrt", "linear")
-
-    def check(self) -> None:
-        """Checks each key, and that the phases of the schedule fit into it.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        decay = self.wsd_decay_steps_fraction if self.lr_schedule_type == "wsd" else 0
-        if self.warmup_steps_fraction + decay > 1:
-            raise ConfigError(
-                f"warmup_steps_fraction={self.warmup_steps_fraction} and "
-                f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
-            )
+    batch_size_lr_scaling: str = one_of("auto", "none", "sqrt", "linear")
+    batch_size_lr_reference: str = one_of("auto", "initial", "final")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ def settings(**changes):
         "learning_rate": 1.0,
         "learning_rate_by": "samples",
         "batch_size_lr_scaling": "none",
+        "batch_size_lr_reference": "final",
         "lr_schedule_type": "cosine",
         "learning_rate_final_fraction": 0.1,
         "warmup_steps_fraction": 0.1,
@@ -173,14 +174,70 @@ def test_ramp_starts_and_ends_as_maxtext():
         final = peak * config.learning_rate_final_fraction
         assert np.all((rates >= 0) & (rates <= peak * (1 + TOLERANCE))), config
         assert not np.any(rates[last + 1 :]), config
-        warmup = int(rate.total // rate.quantum * config.warmup_steps_fraction)
+        warmup = int(rate.curve.total // rate.curve.quantum * config.warmup_steps_fraction)
         if warmup:
             assert rates[0] == 0, config
         decays = config.lr_schedule_type == "cosine" or (
-            rate.total / rate.quantum * config.wsd_decay_steps_fraction >= 2
+            rate.curve.total / rate.curve.quantum * config.wsd_decay_steps_fraction >= 2
         )
-        if decays and rate.total - warmup * rate.quantum >= 2 * rate.quantum:
+        if decays and rate.curve.total - warmup * rate.curve.quantum >= 2 * rate.curve.quantum:
             assert rates[last] == pytest.approx(final, abs=TOLERANCE * peak), config
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_seesaw_keeps_rate_over_root_of_batch(seed):
+    """rate / sqrt(batch) is that of the constant first batch, at the same sample, in every step
+    (Meterez et al., arXiv 2510.14717: equal cuts of rate * sqrt(batch) keep the loss)."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        first, steps = rng.choice((1, 6)), rng.randint(40, MOST_STEPS)
+        config = settings(
+            **random_schedule(rng)
+            | {"learning_rate_schedule_steps": steps, "learning_rate_final_fraction": 0.1},
+            batch_size_lr_scaling="sqrt",
+            batch_size_lr_reference="initial",
+            devices_per_node=1,
+        )
+        expected = np.asarray(maxtext_schedule(config)(np.arange(steps))) * np.ones(steps)
+        config.learning_rate_schedule_steps = config.steps = -1
+        config.total_samples = first * steps - rng.randrange(first)
+        config.rampup_policy, config.rampup_ladder = "seesaw", [first * i for i in (1, 2, 3, 5, 8)]
+        rate, ramp = of(config)
+        before = [ramp.samples_before(k) for k in range(ramp.total_steps)]
+        batches = [ramp.stage_at_step(k).global_batch_size for k in range(ramp.total_steps)]
+        actual = [float(rate(s, batch)) for s, batch in zip(before, batches, strict=True)]
+        of_constant = expected[np.array(before) // first]
+        np.testing.assert_allclose(
+            actual / np.sqrt(batches),
+            of_constant / np.sqrt(first),
+            rtol=0,
+            atol=2 * TOLERANCE * config.learning_rate,
+            err_msg=str(config),
+        )
+
+
+@pytest.mark.parametrize("reference, batch", [("initial", 2), ("final", 8)])
+def test_reference(reference, batch):
+    """A ramp keeps the curve of the constant run at its first or at its final batch, and a step of
+    that batch has the rate of that run."""
+    config = settings(
+        batch_size_lr_scaling="sqrt",
+        batch_size_lr_reference=reference,
+        learning_rate_schedule_steps=-1,
+        steps=-1,
+        total_samples=800,
+        step_batch_size_schedule="0:2 160:4 320:8",
+        step_batch_size_unit="samples",
+    )
+    rate, ramp = of(config)
+    constant, _ = of(
+        settings(
+            global_batch_size=batch, total_samples=800, steps=-1, learning_rate_schedule_steps=-1
+        )
+    )
+    samples = np.arange(0, 800, 8)
+    np.testing.assert_array_equal(rate(samples, batch), constant(samples))
+    np.testing.assert_allclose(rate(samples, 4), constant(samples) * (4 / batch) ** 0.5, rtol=1e-6)
 
 
 def test_documented_values():
@@ -203,7 +260,7 @@ def test_a_schedule_that_ended_before_the_changed_ramp(steps):
     config = settings(learning_rate_schedule_steps=steps)
     ramp = RampupBatchManager(config, first_step=50, first_sample=3)
     if steps > 50:
-        assert LearningRate.of(config, ramp).total == 3 + 8
+        assert LearningRate.of(config, ramp).curve.total == 3 + 8
         return
     with pytest.raises(ConfigError, match=f"^learning_rate_schedule_steps={steps}: .*step 50.*-1"):
         LearningRate.of(config, ramp)

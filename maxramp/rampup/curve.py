@@ -1,0 +1,61 @@
+"""The curve of the learning rate as data: where it rises and where it falls.
+
+`training/learning_rate.py` evaluates it on arrays, `seesaw` asks where it reaches a height.
+
+This module imports no jax.
+"""
+
+import dataclasses
+import math
+from typing import Self
+
+from maxramp.rampup.keys import CurveKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """From 0 up to the peak, on at the peak, and down to `final` of it where `total` ends.
+
+    All lengths are in samples, or all in steps: whole multiples of `quantum`, the length of one
+    batch. A phase of n samples moves from its first to its last value over n - quantum of them, as
+    a batch has one learning rate, that of its first sample.
+
+    Attributes:
+      total: length of the curve.
+      quantum: length of one batch.
+      warmup: length of the rise.
+      decay: length of the fall, at the end.
+      style: cosine or linear, the shape of the fall.
+      final: the end of the fall, as a fraction of the peak.
+    """
+
+    total: float  # floats, as samples pass JAX's int32
+    quantum: int
+    warmup: float
+    decay: float
+    style: str
+    final: float
+
+    @classmethod
+    def of(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
+        """The curve of some keys over so many samples or steps."""
+
+        def part(fraction: float) -> float:
+            return float(math.floor(total / quantum * fraction) * quantum)
+
+        warmup = part(keys.warmup_steps_fraction)
+        decay, style = total - warmup, "cosine"
+        if keys.lr_schedule_type == "wsd":
+            decay, style = part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
+        final = keys.learning_rate_final_fraction
+        return cls(float(total), quantum, warmup, decay, style, final)
+
+    def falls_to(self, height: float) -> float:
+        """The sample, not a whole number, at which the fall reaches a height.
+
+        Args:
+          height: as a fraction of the peak; above `final`, at most 1.
+        """
+        left = (height - self.final) / (1 - self.final)
+        done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
+        return self.total - self.decay + done * max(0.0, self.decay - self.quantum)
