@@ -26,7 +26,7 @@ FLOORS = (
     ("launch.keys",),
     ("config",),
     ("launch",),
-    ("train", "plan", "compile", "prepare", "checkpoint", "launch.__main__", "__main__"),
+    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "launch.__main__", "__main__"),
 )
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -132,7 +132,9 @@ class BatchKeys(CurveKeys):
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
-        return cls.of(left_out | {"max_target_length": 1} | given)
+        keys = cls.of(left_out | {"max_target_length": 1} | given)
+        Keys.check(keys)
+        return keys
 
     def check(self) -> None:
         """Checks each key, and that the run has a length; `notations.check` checks the notation.

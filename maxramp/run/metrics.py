@@ -108,6 +108,7 @@ class MetricsLog:
                 "tokens_per_second": tokens / seconds,
                 "tflops_per_device": flops / seconds / 1e12,
                 "batch_fingerprint": f"{high:08x}{low:08x}",
+                **{name: float(value) for name, value in read.items() if "noise_" in name},
             } | skipped
 
         self._push(metrics, finish)

@@ -28,6 +28,7 @@ class OptimizerKeys(Keys):
     mu_dtype: str = dtype_of("")
     gradient_clipping_threshold: float = at_least(0)
     skip_bad_steps: int = at_least(0)
+    log_gradient_noise_scale: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Shows how large a batch the gradients of a run were noisy enough for.
+
+python -m maxramp.noise RUN [--blocks N] [--plot FILE] [--json]
+"""
+
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from maxramp.commandline import print_table, short
+from maxramp.errors import ConfigError, report
+from maxramp.run.metrics import read_records
+from maxramp.run.noise import KINDS, Block, blocks_of
+from maxramp.run.picture import draw_noise
+
+USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
+
+The noise scale is the batch at which the noise of a step's gradient is as large as the gradient
+itself. It tells the shape of a ramp; how large the batch may be is larger, by a factor that only
+training can tell (docs/noise.md).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m maxramp.noise",
+        epilog=USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=pathlib.Path)
+    parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
+    parser.add_argument("--plot", type=pathlib.Path, help="the picture (RUN/noise.png)")
+    parser.add_argument("--json", action="store_true", help="print the curves as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        curves = _curves(given.run, given.blocks)
+        plot = given.plot or given.run / "noise.png"
+        try:
+            draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
+        except (OSError, ValueError) as error:  # no such folder; a format that is none
+            raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
+        if given.json:
+            found = {kind: [block.to_json() for block in curve] for kind, curve in curves.items()}
+            print(json.dumps({f"{kind}noise_scale": curve for kind, curve in found.items()}))
+            return 0
+        for kind, curve in curves.items():
+            _print(KINDS[kind], curve)
+        print(f"picture   {plot}")
+        return 0
+    except ConfigError as error:
+        return report(error)
+
+
+def _curves(run: pathlib.Path, blocks: int) -> dict[str, list[Block]]:
+    """The noise scale by kind, over the samples.
+
+    Raises:
+      ConfigError: it is no run, or one without estimates.
+    """
+    if blocks < 1:
+        raise ConfigError(f"--blocks {blocks} must be 1 or more")
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
+    records = read_records(path)
+    curves = {kind: blocks_of(records, kind, blocks) for kind in KINDS}
+    curves = {kind: curve for kind, curve in curves.items() if curve}
+    if not curves:
+        raise ConfigError(
+            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; train with "
+            "log_gradient_noise_scale=true, or use fewer --blocks"
+        )
+    return curves
+
+
+def _print(name: str, curve: list[Block]) -> None:
+    print(f"noise scale, {name}")
+    columns = ["samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"]
+    columns += ["batch\ntokens", "noise scale\ntokens"]
+    rows = []
+    for block in curve:
+        per_row = block.batch_tokens / block.batch_rows
+        scale, high = block.noise_scale, block.high
+        rows.append(
+            [
+                f"{short(block.first_sample)} - {short(block.last_sample)}",
+                f"{block.steps:,}",
+                f"{block.batch_rows:,.4g}",
+                "-" if scale is None else f"{scale / per_row:,.3g}",
+                f"{block.low / per_row:,.3g} - "
+                + ("no end" if high is None else f"{high / per_row:,.3g}"),
+                short(block.batch_tokens),
+                "-" if scale is None else short(scale),
+            ]
+        )
+    print_table(columns, rows, ["batch\ntokens", "steps"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

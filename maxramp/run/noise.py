@@ -1,0 +1,118 @@
+"""The noise scale of a run over its samples, from what its steps have logged.
+
+A quotient of noisy numbers has no mean and no variance; one of means over a block of steps has an
+interval, Fieller's (Fieller, 1954, "Some problems in interval estimation"), which has no upper end
+where the signal's mean cannot be told from zero.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.run.metrics import Record
+
+# The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.
+KINDS = {"": "gradient", "adam_": "in Adam's geometry"}
+_Z = 1.645  # a normal variable is within so many deviations with probability 0.9
+_FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The noise scale over a run of steps, in tokens.
+
+    Attributes:
+      first_sample, last_sample: samples consumed before and after the steps.
+      steps: how many have an estimate.
+      batch_rows, batch_tokens: the mean batch that they used.
+      noise_scale: None where the mean signal is not above zero.
+      low, high: the interval that holds it in 9 of 10 cases; high is None where it has no end.
+    """
+
+    first_sample: int
+    last_sample: int
+    steps: int
+    batch_rows: float
+    batch_tokens: float
+    noise_scale: float | None
+    low: float
+    high: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The block by the names of its attributes."""
+        return dataclasses.asdict(self)
+
+
+def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
+    """The noise scale over `count` equal shares of a run's samples.
+
+    Shares in which fewer than 8 steps have an estimate are left out.
+
+    Args:
+      records: of metrics.jsonl.
+      kind: one of KINDS.
+    """
+    names = f"{kind}noise_signal", f"{kind}noise_variance"
+    steps = [r for r in records if all(isinstance(r.get(name), float) for name in names)]
+    if not steps:
+        return []
+    last = steps[-1]["consumed_samples"]
+    shares: list[list[Record]] = [[] for _ in range(count)]
+    for record in steps:
+        shares[(record["consumed_samples"] - 1) * count // last].append(record)
+    return [_block(share, *names) for share in shares if len(share) >= _FEWEST_STEPS]
+
+
+def _block(steps: list[Record], signal: str, variance: str) -> Block:
+    rows = np.array([record["global_batch_size"] for record in steps], float)
+    # A step of more rows knows more: it counts by its rows, as steps of one row each would.
+    ratio, low, high = ratio_of_means(
+        np.array([record[variance] for record in steps]),
+        np.array([record[signal] for record in steps]),
+        rows,
+    )
+    per_row = steps[0]["consumed_tokens"] / steps[0]["consumed_samples"]
+    return Block(
+        first_sample=steps[0]["consumed_samples"] - steps[0]["global_batch_size"],
+        last_sample=steps[-1]["consumed_samples"],
+        steps=len(steps),
+        batch_rows=rows.mean(),
+        batch_tokens=rows.mean() * per_row,
+        noise_scale=ratio,
+        low=low,
+        high=high,
+    )
+
+
+def ratio_of_means(
+    y: np.ndarray, x: np.ndarray, weights: np.ndarray, z: float = _Z
+) -> tuple[float | None, float, float | None]:
+    """mean(y) / mean(x) of two positive means, from pairs that scatter around them.
+
+    Fieller's interval: the ratios r for which mean(y) - r * mean(x) is within z of its standard
+    deviations from zero.
+
+    Args:
+      y, x: pairs, independent of each other.
+      weights: of each pair.
+      z: half the interval, in standard deviations.
+
+    Returns:
+      The ratio (None where mean(x) is not above zero), and the ends of its interval (the upper one
+      None where there is none).
+    """
+    share = weights / weights.sum()
+    means = np.array([(share * y).sum(), (share * x).sum()])
+    deviations = np.stack([y, x]) - means[:, None]
+    freedom = len(y) / (len(y) - 1)
+    (yy, xy), (_, xx) = np.outer(means, means) - z**2 * freedom * (
+        (share * deviations) @ (share * deviations).T
+    )
+    # r is in it where xx r^2 - 2 xy r + yy <= 0.
+    root = math.sqrt(max(0.0, xy**2 - xx * yy))
+    ratio = means[0] / means[1] if means[1] > 0 else None
+    low = max(0.0, yy / (xy + root)) if xy + root > 0 else 0.0
+    return ratio, low, (xy + root) / xx if xx > 0 and xy > 0 else None
