@@ -5,6 +5,8 @@ A weight's shape, sharding and initial scale are one line.
 Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, V vocabulary.
 """
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -37,6 +39,33 @@ _ACTIVATIONS = {
 
 class Scale(nnx.Param):
     """A weight that is used in float32 whatever the arithmetic's dtype is."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("scale", "rows_BD"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class RowScale:
+    """A norm's scale whose gradient is wanted for each row as well: as that of `rows_BD`, zeros."""
+
+    scale: Scale
+    rows_BD: jax.Array
+
+    def __getitem__(self, index):
+        return self.scale[index]
+
+
+@jax.custom_vjp
+def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
+    """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have."""
+    return y_BTD
+
+
+def _by_rows_backward(x_BTD, dy_BTD):
+    return dy_BTD, None, (dy_BTD * x_BTD).sum(1)
+
+
+_by_rows.defvjp(lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD), _by_rows_backward)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], spec: P, std: float, dtype: str) -> nnx.Param:
@@ -148,7 +177,10 @@ class RMSNorm(nnx.Module):
         """Normalizes every token's vector; [B, T, D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * self.scale_D[...].astype(jnp.float32)).astype(x_BTD.dtype)
+        y = x * self.scale_D[...].astype(jnp.float32)
+        if isinstance(self.scale_D, RowScale):
+            y = _by_rows(y, x, self.scale_D.rows_BD)
+        return y.astype(x_BTD.dtype)
 
 
 class MLP(nnx.Module):

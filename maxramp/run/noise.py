@@ -15,7 +15,7 @@ import numpy as np
 from maxramp.run.metrics import Record
 
 # The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.
-KINDS = {"": "gradient", "adam_": "in Adam's geometry"}
+KINDS = {"": "all weights", "adam_": "as Adam sees them", "norms_": "norms' scales"}
 _Z = 1.645  # a normal variable is within so many deviations with probability 0.9
 _FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
 
@@ -101,18 +101,19 @@ def ratio_of_means(
       z: half the interval, in standard deviations.
 
     Returns:
-      The ratio (None where mean(x) is not above zero), and the ends of its interval (the upper one
+      The ratio (None where a mean is not above zero), and the ends of its interval (the upper one
       None where there is none).
     """
     share = weights / weights.sum()
     means = np.array([(share * y).sum(), (share * x).sum()])
     deviations = np.stack([y, x]) - means[:, None]
-    freedom = len(y) / (len(y) - 1)
-    (yy, xy), (_, xx) = np.outer(means, means) - z**2 * freedom * (
+    freedom = len(y) - 1
+    z *= 1 + (z**2 + 1) / (4 * freedom)  # about what Student's t has in its place
+    (yy, xy), (_, xx) = np.outer(means, means) - z**2 * len(y) / freedom * (
         (share * deviations) @ (share * deviations).T
     )
     # r is in it where xx r^2 - 2 xy r + yy <= 0.
     root = math.sqrt(max(0.0, xy**2 - xx * yy))
-    ratio = means[0] / means[1] if means[1] > 0 else None
+    ratio = means[0] / means[1] if min(means) > 0 else None
     low = max(0.0, yy / (xy + root)) if xy + root > 0 else 0.0
     return ratio, low, (xy + root) / xx if xx > 0 and xy > 0 else None

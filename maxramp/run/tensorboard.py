@@ -19,7 +19,14 @@ _OURS = ".maxramp."  # in the names of event files: other programs may write bes
 _BY_SAMPLE = "over_samples"
 _GROUPS = {
     "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
-    "noise": ("noise_signal", "noise_variance", "adam_noise_signal", "adam_noise_variance"),
+    "noise": (
+        "noise_signal",
+        "noise_variance",
+        "adam_noise_signal",
+        "adam_noise_variance",
+        "norms_noise_signal",
+        "norms_noise_variance",
+    ),
     "batch": (
         "stage",
         "per_device_batch_size",

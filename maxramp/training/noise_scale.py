@@ -1,105 +1,160 @@
 """The gradient noise scale, estimated in every step from gradients that the step takes anyway.
 
-For gradient sums g_a over groups of n_a tokens, with n = sum n_a, Q = sum |g_a|^2, P = |sum g_a|^2:
+For gradient sums g_a over groups of n_a tokens, with n = sum n_a, N = sum n_a^2, Q = sum |g_a|^2
+and P = |sum g_a|^2:
 
-    signal   = (P - Q) / (n^2 - sum n_a^2)     |G|^2, of the gradient of all data, per token
-    variance = (P - n^2 signal) / n            tr(Sigma), of one token's gradient
+    signal   = (P - Q) / (n^2 - N)          |G|^2, of the gradient of all data, per token
+    variance = (P - n^2 signal) / n         tr(Sigma), of one token's gradient
 
 Both are unbiased where the groups are independent: E|g_a|^2 = n_a^2 |G|^2 + n_a tr(Sigma), and a
 sum of groups is a group. For two sizes these are the formulas of McCandlish et al. (arXiv
 1812.06162, appendix A). Their noise scale is variance / signal, the batch in tokens at which the
 two are equal, of averages over many steps: a quotient of single steps has no mean.
 
-The groups are the micro batches of a step with accumulation. Adam sees gradients divided by
-sqrt(v), so the same is estimated for g / (sqrt(v) + eps) too, v from before the step. That leaves
-out the embedding and the output head: a token that was not seen for long has a v of almost zero.
+There are three kinds, by the prefix of their names:
 
-Shapes: A gradient accumulation steps.
+    ""       all weights; the groups are the micro batches of a step with accumulation
+    "adam_"  the same for what Adam makes of a gradient g, g / (sqrt(v) + eps) with v from before
+             the step; without embedding and output head, where v is almost zero for a token that
+             was not seen for long
+    "norms_" the scales of the norms; the groups are the rows, so that it is there without
+             accumulation too and depends on no split (Gray et al., arXiv 2411.00999: it predicts
+             the noise scale of all weights)
+
+Shapes: A gradient accumulation steps, B rows, T tokens, S tokens of a row and the one after it, D
+model width.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from flax import nnx
 
+from maxramp.data.marks import START
+from maxramp.model.decoder import Decoder
+from maxramp.model.layers import RowScale, Scale
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.sharding import P
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("norms", "tokens"), meta_fields=()
+    jax.tree_util.register_dataclass, data_fields=("squares", "tokens_squared"), meta_fields=()
 )
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """What is kept of one micro batch's gradient; of all, with a leading axis A.
+class Groups:
+    """What is kept of the groups of a micro batch; of a step, with a leading axis A.
 
     Attributes:
-      norms: the devices' parts of its squared norm, by geometry ("" is the plain one).
-      tokens: its target tokens.
+      squares: by kind, the devices' parts of Q.
+      tokens_squared: by kind, N.
     """
 
-    norms: dict[str, jax.Array]
-    tokens: jax.Array
+    squares: dict[str, jax.Array]
+    tokens_squared: dict[str, jax.Array]
 
 
-def measure(keys: OptimizerKeys, opt_state: Any) -> Callable[[Any, jax.Array], Group]:
-    """A function of a gradient sum and its tokens to what is kept of it.
+def by_rows(model: Decoder, rows: int) -> Decoder:
+    """A model whose gradient holds that of every norm's scale for each of so many rows as well."""
+
+    def probed(weight: nnx.Param) -> nnx.Param | RowScale:
+        if not isinstance(weight, Scale):
+            return weight
+        *layers, D = weight[...].shape
+        spec = P(*(None,) * len(layers), BATCH_AXES, None)
+        return RowScale(weight, jax.reshard(jnp.zeros((*layers, rows, D), jnp.float32), spec))
+
+    return jax.tree.map(probed, model, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+
+def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
+    """The gradient of a model `by_rows` -> the gradient of the model, and those of the rows."""
+
+    def is_probed(x: Any) -> bool:
+        return isinstance(x, RowScale)
+
+    rows = [x.rows_BD for x in jax.tree.leaves(gradients, is_leaf=is_probed) if is_probed(x)]
+    plain = jax.tree.map(lambda x: x.scale if is_probed(x) else x, gradients, is_leaf=is_probed)
+    return plain, rows
+
+
+def groups_of(
+    gradients: Decoder,
+    gradients_of_rows: list[jax.Array],
+    tokens: jax.Array,
+    rows_BS: jax.Array,
+    keys: OptimizerKeys,
+    opt_state: Any,
+) -> Groups:
+    """What is kept of one micro batch.
 
     Args:
-      keys: the optimizer, whose geometry counts too.
-      opt_state: before the step.
+      gradients: sums over its tokens.
+      gradients_of_rows: of every norm's scales, by rows; from `take_apart`.
+      tokens: its targets.
+      rows_BS: its token ids.
+      keys, opt_state: the optimizer before the step.
     """
-
-    def of(gradients: Any, tokens: jax.Array) -> Group:
-        norms = {"": squares(gradients)}
-        if keys.opt_type == "adamw":
-            adam: optax.ScaleByAdamState = opt_state[0]
-            correction = 1 - keys.adam_b2 ** adam.count.astype(jnp.float32)
-
-            def scaled(g: jax.Array, v: jax.Array) -> jax.Array:
-                return g / (jnp.sqrt(v.astype(jnp.float32) / correction) + keys.adam_eps)
-
-            norms["adam_"] = squares(jax.tree.map(scaled, gradients.layers, adam.nu.layers))
-        return Group(norms, tokens)
-
-    return of
-
-
-def metrics(groups: Group, total: Group) -> dict[str, jax.Array]:
-    """The estimates of a step, as float32 scalars.
-
-    Args:
-      groups: of its micro batches.
-      total: of their sum.
-
-    Returns:
-      `noise_signal` and `noise_variance`, and the same after `adam_` in Adam's geometry; nothing
-      for a single micro batch.
-    """
-    if groups.tokens.size < 2:
-        return {}
-    found = {}
-    for geometry, parts in groups.norms.items():
-        whole = add_up(total.norms[geometry])
-        signal, variance = estimate(add_up(parts), groups.tokens, whole)
-        found |= {f"{geometry}noise_signal": signal, f"{geometry}noise_variance": variance}
+    targets_BT = (rows_BS[:, 1:] >= 0) & (rows_BS[:, 1:] < START)
+    tokens_B = targets_BT.sum(-1, dtype=jnp.float32)
+    found = Groups(
+        {"": squares(gradients), "norms_": squares(gradients_of_rows)},
+        {"": tokens**2, "norms_": (tokens_B**2).sum()},
+    )
+    if keys.opt_type == "adamw":
+        found.squares["adam_"] = squares(_as_adam_sees(gradients, keys, opt_state))
+        found.tokens_squared["adam_"] = tokens**2
     return found
 
 
-def estimate(
-    squared_norms_A: jax.Array, tokens_A: jax.Array, squared_norm_of_sum: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(signal, variance) of two groups or more; see the top of this module.
+def metrics(
+    groups: Groups, gradients: Decoder, tokens: jax.Array, keys: OptimizerKeys, opt_state: Any
+) -> dict[str, jax.Array]:
+    """The estimates of a step by their names, float32 scalars.
 
     Args:
-      squared_norms_A: of each group's gradient sum.
-      tokens_A: of each group, float32.
-      squared_norm_of_sum: of the sum of all.
+      groups: of its micro batches.
+      gradients, tokens: sums over them all.
+      keys, opt_state: the optimizer before the step.
+
+    Returns:
+      `noise_signal` and `noise_variance` after the prefix of each kind; without accumulation of
+      "norms_" alone.
     """
-    n, P, Q = tokens_A.sum(), squared_norm_of_sum, squared_norms_A.sum()
-    signal = (P - Q) / (n**2 - (tokens_A**2).sum())
+    scales = [x for x in jax.tree.leaves(gradients, is_leaf=_is_scale) if _is_scale(x)]
+    whole = {"norms_": scales}
+    if len(groups.tokens_squared[""]) > 1:
+        whole[""] = gradients
+        if keys.opt_type == "adamw":
+            whole["adam_"] = _as_adam_sees(gradients, keys, opt_state)
+    found = {}
+    for kind, tree in whole.items():
+        Q, N = add_up(groups.squares[kind]).sum(), groups.tokens_squared[kind].sum()
+        signal, variance = estimate(Q, N, add_up(squares(tree)), tokens)
+        found |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": variance}
+    return found
+
+
+def estimate(Q: jax.Array, N: jax.Array, P: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(signal, variance) by the formulas at the top of this module, of at least two groups."""
+    signal = (P - Q) / (n**2 - N)
     return signal, P / n - n * signal
+
+
+def _is_scale(x: Any) -> bool:
+    return isinstance(x, Scale)
+
+
+def _as_adam_sees(gradients: Decoder, keys: OptimizerKeys, opt_state: Any) -> Any:
+    """The layers' gradients over sqrt(v) + eps; not a number before the first step."""
+    adam = opt_state[0]
+    correction = 1 - keys.adam_b2 ** adam.count.astype(jnp.float32)
+
+    def scaled(g: jax.Array, v: jax.Array) -> jax.Array:
+        return g / (jnp.sqrt(v.astype(jnp.float32) / correction) + keys.adam_eps)
+
+    return jax.tree.map(scaled, gradients.layers, adam.nu.layers)

@@ -1,0 +1,104 @@
+"""`maxramp.noise`: intervals of quotients, and the curve of a run's records."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from maxramp import noise
+from maxramp.run.noise import blocks_of, ratio_of_means
+
+
+def records_of(rng, steps, signal, variance, spread, prefix=""):
+    """Records of steps of 8 and then 16 rows of 128 tokens, with estimates around the truth."""
+    consumed, found = 0, []
+    for step in range(steps):
+        rows = 8 if step < steps // 2 else 16
+        consumed += rows
+        noisy = 1 + spread * rng.standard_normal(2) / np.sqrt(rows)
+        found.append(
+            {"step": step, "loss": 1.0, "global_batch_size": rows, "consumed_samples": consumed}
+            | {"consumed_tokens": 128 * consumed}
+            | {f"{prefix}noise_signal": signal * noisy[0]}
+            | {f"{prefix}noise_variance": variance * noisy[1]}
+        )
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
+def test_the_interval_holds_the_truth_in_nine_of_ten_cases(spread):
+    """Whether or not the signal can be told from zero."""
+    rng, truth, held = np.random.default_rng(0), 5.0, 0
+    for _ in range(1000):
+        y = truth + 0.5 * spread * rng.standard_normal(60)
+        x = 1 + spread * rng.standard_normal(60)
+        ratio, low, high = ratio_of_means(y, x, np.ones(60))
+        held += low <= truth and (high is None or truth <= high)
+        assert ratio is None or low <= ratio and (high is None or ratio <= high)
+    assert 860 < held < 940  # 900 +- 4 standard deviations
+
+
+def test_no_signal_has_no_upper_end():
+    rng = np.random.default_rng(0)
+    ratio, low, high = ratio_of_means(
+        1 + 0.1 * rng.standard_normal(50), rng.standard_normal(50) - 0.05, np.ones(50)
+    )
+    assert ratio is None and high is None and low > 0
+
+
+def test_blocks():
+    """Equal shares of the samples, each with the batch that was used; what is null is left out."""
+    records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
+    records[0]["noise_signal"] = None
+    blocks = blocks_of(records, "", 3)
+    assert [round(b.batch_rows) for b in blocks] == [8, 16, 16]
+    assert sum(b.steps for b in blocks) == 299
+    assert [b.first_sample for b in blocks] == [8, *(b.last_sample for b in blocks[:-1])]
+    for block in blocks:
+        assert block.low / 1.05 < 2000 < block.high * 1.05
+        assert block.batch_tokens == 128 * block.batch_rows
+    assert blocks_of(records, "adam_", 3) == []
+    assert blocks_of(records[:6], "", 1) == []  # too few to tell their spread
+
+
+def write(folder, records):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(folder)
+
+
+def test_command(tmp_path, capsys):
+    records = records_of(np.random.default_rng(0), 100, 2e-3, 4.0, 0.5)
+    of_norms = records_of(np.random.default_rng(1), 100, 1e-3, 4.0, 9.0, "norms_")
+    both = [a | b for a, b in zip(records, of_norms, strict=True)]
+    run = write(tmp_path, [*both, {"step": 99, "consumed_samples": 1200, "eval_loss": 1.0}])
+    assert noise.main([run, "--blocks", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "all weights" in printed and "norms' scales" in printed and "no end" in printed
+    assert (tmp_path / "noise.png").stat().st_size > 10_000
+    assert noise.main([run, "--json", "--plot", str(tmp_path / "other.svg")]) == 0
+    curves = json.loads(capsys.readouterr().out)
+    assert curves.keys() == {"noise_scale", "norms_noise_scale"}
+    assert all(b["low"] / 1.1 < 2000 < b["high"] * 1.1 for b in curves["noise_scale"])
+    assert (tmp_path / "other.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((), "holds no noise scale of 8 steps.*log_gradient_noise_scale=true"),
+        (("--blocks", "0"), "--blocks 0 must be 1 or more"),
+        (("--plot", "/no/such/folder/x.png"), "holds no noise scale"),
+    ],
+)
+def test_refused(tmp_path, capsys, arguments, expected):
+    run = write(tmp_path, [{"step": 0, "loss": 1.0, "consumed_samples": 8}])
+    assert noise.main([run, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(expected, error)
+
+
+def test_no_run(tmp_path, capsys):
+    assert noise.main([str(tmp_path / "none")]) == 2
+    assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
