@@ -93,12 +93,12 @@ def _print(name: str, curve: list[Block]) -> None:
             [
                 f"{short(block.first_sample)} - {short(block.last_sample)}",
                 f"{block.steps:,}",
-                f"{block.batch_rows:,.4g}",
+                f"{block.batch_rows:,.3g}",
                 "-" if scale is None else f"{scale / per_row:,.3g}",
                 f"{block.low / per_row:,.3g} - "
                 + ("no end" if high is None else f"{high / per_row:,.3g}"),
-                short(block.batch_tokens),
-                "-" if scale is None else short(scale),
+                short(float(f"{block.batch_tokens:.3g}")),
+                "-" if scale is None else short(float(f"{scale:.3g}")),
             ]
         )
     print_table(columns, rows, ["batch\ntokens", "steps"])

@@ -94,7 +94,7 @@ def draw_noise(curves: dict[str, list[Block]], path: pathlib.Path) -> None:
     tokens.set_ylabel("tokens")
     axes.grid(alpha=0.3)
     axes.spines["top"].set_visible(False)
-    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")
     figure.savefig(path, dpi=130)
 
 
