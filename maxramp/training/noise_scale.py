@@ -13,7 +13,8 @@ two are equal, of averages over many steps: a quotient of single steps has no me
 
 There are three kinds, by the prefix of their names:
 
-    ""       all weights; the groups are the micro batches of a step with accumulation
+    ""       all weights but the scales of norms; the groups are the micro batches of a step with
+             accumulation, and in them the parts of the copies of the weights, if there are some
     "adam_"  the same for what Adam makes of a gradient g, g / (sqrt(v) + eps) with v from before
              the step; without embedding and output head, where v is almost zero for a token that
              was not seen for long
@@ -21,41 +22,26 @@ There are three kinds, by the prefix of their names:
              accumulation too and depends on no split (Gray et al., arXiv 2411.00999: it predicts
              the noise scale of all weights)
 
-Shapes: A gradient accumulation steps, B rows, T tokens, S tokens of a row and the one after it, D
-model width.
+Shapes: A gradient accumulation steps, B rows, C copies of the weights, D model width.
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from maxramp.data.marks import START
+from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.layers import RowScale, Scale
 from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.sharding import P
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
+from maxramp.training.objective import targets
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("squares", "tokens_squared"), meta_fields=()
-)
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """What is kept of the groups of a micro batch; of a step, with a leading axis A.
-
-    Attributes:
-      squares: by kind, the devices' parts of Q.
-      tokens_squared: by kind, N.
-    """
-
-    squares: dict[str, jax.Array]
-    tokens_squared: dict[str, jax.Array]
+# By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
+Squares = dict[str, jax.Array]
 
 
 def by_rows(model: Decoder, rows: int) -> Decoder:
@@ -73,68 +59,67 @@ def by_rows(model: Decoder, rows: int) -> Decoder:
 
 def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
     """The gradient of a model `by_rows` -> the gradient of the model, and those of the rows."""
+    probes = _of_type(RowScale, gradients)
+    plain = jax.tree.map(
+        lambda x: x.scale if isinstance(x, RowScale) else x,
+        gradients,
+        is_leaf=lambda x: isinstance(x, RowScale),
+    )
+    return plain, [probe.rows_BD for probe in probes]
 
-    def is_probed(x: Any) -> bool:
-        return isinstance(x, RowScale)
 
-    rows = [x.rows_BD for x in jax.tree.leaves(gradients, is_leaf=is_probed) if is_probed(x)]
-    plain = jax.tree.map(lambda x: x.scale if is_probed(x) else x, gradients, is_leaf=is_probed)
-    return plain, rows
-
-
-def groups_of(
-    gradients: Decoder,
-    gradients_of_rows: list[jax.Array],
-    tokens: jax.Array,
-    rows_BS: jax.Array,
-    keys: OptimizerKeys,
-    opt_state: Any,
-) -> Groups:
-    """What is kept of one micro batch.
+def squares_of(
+    gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: Any
+) -> Squares:
+    """What is kept of a micro batch.
 
     Args:
-      gradients: sums over its tokens.
-      gradients_of_rows: of every norm's scales, by rows; from `take_apart`.
-      tokens: its targets.
-      rows_BS: its token ids.
+      gradients, of_rows: sums over its tokens, from `take_apart`.
       keys, opt_state: the optimizer before the step.
     """
-    targets_BT = (rows_BS[:, 1:] >= 0) & (rows_BS[:, 1:] < START)
-    tokens_B = targets_BT.sum(-1, dtype=jnp.float32)
-    found = Groups(
-        {"": squares(gradients), "norms_": squares(gradients_of_rows)},
-        {"": tokens**2, "norms_": (tokens_B**2).sum()},
-    )
+    found = {"": squares(_without_scales(gradients)), "norms_": squares(of_rows)}
     if keys.opt_type == "adamw":
-        found.squares["adam_"] = squares(_as_adam_sees(gradients, keys, opt_state))
-        found.tokens_squared["adam_"] = tokens**2
+        found["adam_"] = _as_adam_sees(gradients, keys, opt_state)
     return found
 
 
 def metrics(
-    groups: Groups, gradients: Decoder, tokens: jax.Array, keys: OptimizerKeys, opt_state: Any
+    kept: Squares,
+    batch: Batch,
+    copies: int,
+    gradients: Decoder,
+    keys: OptimizerKeys,
+    opt_state: Any,
 ) -> dict[str, jax.Array]:
     """The estimates of a step by their names, float32 scalars.
 
     Args:
-      groups: of its micro batches.
-      gradients, tokens: sums over them all.
+      kept: of its micro batches.
+      batch: the step's.
+      copies: of the weights whose gradients lay apart in a micro batch.
+      gradients: sums over the whole batch.
       keys, opt_state: the optimizer before the step.
 
     Returns:
-      `noise_signal` and `noise_variance` after the prefix of each kind; without accumulation of
-      "norms_" alone.
+      `noise_signal` and `noise_variance` after the prefix of each kind; of "norms_" alone where
+      there is one micro batch.
     """
-    scales = [x for x in jax.tree.leaves(gradients, is_leaf=_is_scale) if _is_scale(x)]
-    whole = {"norms_": scales}
-    if len(groups.tokens_squared[""]) > 1:
-        whole[""] = gradients
+    A, B, _ = batch.tokens.shape
+    tokens_AB = jax.vmap(lambda micro_batch: (targets(micro_batch) >= 0).sum(-1))(batch)
+    tokens_ACB = jax.lax.reshape(
+        tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=_groups(copies)
+    )
+    n = tokens_ACB.sum()
+    groups = {"norms_": (tokens_ACB, squares(_of_type(Scale, gradients)))}
+    if A > 1:
+        tokens_AC = tokens_ACB.sum(-1)
+        groups[""] = tokens_AC, squares(_without_scales(gradients))
         if keys.opt_type == "adamw":
-            whole["adam_"] = _as_adam_sees(gradients, keys, opt_state)
+            groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, opt_state)
     found = {}
-    for kind, tree in whole.items():
-        Q, N = add_up(groups.squares[kind]).sum(), groups.tokens_squared[kind].sum()
-        signal, variance = estimate(Q, N, add_up(squares(tree)), tokens)
+    for kind, (tokens, whole) in groups.items():
+        Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
+        signal, variance = estimate(Q, N, add_up(whole), n)
         found |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": variance}
     return found
 
@@ -145,16 +130,27 @@ def estimate(Q: jax.Array, N: jax.Array, P: jax.Array, n: jax.Array) -> tuple[ja
     return signal, P / n - n * signal
 
 
-def _is_scale(x: Any) -> bool:
-    return isinstance(x, Scale)
+def _groups(copies: int) -> P:
+    return P(None, "data", "fsdp") if copies > 1 else P(None, None, BATCH_AXES)
 
 
-def _as_adam_sees(gradients: Decoder, keys: OptimizerKeys, opt_state: Any) -> Any:
-    """The layers' gradients over sqrt(v) + eps; not a number before the first step."""
+def _of_type(kind: type, tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
+def _without_scales(tree: Any) -> list[Any]:
+    """The parameters but the scales, whose gradients are whole where others lie apart."""
+    return [x for x in _of_type(nnx.Param, tree) if not isinstance(x, Scale)]
+
+
+def _as_adam_sees(gradients: Decoder, keys: OptimizerKeys, opt_state: Any) -> jax.Array:
+    """`squares` of the layers' gradients over sqrt(v) + eps; no number before the first step."""
     adam = opt_state[0]
     correction = 1 - keys.adam_b2 ** adam.count.astype(jnp.float32)
 
-    def scaled(g: jax.Array, v: jax.Array) -> jax.Array:
+    def scaled(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32) / correction) + keys.adam_eps)
 
-    return jax.tree.map(scaled, gradients.layers, adam.nu.layers)
+    gs, vs = _without_scales(gradients.layers), _without_scales(adam.nu.layers)
+    return squares(gs, vs, [correction] * len(gs), of=scaled)

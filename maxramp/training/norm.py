@@ -5,6 +5,7 @@ on how the devices lie on processes, and with it the last bit of a clipped gradi
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,19 +15,32 @@ from jax.sharding import PartitionSpec as P
 from maxramp.parallel.sharding import REPLICATED
 
 
-def squares(tree: Any) -> jax.Array:
-    """Each device's part of the squared norm of all arrays of a tree, in float32: [devices]."""
-    arrays, mesh = jax.tree.leaves(tree), jax.sharding.get_abstract_mesh()
-    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-    shards = [math.prod(mesh.shape[a] for a in jax.tree.leaves(tuple(spec))) for spec in specs]
+def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
+    """Each device's part of the squared norm of all arrays of a tree, in float32: [devices].
 
-    def local(*arrays: jax.Array) -> jax.Array:
-        own = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+    Of arrays that lie apart (`sharding.of_gradient`) it is the sum of the copies' squared norms.
+
+    Args:
+      tree: arrays.
+      beside: trees of what `of` takes too, of arrays that lie alike or scalars.
+      of: what is squared, of each array.
+    """
+    trees, mesh = [jax.tree.leaves(x) for x in (tree, *beside)], jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
+    shards = []
+    for spec in specs[0]:
+        axes = {*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced}
+        shards.append(math.prod(mesh.shape[axis] for axis in axes))
+
+    def local(*trees: list[jax.Array]) -> jax.Array:
+        values = (of(*arrays).astype(jnp.float32) for arrays in zip(*trees, strict=True))
+        own = [jnp.sum(jnp.square(x)) for x in values]
         held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
         return held[None]
 
     parts = P(mesh.axis_names)
-    return jax.shard_map(local, in_specs=specs, out_specs=parts, check_vma=False)(*arrays)
+    in_specs = tuple(specs)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=parts, check_vma=False)(*trees)
 
 
 def add_up(parts: jax.Array) -> jax.Array:

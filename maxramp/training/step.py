@@ -5,7 +5,6 @@ it (max_target_length + 1).
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,12 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import REPLICATED, of_gradient
+from maxramp.parallel.sharding import of_gradient
+from maxramp.training import noise_scale
 from maxramp.training.fingerprint import fingerprint
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import Objective, next_token_prediction
 from maxramp.training.optimizer import make_optimizer
 from maxramp.training.state import TrainState
@@ -69,12 +70,19 @@ def train_step(
     Returns:
       The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
       `learning_rate`, `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps`
-      (uint32: skipped steps in a row, this one included).
+      (uint32: skipped steps in a row, this one included); under `log_gradient_noise_scale` those
+      of `noise_scale`.
     """
 
-    def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        gradient = jax.grad(objective, has_aux=True)
-        return jax.tree.map(jnp.add, sums, gradient(model, micro_batch)), None
+    def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
+        gradient, kept = jax.grad(objective, has_aux=True), None
+        if optimizer.log_gradient_noise_scale:
+            gradients, shown = gradient(noise_scale.by_rows(model, B), micro_batch)
+            gradients, of_rows = noise_scale.take_apart(gradients)
+            kept = noise_scale.squares_of(gradients, of_rows, *before)
+        else:
+            gradients, shown = gradient(model, micro_batch)
+        return jax.tree.map(jnp.add, sums, (gradients, shown)), kept
 
     def zeros_of_gradient(w: jax.Array) -> jax.Array:
         spec = of_gradient(jax.typeof(w).sharding.spec)
@@ -86,14 +94,20 @@ def train_step(
     copies = jax.sharding.get_abstract_mesh().shape["data"]
     apart = ("data",) if A > 1 and copies > 1 else ()
     model = state.model.cast(apart)  # once, whatever the number of micro batches
+    before = optimizer, state.opt_state
 
     # In float32 whatever the weights are, so that the sum of many passes is that of one.
     zeros = jax.tree.map(zeros_of_gradient, model), (jnp.float32(0), jnp.float32(0))
-    (gradients, (cross_entropy, tokens)), _ = jax.lax.scan(add_micro_batch, zeros, batch)
+    sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
+    gradients, (cross_entropy, tokens) = sums
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
     )
-    grad_norm = _norm(gradients) / tokens
+    grad_norm = jnp.sqrt(add_up(squares(gradients))) / tokens
+    read = jax.tree.map(lambda x: after(x, grad_norm), batch)
+    noise = {}
+    if kept:
+        noise = noise_scale.metrics(kept, read, copies if apart else 1, gradients, *before)
     scale = 1 / tokens
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold
@@ -112,7 +126,8 @@ def train_step(
         "loss": cross_entropy / tokens,
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "batch_fingerprint": fingerprint(jax.tree.map(lambda x: after(x, grad_norm), batch)),
+        "batch_fingerprint": fingerprint(read),
+        **noise,
     }
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
@@ -123,25 +138,6 @@ def train_step(
         bad_steps = jnp.where(good, jnp.uint32(0), bad_steps + jnp.uint32(1))
         metrics["bad_steps"] = bad_steps
     return TrainState(consumed, model, opt_state, bad_steps), metrics
-
-
-def _norm(tree: Any) -> jax.Array:
-    """The L2 norm of all arrays of a tree, float32.
-
-    The devices' parts travel, and are added in one order: the order in which a reduction adds
-    depends on how the devices lie on processes, and with it the last bit of a clipped gradient.
-    """
-    arrays, mesh = jax.tree.leaves(tree), jax.sharding.get_abstract_mesh()
-    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-    shards = [math.prod(mesh.shape[a] for a in jax.tree.leaves(tuple(spec))) for spec in specs]
-
-    def squares(*arrays: jax.Array) -> jax.Array:
-        own = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
-        held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
-        return jax.lax.all_gather(held, mesh.axis_names)
-
-    parts = jax.shard_map(squares, in_specs=specs, out_specs=REPLICATED, check_vma=False)(*arrays)
-    return jnp.sqrt(parts.sum())
 
 
 def eval_step(

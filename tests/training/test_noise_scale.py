@@ -12,6 +12,7 @@ import pytest
 from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
+from maxramp.data.batch import Batch
 from maxramp.data.marks import PADDING
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
@@ -40,7 +41,7 @@ def random_rows(*shape):
 
 
 def place(batch_ABS, mesh):
-    return jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS))
+    return jax.device_put(Batch(batch_ABS), NamedSharding(mesh, BATCH_ABS))
 
 
 @functools.cache
@@ -66,6 +67,12 @@ def leaves(tree):
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
 
+def matrices(tree):
+    """All but the norms' scales."""
+    paths = jax.tree.leaves_with_path(tree)
+    return [np.asarray(x, np.float64) for path, x in paths if "scale_D" not in str(path)]
+
+
 def by_definition(squares, tokens, square_of_sum):
     """Signal and variance from the expected squares of two sizes: a group, and all of them."""
     a, n = np.sum(np.square(tokens)), np.sum(tokens)
@@ -73,39 +80,48 @@ def by_definition(squares, tokens, square_of_sum):
     return np.linalg.solve([[a, n], [n**2, n]], [np.sum(squares), square_of_sum])
 
 
-def test_of_the_model_by_definition():
-    """Every kind, from gradients of micro batches and of rows that are taken one by one."""
+@functools.cache
+def gradients_of_rows(step):
+    """Of the rows of a step, taken one by one: by kind [R, weights], and their tokens [R]."""
     config = config_of(devices=1)
-    objective = next_token_prediction(config.objective)
-    states, metrics = trained(LOG, devices=1)
-    step = 2  # Adam's v is there
+    states, _ = trained(LOG, devices=1)
     model, adam = states[step].model, states[step].opt_state[0]
+    rows, v_of = random_rows(3, 4, ROWS // 4)[step].reshape(ROWS, -1), matrices(adam.nu.layers)
+    found = {"": [], "adam_": [], "norms_": []}
+    tokens = []
     with jax.set_mesh(make_mesh(config)):
+        objective = next_token_prediction(config.objective)
         gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=QUICK)
-
-        def taken(rows_BS):
-            g, (_, tokens) = gradient(model, jnp.asarray(rows_BS))
-            v = leaves(adam.nu.layers)
+        for row_S in rows:
+            g, (_, count) = gradient(model, Batch(jnp.asarray(row_S)[None]))
+            tokens.append(float(count))
             seen = [
                 x / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
-                for x, v in zip(leaves(g.layers), v, strict=True)
+                for x, v in zip(matrices(g.layers), v_of, strict=True)
             ]
             norms = leaves([g.layers.attention_norm, g.layers.mlp_norm, g.norm])
-            flat = [np.concatenate([x.ravel() for x in xs]) for xs in (leaves(g), seen, norms)]
-            return (*flat, float(tokens))
+            for kind, arrays in zip(found, (matrices(g), seen, norms), strict=True):
+                found[kind].append(np.concatenate([x.ravel() for x in arrays]))
+    return {kind: np.array(g) for kind, g in found.items()}, np.array(tokens)
 
-        batch_ABS = random_rows(3, 4, ROWS // 4)[step]
-        micro = list(zip(*map(taken, batch_ABS), strict=True))
-        rows = list(zip(*(taken(row[None]) for row in batch_ABS.reshape(ROWS, -1)), strict=True))
-    for kind, groups, tokens in (
-        ("", micro[0], micro[3]),
-        ("adam_", micro[1], micro[3]),
-        ("norms_", rows[2], rows[3]),
-    ):
-        squares = [np.square(g).sum() for g in groups]
-        expected = by_definition(squares, tokens, np.square(np.sum(groups, 0)).sum())
+
+MIXED = tuple(f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_of_the_model_by_definition(copies):
+    """The groups are rows, or micro batches and the copies' parts of them."""
+    step = 2  # Adam's v is there
+    _, metrics = trained(LOG, *MIXED) if copies > 1 else trained(LOG, devices=1)
+    gradients, tokens = gradients_of_rows(step)
+    for kind, g in gradients.items():
+        groups = ROWS if kind == "norms_" else 4 * copies
+        sums = g.reshape(groups, -1, g.shape[-1]).sum(1)
+        expected = by_definition(
+            np.square(sums).sum(1), tokens.reshape(groups, -1).sum(1), np.square(g.sum(0)).sum()
+        )
         found = [metrics[step][f"{kind}{name}"] for name in ("noise_signal", "noise_variance")]
-        np.testing.assert_allclose(found, expected, rtol=2e-3)
+        np.testing.assert_allclose(found, expected, rtol=2e-3, err_msg=kind)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -123,15 +139,14 @@ def test_training_keeps_its_bits(accumulation):
 
 
 def test_meshes_and_splits():
-    """No mesh changes an estimate, and no split that of the norms, of which the rows are the
-    groups."""
+    """No mesh changes an estimate, but that copies of the weights are groups of their own; and no
+    split one of the norms, of which the rows are the groups."""
     _, one = trained(LOG, devices=1)
     _, spread = trained(LOG)
-    sizes = [f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor")]
-    _, mixed = trained(LOG, *sizes)
+    _, mixed = trained(LOG, *MIXED)
     _, unsplit = trained(LOG, accumulation=1)
     for name in (name for name in one[1] if "noise_" in name):
-        for other in (spread, mixed, unsplit) if "norms_" in name else (spread, mixed):
+        for other in (spread, mixed, unsplit) if "norms_" in name else (spread,):
             for a, b in zip(one[1:], other[1:], strict=True):
                 assert a[name] == pytest.approx(b[name], rel=5e-3)
 
@@ -144,7 +159,8 @@ def test_truth_lies_in_the_interval():
     p = rng.dirichlet(np.full(VOCAB, 0.3))
     truth = (1 - np.square(p).sum()) / np.square(p).sum()
 
-    def objective(model, rows_BS):
+    def objective(model, batch):
+        rows_BS = batch.tokens
         counts_V = (rows_BS[:, 1:, None] == jnp.arange(VOCAB)).sum((0, 1), dtype=jnp.float32)
         counts_V = jax.reshard(counts_V, jax.sharding.PartitionSpec("tensor"))
         tokens = jnp.float32(rows_BS[:, 1:].size)
