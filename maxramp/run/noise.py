@@ -15,7 +15,7 @@ import numpy as np
 from maxramp.run.metrics import Record
 
 # The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.
-KINDS = {"": "all weights", "adam_": "as Adam sees them", "norms_": "norms' scales"}
+KINDS = {"": "weights", "adam_": "weights as Adam sees them", "norms_": "norms' scales"}
 _Z = 1.645  # a normal variable is within so many deviations with probability 0.9
 _FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
 

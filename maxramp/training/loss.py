@@ -72,7 +72,7 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
         sums, gradients = _blocks(
             x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
         )
-        # Added in one order, as the norm of the gradients (`step._norm`).
+        # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = jax.lax.all_gather(jnp.stack(sums), BATCH_AXES).sum(0)
         if with_gradients:
             dx_BTD, dhead_DV = gradients

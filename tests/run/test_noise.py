@@ -74,7 +74,7 @@ def test_command(tmp_path, capsys):
     run = write(tmp_path, [*both, {"step": 99, "consumed_samples": 1200, "eval_loss": 1.0}])
     assert noise.main([run, "--blocks", "4"]) == 0
     printed = capsys.readouterr().out
-    assert "all weights" in printed and "norms' scales" in printed and "no end" in printed
+    assert "scale, weights" in printed and "norms' scales" in printed and "no end" in printed
     assert (tmp_path / "noise.png").stat().st_size > 10_000
     assert noise.main([run, "--json", "--plot", str(tmp_path / "other.svg")]) == 0
     curves = json.loads(capsys.readouterr().out)
