@@ -36,6 +36,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.layers import RowScale, Scale
 from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.sharding import STREAM_BTD
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import targets
@@ -51,7 +52,7 @@ def by_rows(model: Decoder, rows: int) -> Decoder:
         if not isinstance(weight, Scale):
             return weight
         *layers, D = weight[...].shape
-        spec = P(*(None,) * len(layers), BATCH_AXES, None)
+        spec = P(*(None,) * len(layers), STREAM_BTD[0], STREAM_BTD[2])
         return RowScale(weight, jax.reshard(jnp.zeros((*layers, rows, D), jnp.float32), spec))
 
     return jax.tree.map(probed, model, is_leaf=lambda x: isinstance(x, nnx.Param))
