@@ -315,13 +315,24 @@ def fingerprints(records):
     return [r["batch_fingerprint"] for r in records if "loss" in r]
 
 
+def noise(records):
+    found = [{k: v for k, v in r.items() if "noise_" in k} for r in records if "loss" in r]
+    assert all(found)
+    return found
+
+
+NOISE = "log_gradient_noise_scale=True"
+
+
 def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
     """One process of two devices, and two of which one reads: packed text, bit for bit."""
-    text = (*MIXTURE, "text_files=", "total_samples=48", "eval_interval=-1")  # to compile less
+    # To compile less.
+    text = (*MIXTURE, "text_files=", "total_samples=48", "eval_interval=-1", NOISE)
     first = train(data, tmp_path, cache_dir, "a", 1, 2, *text)
     second = train(data, tmp_path, cache_dir, "b", 2, 1, *text, factor=2)
     assert losses(first) == losses(second)
     assert fingerprints(first) == fingerprints(second) and len(set(fingerprints(first))) == 3
+    assert noise(first) == noise(second)
 
 
 SPLIT = {"tensor": 2, "accumulation": 2}
@@ -340,14 +351,14 @@ def test_losses_are_the_same_bits_on_as_many_devices(
 
     What travelling rows do to the bits is shown in test_relay as well.
     """
-    clipped = ("gradient_clipping_threshold=0.1",)
+    clipped = ("gradient_clipping_threshold=0.1", NOISE)
     first = train(data, tmp_path, cache_dir, "alone", 1, devices, *clipped, **shape)
     assert min(norms(first)) > 0.1
     for processes, factor in jobs:
         job = (data, tmp_path, cache_dir, f"{processes} {factor}", processes, devices // processes)
         other = train(*job, *clipped, factor=factor, **shape)
         assert losses(other) == losses(first) and fingerprints(other) == fingerprints(first)
-        assert norms(other) == norms(first)
+        assert norms(other) == norms(first) and noise(other) == noise(first)
 
 
 @pytest.mark.slow
