@@ -64,6 +64,8 @@ class Shape:
     devices: int = 1  # of each process
     data: int = 1
     tensor: int = 1
+    stages: int = 1
+    microbatches: int = -1  # of a pipeline
     expansion: float = -1  # only processes / expansion of them read
     micro_batch_size: int = 8  # rows per data-parallel rank in a pass: accumulation follows
 
@@ -71,6 +73,8 @@ class Shape:
         return [
             f"ici_data_parallelism={self.data}",
             f"ici_tensor_parallelism={self.tensor}",
+            f"ici_pipeline_parallelism={self.stages}",
+            f"num_pipeline_microbatches={self.microbatches}",
             f"micro_batch_size={self.micro_batch_size}",
             f"expansion_factor_real_data={self.expansion}",
         ]
@@ -86,6 +90,9 @@ SHAPES = (
     Shape(processes=2, micro_batch_size=4),
     Shape(processes=2, devices=2, tensor=2),
     Shape(processes=2, expansion=2, micro_batch_size=4),
+    Shape(devices=2, stages=2, micro_batch_size=4),
+    Shape(devices=4, stages=2, tensor=2, microbatches=4, micro_batch_size=4),
+    Shape(processes=2, devices=2, stages=2, expansion=2, microbatches=4, micro_batch_size=4),
 )
 # Ends of a start and how often they are drawn.
 ENDS = {"kill": 5, "term": 3, "int": 1, "save": 4, "compile": 2, "start": 2, "term, kill": 2}
@@ -218,8 +225,8 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
             faults.append(f"{end} {shape}: status {statuses}: {' | '.join(stderr)[-1500:]}")
         print(
             f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, "
-            f"tensor {shape.tensor}, {shape.micro_batch_size} rows: at step {last_step(folder)}, "
-            f"exit status {statuses}",
+            f"tensor {shape.tensor}, stages {shape.stages}, {shape.micro_batch_size} rows: "
+            f"at step {last_step(folder)}, exit status {statuses}",
             flush=True,
         )
     statuses = Job(folder, shapes[0], keys).end(grace=60)
@@ -284,6 +291,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--same-shape", action="store_true", help="every start alike: bit-equal")
+    parser.add_argument(
+        "--pipelines", action="store_true", help="starts with a pipeline, and one shape without"
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     parser.add_argument("keys", nargs="*", help="key=value of the run")
@@ -312,13 +322,10 @@ def main() -> int:
     if statuses := [s for s in Job(folder / "calm", Shape(), keys).end(60) if s]:
         print(f"the undisturbed run failed: {statuses}", file=sys.stderr)
         return 1
-    done = storm(
-        folder / "storm",
-        given.kills,
-        given.seed,
-        SHAPES[:1] if given.same_shape else SHAPES,
-        keys,
-    )
+    shapes = SHAPES[:1] if given.same_shape else SHAPES
+    if given.pipelines:
+        shapes = (SHAPES[0], *(shape for shape in SHAPES if shape.stages > 1))
+    done = storm(folder / "storm", given.kills, given.seed, shapes, keys)
     report = done | compare(folder / "storm", folder / "calm", given.same_shape)
     print(json.dumps(report, indent=2))
     if given.json:

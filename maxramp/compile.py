@@ -192,7 +192,7 @@ def _of_a_pod(target: Config, ramp: RampupBatchManager, machine: machines.Machin
         mesh_lib.make_mesh(target.mesh, machine.devices),
         machine,
         target.planning.device_memory_gib,
-        target.batch.model_parallel_size,
+        target.batch,
     )
 
 

@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve, resolve_planned
 from maxramp.errors import ConfigError, report
+from maxramp.model.size import pipeline_bubble
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine as machines
 from maxramp.planning.cost import PassCost
@@ -131,10 +133,11 @@ def make_plan(config: Config) -> dict[str, Any]:
             **_against_all_nodes(stage, steps, time, keys, cost),
         }
         try:
-            sizes = resolve_planned(config, stage.devices).mesh.sizes
-            entry["memory_gib"] = estimate(target.recipe, sizes, stage)
+            here = resolve_planned(config, stage.devices)
+            entry["memory_gib"] = estimate(here.recipe, here.mesh.sizes, stage)
+            entry["pipeline_bubble"] = pipeline_bubble(here.model, here.batch.stages)
         except ConfigError as error:
-            entry["memory_gib"] = None
+            entry |= {"memory_gib": None, "pipeline_bubble": None}
             plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
     plan["totals"] = {
         "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
@@ -144,9 +147,34 @@ def make_plan(config: Config) -> dict[str, Any]:
         "constant_first_batch": _constant(ramp, stages[0], cost),
         "constant_final_batch": _constant(ramp, stages[-1], cost),
     }
+    plan["smaller_bubble"] = _smaller_bubble(target, stages)
     given = target.schedule.learning_rate is not None
     plan["learning_rate"] = _curve(LearningRate.of(target.schedule, ramp), ramp) if given else None
     return plan
+
+
+_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
+
+
+def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
+    """How many micro batches make the bubble small; None where it is, or there is no pipeline.
+
+    The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
+    """
+    count, model = config.batch.stages, config.model
+    if pipeline_bubble(model, count) <= _BUBBLE:
+        return None
+    fewest = (count - 1) * (1 / _BUBBLE - 1) / model.num_pipeline_repeats
+    least = math.ceil(fewest / count - 1e-9)
+    parallel = config.batch.model_parallel_size
+    rows = [int(stage.per_device_batch_size * parallel) for stage in stages]
+    common = math.gcd(*rows)
+    share = next((n for n in range(least, common + 1) if common % n == 0), least)
+    return {
+        "num_pipeline_microbatches": share * count,
+        "rows_multiple": share,
+        "not_in_stages": [s.index for s, n in zip(stages, rows, strict=True) if n % share],
+    }
 
 
 def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
@@ -273,6 +301,19 @@ def print_plan(plan: dict[str, Any]) -> None:
                     else ", which does not fit"
                 )
             )
+    if smaller := plan["smaller_bubble"]:
+        others = ", ".join(map(str, smaller["not_in_stages"]))
+        print(
+            f"pipeline  its stages idle for {last['pipeline_bubble']:.1%} of a pass; "
+            f"num_pipeline_microbatches={smaller['num_pipeline_microbatches']} makes it at most "
+            f"{_BUBBLE:.0%}"
+            + (
+                f", but needs a multiple of {count(smaller['rows_multiple'], 'row')} a data-"
+                f"parallel rank in a pass, which stage {others} has not"
+                if others
+                else ""
+            )
+        )
     memory = last["memory_gib"]
     for warning in plan["warnings"]:
         print(f"warning   {warning}")
@@ -294,6 +335,7 @@ _EXPENDABLE = (
     "per\ndevice",
     "tokens",
     "GiB per\ndevice",
+    "pipeline\nidle",
 )
 
 
@@ -308,6 +350,8 @@ def _same_for_all(plan: dict[str, Any]) -> set[str]:
                 names |= {"per\ndevice", "accum."}
     else:
         names |= {"share of\ntime"}
+    if not any(s["pipeline_bubble"] for s in plan["stages"]):
+        names |= {"pipeline\nidle"}
     return names
 
 
@@ -329,6 +373,7 @@ def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
         "share of\nnode-time": f"{s['share_of_node_time']:.1%}",
         "cost, time of\nall nodes": "-" if on_all else against,
         "GiB per\ndevice": f"{memory['total']:.3g}" if memory else "-",
+        "pipeline\nidle": "-" if s["pipeline_bubble"] is None else f"{s['pipeline_bubble']:.1%}",
     }
 
 

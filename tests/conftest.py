@@ -1,5 +1,6 @@
 """Eight CPU devices for the tests that run in this process, and real subprocesses for the rest."""
 
+import math
 import os
 import pathlib
 import subprocess
@@ -61,7 +62,7 @@ def make_config(*arguments: str, devices: int = DEVICES):
 def make_mesh(config):
     """The mesh of a resolved config over the first devices of this process."""
     sizes = config.mesh.sizes
-    count = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    count = math.prod(sizes.values())
     types = (mesh_lib.AXIS_TYPE,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=jax.devices()[:count])
 

@@ -7,6 +7,7 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 
 import concurrent.futures
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import logging
@@ -204,6 +205,7 @@ class Checkpoints:
         with _reading(checkpoint.path):
             loaded = ocp.load_checkpointables(checkpoint.path, _items(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
+        state = _in_order(state, Decoder.in_stage_order)
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
         if (high << 32) + low != checkpoint.consumed_samples:
             raise ConfigError(
@@ -234,7 +236,8 @@ class Checkpoints:
         checkpoint = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
         self.compare(checkpoint, {"model": model})
         with _reading(checkpoint.path):
-            return ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
+            loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
+        return _in_order(loaded, Decoder.in_stage_order)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
@@ -317,7 +320,7 @@ class Checkpoints:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
                         folder_lib.unfinished(checkpoint.path),
-                        _items(state),
+                        _items(_in_order(state, Decoder.in_layer_order)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
@@ -519,6 +522,22 @@ class _reading:
                 f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
                 "the one before"
             ) from None
+
+
+def _in_order(tree: Any, reorder: Callable[[Decoder], Decoder]) -> Any:
+    """A tree of models (weights, moments) whose layers stand in another order.
+
+    A checkpoint holds them in their own, so that any number of stages can go on from it.
+    """
+
+    def is_model(x: Any) -> bool:
+        return isinstance(x, Decoder)
+
+    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
+    if not any(model.is_circular for model in models):
+        return tree
+    swap = functools.partial(jax.tree.map, lambda x: reorder(x) if is_model(x) else x)
+    return jax.jit(functools.partial(swap, is_leaf=is_model))(tree)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
+from maxramp.parallel.axes import BATCH_AXES, NAME_IN_KEYS
 from maxramp.rampup import layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
@@ -47,6 +48,7 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
         **dcn,
         **ici,
     )
+    config = config.replace(**_pipeline(config))
     if config.evaluation.eval_per_device_batch_size == 0:
         rows = layout.whole_rows_per_device(config.batch)
         config = config.replace(eval_per_device_batch_size=float(rows))
@@ -100,6 +102,33 @@ def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, A
     return {"num_nodes": nodes, "devices_per_node": per_node}
 
 
+def _pipeline(config: Config) -> dict[str, int]:
+    """How many micro batches go through the pipeline, and how it cuts the layers."""
+    batch, model = config.batch, config.model
+    stages, layers = batch.stages, model.base_num_decoder_layers
+    per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
+    if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
+        per_stage, repeats = layers, 1
+    elif repeats == -1:
+        repeats = 1 if per_stage == -1 else layers // (stages * per_stage)
+    if per_stage == -1:
+        per_stage = layers // (stages * repeats)
+    if stages * per_stage * repeats != layers:
+        raise ConfigError(
+            f"base_num_decoder_layers={layers} is not {count(stages, 'stage')} "
+            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) x "
+            f"num_pipeline_repeats={model.num_pipeline_repeats} x "
+            f"num_layers_per_pipeline_stage={model.num_layers_per_pipeline_stage}; use "
+            "stages whose product with one of the two divides it, and -1 for the other"
+        )
+    return {
+        "num_pipeline_microbatches": stages * batch.rows_multiple,
+        "num_layers_per_pipeline_stage": per_stage,
+        "num_pipeline_repeats": repeats,
+    }
+
+
 def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
     """A group of axes with its -1 replaced so that the product is `wanted`."""
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -119,25 +148,26 @@ def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
 
 
 def _check_divides(config: Config, num_devices: int) -> None:
-    """Rows over data x fsdp, weights over fsdp and tensor: every shard is of equal size.
+    """Rows over the batch axes, weights over fsdp and tensor: every shard is of equal size.
 
     The batches of the stages are checked when it is known which of them will run.
     """
     sizes = config.mesh.sizes
-    ranks = sizes["data"] * sizes["fsdp"]
+    ranks = math.prod(sizes[axis] for axis in BATCH_AXES)
     eval_size = config.evaluation.eval_per_device_batch_size
-    eval_rows = exact(eval_size) * num_devices
-    if eval_rows % ranks:
+    eval_rows, multiple = exact(eval_size) * num_devices, config.batch.rows_multiple
+    if eval_rows % (ranks * multiple):
+        over = " x ".join(f"{axis}={sizes[axis]}" for axis in BATCH_AXES)
+        shares = f" in multiples of {multiple} (a pipeline's)" if multiple > 1 else ""
         raise ConfigError(
             f"eval_per_device_batch_size={eval_size:g} is {show(eval_rows)} rows on "
-            f"{count(num_devices, 'device')}, which do not divide over data={sizes['data']} x "
-            f"fsdp={sizes['fsdp']} = {ranks} groups of devices; use a multiple of "
-            f"{show(Fraction(ranks, num_devices))}"
+            f"{count(num_devices, 'device')}, which do not divide over {over} = {ranks} groups of "
+            f"devices{shares}; use a multiple of {show(Fraction(ranks * multiple, num_devices))}"
         )
     for axis, widths in config.model.sharded_widths.items():
         for name, width in widths.items():
             if width % sizes[axis]:
                 raise ConfigError(
                     f"{name}={width} does not divide over the {axis} axis of {sizes[axis]} "
-                    f"devices; change it, or ici_{axis}_parallelism"
+                    f"devices; change it, or ici_{NAME_IN_KEYS[axis]}_parallelism"
                 )

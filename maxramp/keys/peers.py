@@ -30,6 +30,7 @@ RENAMED = {
     "model.micro_batch_size": "micro_batch_size",
     "model.rampup_batch_size": "rampup_batch_size",
     "model.tensor_model_parallel_size": "ici_tensor_parallelism",
+    "model.pipeline_model_parallel_size": "ici_pipeline_parallelism",
     "model.encoder_seq_length": "max_target_length",
     "model.seq_length": "max_target_length",
     "model.data.seq_length": "max_target_length",
@@ -105,10 +106,11 @@ _NO_VARIANT = "a model that is not built here; only Llama's decoder is"
 # for nothing, what is wrong and what to do).
 _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     (
-        "ici_*_parallelism dcn_*_parallelism model.pipeline_model_parallel_size "
-        "model.context_parallel_size model.expert_model_parallel_size",
+        "ici_*_parallelism dcn_*_parallelism model.context_parallel_size "
+        "model.expert_model_parallel_size",
         (1,),
-        "not supported: the mesh has the axes data, fsdp and tensor; leave it out or use 1",
+        "not supported: the mesh has the axes data, pipeline, fsdp and tensor; leave it out or use "
+        "1",
     ),
     (
         "num_experts num_moe_experts model.num_moe_experts",
@@ -226,7 +228,7 @@ _IGNORED = (
     "mesh_axes logical_axis_rules* data_sharding input_data_sharding_logical_axes "
     "sharding_tolerance custom_mesh* shard_mode shard_optimizer_over_data "
     "allow_split_physical_axes num_slices *context_sharding context_parallel_* check_vma "
-    "*_two_stage_all_gather pipeline_* num_pipeline_* num_layers_per_pipeline_stage "
+    "*_two_stage_all_gather pipeline_delay_* pipeline_parallel_layers "
     "scan_pipeline_* scan_layers_per_stage set_remat_policy_on_* "
     "inhomogeneous_layer_cycle_interval diloco_* "
     # Services, logs and profiles.

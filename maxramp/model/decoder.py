@@ -6,17 +6,19 @@ Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from maxramp.model import pipeline
 from maxramp.model.attention import RESIDUALS, rotary_angles, starts
 from maxramp.model.blocks import BLOCKS, Segments
 from maxramp.model.keys import ModelKeys
-from maxramp.model.layers import RMSNorm, Scale, look_up, normal
+from maxramp.model.layers import STAGE_PRODUCTS, RMSNorm, Scale, look_up, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
 
 _REMAT = {
@@ -25,7 +27,7 @@ _REMAT = {
         jax.checkpoint,
         policy=jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            jax.checkpoint_policies.save_only_these_names(RESIDUALS),
+            jax.checkpoint_policies.save_only_these_names(RESIDUALS, STAGE_PRODUCTS),
         ),
     ),
     "none": lambda function: function,
@@ -46,7 +48,17 @@ class Decoder(nnx.Module):
         self.remat_policy = keys.remat_policy
         self.unroll = 1 if keys.scan_layers else L
         self.embedding_VD = normal(embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype)
-        self.layers = jax.vmap(lambda key: block(keys, key))(jax.random.split(layers, L))
+        layer_keys, self.pipeline = jax.random.split(layers, L), None
+        if (stages := pipeline.num_stages()) > 1:
+            self.pipeline = pipeline.Pipeline(
+                keys.num_pipeline_microbatches,
+                keys.num_pipeline_repeats,
+                keys.num_layers_per_pipeline_stage,
+                keys.pipeline_fsdp_ag_once,
+            )
+            layer_keys = pipeline.by_stages(layer_keys, stages, self.pipeline.repeats)
+            layer_keys = jax.reshard(layer_keys, P("stage"))
+        self.layers = jax.vmap(lambda key: block(keys, key))(layer_keys)
         self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
         self.tied = keys.logits_via_embedding
         if not self.tied:
@@ -73,23 +85,51 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             table_VD = self.embedding_VD[...].astype(self.dtype)
             x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
-        angles = rotary_angles(tokens_BT.shape[1], self.head_dim, self.rope_max_timescale)
+        with jax.named_scope("layers"):
+            if self.pipeline:
+                x_BTD = pipeline.run(self.pipeline, self._run, self.layers, x_BTD, segments_BT)
+            else:
+                x_BTD = self._run(self.layers, x_BTD, segments_BT)
+        return jax.reshard(self.norm(x_BTD), X_BTD)
+
+    def _run(self, layers: Any, x_BTD: jax.Array, segments_BT: Segments) -> jax.Array:
+        """x through layers [L, ...], one after the other."""
+        angles = rotary_angles(x_BTD.shape[1], self.head_dim, self.rope_max_timescale)
         if segments_BT is not None:
-            positions_BT = jnp.arange(tokens_BT.shape[1]) - starts(segments_BT)
+            positions_BT = jnp.arange(x_BTD.shape[1]) - starts(segments_BT)
             angles = tuple(part.at[positions_BT].get(out_sharding=X_BTD) for part in angles)
 
         def layer(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return block(x_BTD, angles, segments_BT), None
 
         layer = _REMAT[self.remat_policy](layer)
-        with jax.named_scope("layers"):
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers, unroll=self.unroll)
-        return jax.reshard(self.norm(x_BTD), X_BTD)
+        return jax.lax.scan(layer, x_BTD, layers, unroll=self.unroll)[0]
 
     def head(self) -> jax.Array:
         """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""
         weight_DV = self.embedding_VD[...].T if self.tied else self.head_DV[...]
         return weight_DV.astype(self.dtype)
+
+    def in_layer_order(self) -> "Decoder":
+        """The model with its layers in the order in which a row meets them, as it is stored."""
+        return self._reordered(pipeline.by_layers)
+
+    def in_stage_order(self) -> "Decoder":
+        """The inverse of `in_layer_order`: the model as a pipeline holds it."""
+        return self._reordered(pipeline.by_stages)
+
+    @property
+    def is_circular(self) -> bool:
+        """Whether the order of layers in the arrays is not their own."""
+        return bool(self.pipeline) and self.pipeline.repeats > 1
+
+    def _reordered(self, order: Callable[[jax.Array, int, int], jax.Array]) -> "Decoder":
+        if not self.is_circular:
+            return self
+        S, R = pipeline.num_stages(), self.pipeline.repeats
+        copy = jax.tree.map(lambda x: x, self)
+        copy.layers = jax.tree.map(lambda x_L: order(x_L, S, R), self.layers)
+        return copy
 
     def cast(self, apart: Iterable[str] = ()) -> "Decoder":
         """The model with the weights of its products in the arithmetic's dtype.

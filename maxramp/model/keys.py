@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, one_of
+from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
@@ -42,6 +42,10 @@ class ModelKeys(Keys):
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     scan_layers: bool
     remat_policy: str = one_of("full", "minimal", "none")
+    num_pipeline_microbatches: int = positive_or_open()
+    num_layers_per_pipeline_stage: int = positive_or_open()
+    num_pipeline_repeats: int = positive_or_open()
+    pipeline_fsdp_ag_once: bool
 
     def check(self) -> None:
         """Checks each key, and that heads and pairs come out whole.

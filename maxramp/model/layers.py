@@ -12,6 +12,7 @@ import re
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.keys import ModelKeys
@@ -27,6 +28,8 @@ from maxramp.parallel.sharding import (
     merged,
     of_gradient,
     of_own_gradient,
+    staged,
+    summed_at_once,
 )
 
 _ACTIVATIONS = {
@@ -35,6 +38,8 @@ _ACTIVATIONS = {
     "relu": jax.nn.relu,
     "linear": lambda x: x,
 }
+
+STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps of them
 
 
 class Scale(nnx.Param):
@@ -80,18 +85,39 @@ def dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> 
 
     Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
     weight and not the activations.
+
+    Args:
+      x: [B, T, ...].
+      subscripts: of x, the weight and the result, such as "BTD,DF->BTF".
+      weight: of a layer; or with an axis S in front of it, of a layer on every stage of a pipeline.
+      out_sharding: of the result.
     """
     weight = weight[...].astype(x.dtype)
     product = _product_apart if jax.typeof(weight).sharding.spec.reduced else _product
-    if platform() != "cpu":
-        return product(subscripts, out_sharding, x, weight)
-    # Products of matrices, rows and tokens in one axis N, make a step on CPUs 1.2 to 1.3 times as
-    # fast, and one on TPUs slower.
-    B, T = x.shape[:2]
-    spec = merged(jax.typeof(x).sharding.spec)
-    x = jax.lax.reshape(x, (B * T, *x.shape[2:]), out_sharding=spec)
-    x = product(subscripts.replace("BT", "N"), merged(out_sharding), x, weight)
-    return jax.lax.reshape(x, (B, T, *x.shape[1:]), out_sharding=out_sharding)
+    x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
+    is_staged = weight.ndim > len(weight_axes)
+    (B, T), letters = x.shape[:2], "BT"
+    rows, spec, y_spec = (B, T), jax.typeof(x).sharding.spec, out_sharding
+    if platform() == "cpu":
+        # Products of matrices, rows and tokens in one axis N, make a step on CPUs 1.2 to 1.3 times
+        # as fast, and one on TPUs slower.
+        rows, letters, spec, y_spec = (B * T,), "N", merged(spec), merged(y_spec)
+    if is_staged:
+        rows, letters, spec, y_spec = _stages(rows), f"dS{letters}", staged(spec), staged(y_spec)
+        weight_axes = f"S{weight_axes}"
+    subscripts = f"{x_axes},{weight_axes}->{y_axes}".replace("BT", letters)
+    x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
+    y = product(subscripts, y_spec, x, weight)
+    y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
+    # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
+    return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
+
+
+def _stages(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows [B, ...] of all batch axes as [d, S, B, ...]: the copies, the stages, the others."""
+    mesh = jax.sharding.get_abstract_mesh()
+    d, S = mesh.shape["data"], mesh.shape["stage"]
+    return d, S, rows[0] // (d * S), *rows[1:]
 
 
 def _product(subscripts: str, out_sharding: P, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -149,8 +175,8 @@ def _look_up_backward(residuals, dx_BTD):
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
         dtable_VD = dtable_VD.astype(table_VD.dtype)
         dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
-        if not spec.reduced:
-            dtable_VD = jax.lax.psum(dtable_VD, "data")
+        if copies := summed_at_once(spec):
+            dtable_VD = jax.lax.psum(dtable_VD, copies)
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
         return jax.lax.optimization_barrier(dtable_VD)
 
@@ -177,7 +203,13 @@ class RMSNorm(nnx.Module):
         """Normalizes every token's vector; [B, T, D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        y = x * self.scale_D[...].astype(jnp.float32)
+        scale = self.scale_D[...].astype(jnp.float32)
+        if scale.ndim > 1:  # of every stage of a pipeline
+            spec = jax.typeof(x).sharding.spec
+            y = jax.lax.reshape(x, _stages(x.shape), out_sharding=staged(spec))
+            y = jax.lax.reshape(y * scale[:, None, None], x.shape, out_sharding=spec)
+        else:
+            y = x * scale
         if isinstance(self.scale_D, RowScale):
             y = _by_rows(y, x, self.scale_D.rows_BD)
         return y.astype(x_BTD.dtype)

@@ -20,7 +20,25 @@ def training_flops_per_token(keys: ModelKeys) -> float:
     return 6.0 * products + 6.0 * attention
 
 
-def pass_bytes(keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int) -> float:
+def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
+    """How often each stage of a pipeline runs its layers in a pass.
+
+    With a micro batch it does so microbatches * repeats times. The others are the bubble, in which
+    it waits for the first one to arrive, or has passed on the last (Narayanan et al., arXiv
+    2104.04473, section 2.2).
+    """
+    return microbatches * repeats + stages - 1
+
+
+def pipeline_bubble(keys: ModelKeys, stages: int) -> float:
+    """The share of a pass's turns in which a stage has nothing to do; of a resolved config."""
+    work = keys.num_pipeline_microbatches * keys.num_pipeline_repeats
+    return 1 - work / pipeline_turns(work, stages, 1)
+
+
+def pass_bytes(
+    keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int, stages: int = 1
+) -> float:
     """What a device keeps of a pass for its backward pass, and a block of logits: an estimate.
 
     Args:
@@ -28,6 +46,7 @@ def pass_bytes(keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int
       rows: of the pass on the device.
       tensor: devices that share heads, MLP and vocabulary.
       loss_block_tokens: tokens whose logits exist at a time; 0 = all.
+      stages: of the pipeline; with more than 1 the keys are resolved.
     """
     itemsize = _BYTES[keys.dtype]
     T, D, F = keys.max_target_length, keys.base_emb_dim, keys.base_mlp_dim / tensor
@@ -46,5 +65,9 @@ def pass_bytes(keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int
     one_layer = 0 if keys.remat_policy == "none" else everything
     block = min(tokens, loss_block_tokens or tokens)
     logits = (block * (2 * 4 + itemsize) + D * 4) * keys.vocab_size / tensor
-    layers = keys.base_num_decoder_layers
-    return layers * kept[keys.remat_policy] + max(one_layer, logits)
+    layers, slots = keys.base_num_decoder_layers, 0.0
+    if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
+        layers /= 1 - pipeline_bubble(keys, stages)
+        one_layer *= stages / keys.num_pipeline_microbatches
+        slots = 2 * stream
+    return layers * kept[keys.remat_policy] + max(one_layer, logits) + slots

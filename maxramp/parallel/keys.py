@@ -4,7 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, at_least, one_of
-from maxramp.parallel.axes import AXES
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +21,17 @@ class MeshKeys(Keys):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
 
     ici_data_parallelism: int
+    ici_pipeline_parallelism: int
     ici_fsdp_parallelism: int
     ici_tensor_parallelism: int
     dcn_data_parallelism: int
+    dcn_pipeline_parallelism: int
     dcn_fsdp_parallelism: int
     dcn_tensor_parallelism: int
 
     def group(self, group: str) -> dict[str, int]:
         """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
-        names = [f"{group}_{axis}_parallelism" for axis in AXES]
+        names = [f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for axis in AXES]
         return {name: getattr(self, name) for name in names}
 
     @property

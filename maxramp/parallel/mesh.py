@@ -1,7 +1,6 @@
 """The backend and the device mesh.
 
-Axes: `data` holds whole copies of the weights, `fsdp` shards of them, `tensor` shards of each
-layer's heads and MLP. Rows of a batch are spread over data x fsdp.
+The axes are those of `axes`.
 """
 
 import math

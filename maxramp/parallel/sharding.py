@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.axes import AXES, BATCH_AXES
+from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES
 
 REPLICATED = P()
 
@@ -18,7 +18,7 @@ BATCH_ABS = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
 SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
 
-# Activations: rows over data x fsdp; heads, MLP, vocabulary and the residual stream over tensor
+# Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor
 STREAM_BTD = P(BATCH_AXES, None, "tensor")  # the residual stream
 X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
@@ -40,8 +40,9 @@ MLP_OUT_FD = P("tensor", "fsdp")
 
 
 def of_weight(spec: P, apart: Iterable[str]) -> P:
-    """The spec of a weight whose gradient stays apart over these axes."""
-    return P(*spec, reduced={*apart})
+    """The spec of a weight whose gradient stays apart over those of these axes that it is not a
+    shard on."""
+    return P(*spec.partitions, reduced={*apart}.difference(spec.partitions))
 
 
 def of_gradient(spec: P) -> P:
@@ -50,9 +51,18 @@ def of_gradient(spec: P) -> P:
 
 
 def of_own_gradient(spec: P) -> P:
-    """The spec of that gradient where it stays apart over all axes that rows are sharded on."""
-    whole = (None if axis in BATCH_AXES else axis for axis in spec.partitions)
-    return P(*whole, unreduced={*BATCH_AXES})
+    """The spec of that gradient where it stays apart over all axes that rows are sharded on.
+
+    The rows of a stage's weight are those of that stage.
+    """
+    rows = {*BATCH_AXES}.difference({"stage"} & {*spec.partitions})
+    whole = (None if axis in rows else axis for axis in spec.partitions)
+    return P(*whole, unreduced=rows)
+
+
+def summed_at_once(spec: P) -> tuple[str, ...]:
+    """The axes over which the gradient of a weight outside the layers does not stay apart."""
+    return tuple(axis for axis in COPY_AXES if axis not in spec.reduced)
 
 
 def of_factor(spec: P) -> P:
@@ -63,3 +73,9 @@ def of_factor(spec: P) -> P:
 def merged(spec_BT: P) -> P:
     """The spec of an array whose rows and tokens are one axis: [B, T, ...] -> [N, ...]."""
     return P(BATCH_AXES, *spec_BT[2:])
+
+
+def staged(spec_B: P) -> P:
+    """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
+    stage = BATCH_AXES.index("stage")
+    return P(BATCH_AXES[:stage], "stage", BATCH_AXES[stage + 1 :], *spec_B[1:])

@@ -26,7 +26,7 @@ def pods(
     mesh: Mesh,
     machine: Machine,
     device_memory_gib: float,
-    model_parallel_size: int,
+    batch: BatchKeys,
 ) -> Iterator[tuple[str, Pod]]:
     """The compiler of a machine under each remat policy, the cheapest first; arguments as Pod's."""
     for policy in POLICIES:
@@ -34,7 +34,7 @@ def pods(
         changed = dataclasses.replace(recipe, model=model)
         yield (
             policy,
-            Pod(changed, learning_rate, mesh, machine, device_memory_gib, model_parallel_size),
+            Pod(changed, learning_rate, mesh, machine, device_memory_gib, batch),
         )
 
 
@@ -89,34 +89,34 @@ def largest_batch(
             f"device_memory_gib=-1: {machine.name} does not report its memory; "
             "give device_memory_gib"
         )
-    parallel = batch.model_parallel_size
+    parallel, multiple = batch.model_parallel_size, batch.rows_multiple
     ranks = mesh.size // parallel
     rate = LearningRate.of(schedule, RampupBatchManager(batch, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.
     passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
     lines: list[str] = []
     others: list[str] = []
-    for policy, pod in pods(recipe, rate, mesh, machine, device_memory_gib, parallel):
+    for policy, pod in pods(recipe, rate, mesh, machine, device_memory_gib, batch):
 
-        def needed(rows: int, pod: Pod = pod) -> float:
-            return pod.step(passes, rows * ranks)["memory_gib"]["peak"]
+        def needed(shares: int, pod: Pod = pod) -> float:
+            return pod.step(passes, shares * multiple * ranks)["memory_gib"]["peak"]
 
         if needed(1) > limit:
-            others.append(f"{policy} needs {needed(1):.3g} GiB for one row")
+            others.append(f"{policy} needs {needed(1):.3g} GiB for {count(multiple, 'row')}")
             continue
-        rows, too_much = edge(needed, limit)
-        size, above = (plain_number(Fraction(n, parallel)) for n in (rows, too_much))
+        shares, too_much = edge(needed, limit)
+        size, above = (plain_number(Fraction(n * multiple, parallel)) for n in (shares, too_much))
         if lines:
             others.append(f"{policy} fits {size}")
             continue
         lines = [
-            f"per_device_batch_size: {size}  # {needed(rows):.3g} of {limit:.3g} GiB; "
+            f"per_device_batch_size: {size}  # {needed(shares):.3g} of {limit:.3g} GiB; "
             f"{above} would need {needed(too_much):.3g}",
             f"remat_policy: {policy}  # the cheapest that fits",
         ]
     if not lines:
         raise ConfigError(
-            f"one row per {count(parallel, 'device')} needs {needed(1):.3g} "
+            f"{count(multiple, 'row')} per {count(parallel, 'device')} needs {needed(1):.3g} "
             f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
             "max_target_length, or more devices"
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from maxramp.model.size import pass_bytes
+from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.mesh import AXIS_TYPE
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB
@@ -48,12 +49,14 @@ def estimate(recipe: Recipe, sizes: Mapping[str, int], stage: Stage) -> dict[str
     weights = bytes_per_device(state.model, sizes)
     count = weights // jnp.dtype(model.weight_dtype).itemsize
     copies = count * jnp.dtype(model.dtype).itemsize
-    rows = stage.micro_batch_size / (sizes["data"] * sizes["fsdp"])
+    rows = stage.micro_batch_size / math.prod(sizes[axis] for axis in BATCH_AXES)
     parts = {
         "weights": weights,
         "optimizer": bytes_per_device(state.opt_state, sizes),
         "gradients": 4 * count + (copies if model.dtype != model.weight_dtype else 0),
-        "activations": pass_bytes(model, rows, sizes["tensor"], recipe.objective.loss_block_tokens),
+        "activations": pass_bytes(
+            model, rows, sizes["tensor"], recipe.objective.loss_block_tokens, sizes["stage"]
+        ),
     }
     parts["total"] = sum(parts.values())
     return {name: size / GIB for name, size in parts.items()}

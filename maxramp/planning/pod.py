@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from maxramp.errors import ConfigError, reason_of
 from maxramp.planning.machine import Machine
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
@@ -28,7 +29,7 @@ class Pod:
         mesh: Mesh,
         machine: Machine,
         device_memory_gib: float,
-        model_parallel_size: int,
+        batch: BatchKeys,
     ):
         """
         Args:
@@ -36,12 +37,12 @@ class Pod:
           mesh: over the machine's devices.
           machine: whose compiler it is.
           device_memory_gib: of a device; -1 = what the machine says.
-          model_parallel_size: devices that together hold one row.
+          batch: how many devices hold a row, and what their rows are a multiple of.
         """
         self._mesh, self._machine = mesh, machine
         self._limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
         self._options = compiler_options(mesh.devices.flat[0].platform) | machine.options
-        self._parallel = model_parallel_size
+        self._parallel, self._multiple = batch.model_parallel_size, batch.rows_multiple
         # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
@@ -103,9 +104,9 @@ class Pod:
         return stage.devices // self._parallel
 
     def _sizes(self, stage: Stage) -> list[int]:
-        """Rows a group of devices can take at a time, from 1 to all of its own."""
-        rows = stage.global_batch_size // self._ranks(stage)
-        return [size for size in range(1, rows + 1) if rows % size == 0]
+        """Rows a group of devices can take at a time, up to all of its own."""
+        rows, multiple = stage.global_batch_size // self._ranks(stage), self._multiple
+        return [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
 
     def _fits(self, stage: Stage, sizes: list[int], number: int) -> list[dict[str, Any]]:
         """The compiler's account of the largest sizes that fit, by bisection."""

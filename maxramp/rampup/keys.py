@@ -93,6 +93,9 @@ class BatchKeys(CurveKeys):
     planned_pass_overhead: float = at_least(0)
     ici_tensor_parallelism: int
     dcn_tensor_parallelism: int
+    ici_pipeline_parallelism: int
+    dcn_pipeline_parallelism: int
+    num_pipeline_microbatches: int
     # how long
     steps: int = positive_or_open()
     total_samples: int = positive_or_open()
@@ -169,6 +172,36 @@ class BatchKeys(CurveKeys):
     def model_parallel_size(self) -> int:
         """Devices that together hold one row."""
         return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 = there is none."""
+        return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
+
+    @property
+    def rows_multiple(self) -> int:
+        """What a rank's rows of a pass are a multiple of: its share of a pipeline's micro batches.
+
+        Raises:
+          ConfigError: stages do not share them equally.
+        """
+        count, stages = self.num_pipeline_microbatches, self.stages
+        if count == -1:
+            return 1
+        if stages == 1 and count > 1:
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} is for a pipeline, and ici_pipeline_parallelism"
+                f"={self.ici_pipeline_parallelism} makes none; use -1, or 2 or more stages"
+            )
+        if count % stages:
+            low = count // stages * stages
+            near = f"{low} or {low + stages}" if low else f"{stages}"
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
+                f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
+                f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism} make; use {near}"
+            )
+        return count // stages
 
     @property
     def num_devices(self) -> int:

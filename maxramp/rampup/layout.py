@@ -2,6 +2,7 @@
 
 Glossary
   rank        the devices that together hold one row: model_parallel_size devices
+  multiple    of which the rows of a rank in one pass are: its share of a pipeline's micro batches
   split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
   node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
               micro batch (`pass_price`)
@@ -40,15 +41,17 @@ def rows_per_device_limit(config: Any) -> Fraction:
 
 
 def whole_rows_per_device(config: Any) -> Fraction:
-    """The same in whole rows of a rank, at least one: a size that any mesh of the job divides."""
+    """The same in rows of a rank that it can run: a size that any mesh of the job divides."""
     keys = BatchKeys.read(config)
-    rows = max(1, int(rows_per_device_limit(keys) * keys.model_parallel_size))
+    rows = max(keys.rows_multiple, _rows_per_rank_limit(keys, rows_per_device_limit(keys)))
     return Fraction(rows, keys.model_parallel_size)
 
 
-def _rows_per_rank_limit(keys: BatchKeys, threshold: Threshold) -> int:
-    per_device = threshold.rows_per_device or rows_per_device_limit(keys)
-    return max(1, int(per_device * keys.model_parallel_size))
+def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> int:
+    """The most rows of a rank in one pass; 0 where a pipeline's share is more than that."""
+    per_device = rows_per_device or rows_per_device_limit(keys)
+    rows = max(1, int(per_device * keys.model_parallel_size))
+    return rows // keys.rows_multiple * keys.rows_multiple
 
 
 def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
@@ -62,11 +65,16 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
         return None
     rows = batch // ranks
     if asked and threshold.rows_per_device * devices * asked == batch:
-        if rows % asked:
+        if rows % (asked * keys.rows_multiple):
             return None
         return Layout(nodes, devices, threshold.rows_per_device, asked)
-    limit = min(rows, _rows_per_rank_limit(keys, threshold))
-    micro = next(size for size in range(limit, 0, -1) if rows % size == 0)
+    if rows % keys.rows_multiple:
+        return None
+    limit = min(rows, _rows_per_rank_limit(keys, threshold.rows_per_device))
+    sizes = range(limit, 0, -keys.rows_multiple)
+    micro = next((size for size in sizes if rows % size == 0), None)
+    if micro is None:
+        return None
     return Layout(nodes, devices, Fraction(micro, keys.model_parallel_size), rows // micro)
 
 
@@ -75,12 +83,26 @@ def refusal(
 ) -> ConfigError:
     """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
     batch, parallel = threshold.global_batch_size, keys.model_parallel_size
+    multiple, pipeline = keys.rows_multiple, ""
+    if multiple > 1:
+        pipeline = (
+            f" in multiples of {multiple} rows (num_pipeline_microbatches="
+            f"{keys.num_pipeline_microbatches} / {keys.stages} stages)"
+        )
+    if not _rows_per_rank_limit(keys, threshold.rows_per_device) and not threshold.accumulation:
+        most = show(rows_per_device_limit(keys) * parallel)
+        return ConfigError(
+            f"stage {index} with a global batch of {batch}: a pass may have {most} rows a data-"
+            f"parallel rank, and the pipeline takes them{pipeline}; use a micro_batch_size of "
+            f"{multiple}, or fewer micro batches"
+        )
     if num_devices is None and keys.node_schedule != "fixed":
         unit = Fraction(keys.devices_per_node, parallel)
-        what = f"divides it over {show(unit)} data-parallel ranks a node"
-        remedy = f"use a multiple of {show(max(Fraction(1), unit))}, or fewer devices_per_node"
+        what = f"divides it over {show(unit)} data-parallel ranks a node{pipeline}"
+        remedy = f"use a multiple of {show(max(Fraction(1), unit) * multiple)}, or fewer "
+        remedy += "devices_per_node"
         if keys.node_schedule == "nemo":
-            rows = _rows_per_rank_limit(keys, threshold)
+            rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
             what = f"gives each of {show(unit)} ranks a node whole micro batches of {rows}"
             remedy = (
                 f"use a multiple of {show(max(Fraction(1), unit) * rows)}, a smaller "
@@ -97,17 +119,23 @@ def refusal(
             f"stage {index}: {devices} devices do not divide into groups of {parallel} "
             f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
         )
-    spread_over = f"data x fsdp = {ranks}" + (f" groups of {parallel}" if parallel > 1 else "")
+    axes = "data x stage x fsdp" if keys.stages > 1 else "data x fsdp"
+    groups = f" groups of {parallel}" if parallel > 1 else ""
+    spread_over = f"{axes} = {ranks}{groups}{pipeline}"
     if threshold.rows_per_device:
-        rows = threshold.rows_per_device * devices
+        size, unit = threshold.rows_per_device, Fraction(multiple, parallel)
+        rows, below = size * devices, size // unit * unit
+        near = f"{show(below)} or {show(below + unit)}" if below else show(unit)
+        remedy = "fewer micro batches" if pipeline else "more ici_tensor_parallelism"
         return ConfigError(
-            f"per_device_batch_size {show(threshold.rows_per_device)} (stage {index}) on {devices} "
+            f"per_device_batch_size {show(size)} (stage {index}) on {devices} "
             f"devices is {show(rows)} rows, which do not divide over {spread_over}; make "
             "per_device_batch_size, its start and its increment multiples of "
-            f"{show(Fraction(1, parallel))}, or use more ici_tensor_parallelism"
+            f"{show(unit)} (the nearest are {near}), or use {remedy}"
         )
-    below = batch // ranks * ranks
-    near = f"{below} or {below + ranks}" if below else f"{ranks}"
+    unit = ranks * multiple
+    below = batch // unit * unit
+    near = f"{below} or {below + unit}" if below else f"{unit}"
     return ConfigError(
         f"stage {index} with a global batch of {batch} does not divide over {spread_over}; the "
         f"nearest sizes that do are {near}, or use another number of devices"
@@ -236,9 +264,9 @@ def _nemo_schedule(
         for nodes in range(most, 0, -1):
             devices = nodes * keys.devices_per_node
             ranks, rest = divmod(devices, keys.model_parallel_size)
-            rows = _rows_per_rank_limit(keys, threshold)
-            whole = not rest and ranks and threshold.global_batch_size % (rows * ranks) == 0
-            if whole and usable(devices):
+            rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
+            unit = 0 if rest else rows * ranks
+            if unit and threshold.global_batch_size % unit == 0 and usable(devices):
                 layout = spread(keys, threshold, nodes, devices)
                 most = nodes
                 break

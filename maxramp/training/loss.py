@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from maxramp.data.marks import PADDING
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import REPLICATED, TOKENS_BT, X_BTD, of_factor, of_gradient
+from maxramp.parallel.sharding import (
+    REPLICATED,
+    TOKENS_BT,
+    X_BTD,
+    of_factor,
+    of_gradient,
+    summed_at_once,
+)
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -79,8 +86,8 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
             # Rounded once and then sent, as the gradients of all products are.
             dhead_DV = dhead_DV.astype(head_DV.dtype)
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
-            if not head_spec.reduced:
-                dhead_DV = jax.lax.psum(dhead_DV, "data")
+            if copies := summed_at_once(head_spec):
+                dhead_DV = jax.lax.psum(dhead_DV, copies)
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import of_gradient
 from maxramp.training import noise_scale
@@ -91,8 +92,8 @@ def train_step(
     A, B, _ = batch.tokens.shape
     # With several passes each copy of the weights adds up its own gradients, which travel once,
     # after the last.
-    copies = jax.sharding.get_abstract_mesh().shape["data"]
-    apart = ("data",) if A > 1 and copies > 1 else ()
+    sizes = jax.sharding.get_abstract_mesh().shape
+    apart = [axis for axis in COPY_AXES if A > 1 and sizes[axis] > 1]
     model = state.model.cast(apart)  # once, whatever the number of micro batches
     before = optimizer, state.opt_state
 

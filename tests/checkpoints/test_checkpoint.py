@@ -1,5 +1,6 @@
 """Checkpoints: what is in them, on which mesh they can be read, which are kept and refused."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -32,15 +33,13 @@ def config_of(*arguments, devices=8):
 
 
 @functools.cache
-def first_state():
+def first_state(*arguments):
     """A first state, with a clock that stands where checkpoint 12 of the ramp does."""
-    config = config_of()
+    config = config_of(*arguments)
     with jax.set_mesh(make_mesh(config)):
         state = initial_state(config.recipe)
         clock = np.array([RampupBatchManager(config.batch).samples_before(12), 0], np.uint32)
-        return jax.tree.unflatten(
-            jax.tree.structure(state), [jax.numpy.asarray(clock), *jax.tree.leaves(state)[1:]]
-        )
+        return dataclasses.replace(state, consumed_samples=jax.numpy.asarray(clock))
 
 
 class Folder:
@@ -114,6 +113,36 @@ def test_read_on_another_mesh_it_is_the_same_bits(saved_folder, there):
     wanted = [x.sharding for x in jax.tree.leaves(abstract)]
     assert [x.sharding for x in jax.tree.leaves(state)] == wanted
     assert not folder.said
+
+
+FOUR = "base_num_decoder_layers=4"
+STAGES = {
+    "four stages": ["ici_pipeline_parallelism=4"],
+    "circular": ["ici_pipeline_parallelism=2", "num_pipeline_repeats=2"],
+}
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_layers_are_stored_in_their_own_order(tmp_path, stages):
+    """What was saved without a pipeline goes on in stages and the other way, to the same bits."""
+    state = first_state(FOUR)
+    with jax.set_mesh(make_mesh(config_of(FOUR))):  # moments that differ from layer to layer
+        moments = jax.tree.map(
+            lambda m: m + jax.numpy.arange(m.size).reshape(m.shape), state.opt_state
+        )
+        state = dataclasses.replace(state, opt_state=moments)
+    Folder(tmp_path / "plain", config_of(FOUR)).save(12, state=state)
+    staged = config_of(FOUR, *STAGES[stages])
+    _, restored, abstract = Folder(tmp_path / "plain", staged).restore()
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [
+        x.sharding for x in jax.tree.leaves(abstract)
+    ]
+    Folder(tmp_path / "staged", staged).save(12, state=restored)
+    _, back, _ = Folder(tmp_path / "staged", config_of(FOUR)).restore()
+    assert equal(back, state)
+    if stages == "circular":  # which hold stage 0's two blocks side by side
+        mine, theirs = (np.asarray(s.model.layers.mlp.up_DF[...]) for s in (restored, state))
+        np.testing.assert_array_equal(mine, theirs[[0, 2, 1, 3]])
 
 
 def test_what_stands_beside_the_arrays(saved_folder):

@@ -149,9 +149,9 @@ CASES = {
     "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
     "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help"),
     "MaxText's keys": keys(
-        "num_experts=8 ici_pipeline_parallelism=2 ici_expert_parallelism=4",
+        "num_experts=8 ici_context_parallelism=2 ici_expert_parallelism=4",
         "num_experts=8 (MaxText's): not supported",
-        "ici_pipeline_parallelism=2, ici_expert_parallelism=4 (MaxText's): not supported",
+        "ici_context_parallelism=2, ici_expert_parallelism=4 (MaxText's): not supported",
     ),
     "broken value": keys("mlp_activations=[silu"),
     "text for int": keys("log_period=ten", "log_period=ten", "an integer", "text"),
@@ -283,6 +283,13 @@ CASES = {
         "dcn_data_parallelism=2", "dcn_data_parallelism=2", "1 slice"
     ),
     "slices that cannot be filled in": keys("dcn_tensor_parallelism=2"),
+    # The pipeline; more in tests/model/test_pipeline.py.
+    "a stage of the ramp with too few rows for the pipeline": ramp(
+        "per_device_batch_size=4 per_device_batch_size_start=2 per_device_batch_size_increment=1 "
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=4",
+        *("per_device_batch_size 3 (stage 1)", "multiples of 2 rows", "2 or 4"),
+        devices=8,
+    ),
     "no nodes": keys("num_nodes=0"),
     "query heads over tensor": keys(
         "ici_tensor_parallelism=8 base_num_query_heads=4 base_num_kv_heads=4",

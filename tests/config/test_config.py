@@ -14,7 +14,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.parallel.axes import AXES
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 
 # Read by PyYAML itself: an answer that the loader under test has no part in.
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
@@ -219,10 +219,13 @@ def test_no_objects_are_constructed(tmp_path, text, in_file):
 @pytest.mark.parametrize("axis", AXES)
 def test_open_axis_is_filled_in(devices, axis):
     """Whichever axis is open takes all devices; sizes that every axis divides."""
-    sizes = [f"ici_{a}_parallelism={-1 if a == axis else 1}" for a in AXES]
+    keys = {a: f"ici_{NAME_IN_KEYS[a]}_parallelism" for a in AXES}
+    sizes = [f"{keys[a]}={-1 if a == axis else 1}" for a in AXES]
     model = ["base_emb_dim=96", "base_num_query_heads=96", "base_num_kv_heads=96"]
-    config = resolved(*sizes, *model, "base_mlp_dim=96", "vocab_size=288", devices=devices)
-    assert {a: config.values[f"ici_{a}_parallelism"] for a in AXES} == {
+    model += ["base_mlp_dim=96", "vocab_size=288"]
+    model += ["base_num_decoder_layers=96"]
+    config = resolved(*sizes, *model, devices=devices)
+    assert {a: config.values[keys[a]] for a in AXES} == {
         a: devices if a == axis else 1 for a in AXES
     }
     assert config.mesh.sizes[axis] == devices
@@ -231,11 +234,12 @@ def test_open_axis_is_filled_in(devices, axis):
 @pytest.mark.parametrize(
     "devices, slices, arguments, expected",
     [
-        (8, 1, ["ici_tensor_parallelism=2"], (1, 4, 2)),
-        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 2, 1)),
-        (8, 2, [], (2, 4, 1)),
-        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 8, 1)),
-        (16, 4, ["ici_tensor_parallelism=2"], (4, 2, 2)),
+        (8, 1, ["ici_tensor_parallelism=2"], (1, 1, 4, 2)),
+        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 1, 2, 1)),
+        (8, 2, [], (2, 1, 4, 1)),
+        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 1, 8, 1)),
+        (16, 4, ["ici_tensor_parallelism=2"], (4, 1, 2, 2)),
+        (16, 2, ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=1"], (1, 2, 8, 1)),
     ],
 )
 def test_mesh_sizes(devices, slices, arguments, expected):

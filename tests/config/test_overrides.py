@@ -160,7 +160,7 @@ def test_harmless_keys_are_ignored_with_a_line():
         "logical_axis_rules=[['a', 'b']]",
         "hf_access_token=secret",
         "num_experts=1",
-        "ici_pipeline_parallelism=1",
+        "ici_context_parallelism=1",
         "quantization=",
         "exp_manager.x=1",
     )
@@ -176,14 +176,14 @@ def test_harmless_keys_are_ignored_with_a_line():
     [
         ("num_experts=8", "experts"),
         ("quantization=int8", "dtype"),
-        ("ici_pipeline_parallelism=2", "data, fsdp and tensor"),
-        ("dcn_context_parallelism=-1", "data, fsdp and tensor"),
+        ("ici_expert_parallelism=2", "data, pipeline, fsdp and tensor"),
+        ("dcn_context_parallelism=-1", "data, pipeline, fsdp and tensor"),
         ("hf_data_dir=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
         ("attention_type=local_sliding", "not built here"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
         ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
-        ("model.pipeline_model_parallel_size=4", "data, fsdp and tensor"),
+        ("model.context_parallel_size=4", "data, pipeline, fsdp and tensor"),
     ],
 )
 def test_what_would_train_otherwise_is_refused(argument, says):

@@ -67,7 +67,7 @@ def compiled(tmp_path_factory):
 def test_every_stage_is_compiled_for_the_pod(compiled):
     result, _, done = compiled
     assert (result["compile_topology"], result["devices"]) == ("v5p:2x2x2", 8)
-    assert result["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert result["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "tensor": 2}
     shapes = [
         (s["global_batch_size"], s["per_device_batch_size"], s["gradient_accumulation_steps"])
         for s in result["stages"]

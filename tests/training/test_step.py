@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
 from maxramp.data.marks import PADDING
-from maxramp.parallel.axes import AXES
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.fingerprint import fingerprint
@@ -189,14 +189,18 @@ SHARDED = {
 UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
 
 
-@pytest.mark.parametrize("sizes", ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)), ids=str)
+# Stages are in tests/model/test_pipeline.py.
+MESHES = ((8, 1, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (2, 1, 2, 2))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_meshes(sizes):
     """Eight devices in any arrangement train as one does, and each holds only its shard of the
     weights and of the optimizer's moments, from the first state on."""
     axes = dict(zip(AXES, sizes, strict=True))
-    # (1, 8, 1) is what the config fills in by itself.
-    given = [f"ici_{axis}_parallelism={size}" for axis, size in axes.items()]
-    spread = trained(*ADAM, *(given if sizes != (1, 8, 1) else ()))
+    # (1, 1, 8, 1) is what the config fills in by itself.
+    given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
+    spread = trained(*ADAM, *(given if sizes != (1, 1, 8, 1) else ()))
     one = trained(*ADAM, devices=1)
     np.testing.assert_equal(spread.first, one.first)
     assert_same(spread, one)

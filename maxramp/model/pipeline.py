@@ -1,0 +1,325 @@
+"""A pipeline: stages of layers on the mesh axis `stage`, and micro batches that pass through them.
+
+Outside the layers `stage` is an axis of the batch. Inside, an array of a turn still has its rows
+over all batch axes, but the rows that lie on a stage are those of the micro batch that the stage
+works on, and every weight has an axis S more. So only products with weights see the stages
+(`layers.dense`); attention, norms and rotary positions are those of any batch.
+
+Glossary
+  micro batch  1/m of a pass's rows; on a device one of its k = m / S slots of rows
+  turn         every stage runs its layers once, each on another micro batch
+  repeat       how often a micro batch comes round; repeat r on stage s is the block of layers
+               r * S + s. Groups of S micro batches go round R times, one group behind the other
+  ring         inputs come down it slot by slot to stage 0 while results of the last stage take
+               their places, so that every stage holds B / S rows from beginning to end
+
+Micro batch j meets repeat r on stage s in turn t = (j // S) * S * R + r * S + j % S + s. The last
+one leaves the last stage in turn m * R + S - 2, so there are m * R + S - 1 turns. In those before
+its first and after its last micro batch a stage computes what nobody reads, and nobody adds.
+
+Shapes: B rows of a turn, T tokens, D model width, L layers, S stages, R repeats, k slots, m micro
+batches, l layers of a stage in a turn (L / S / R).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from maxramp.model.layers import Scale
+from maxramp.model.size import pipeline_turns
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.cpu import after
+from maxramp.parallel.sharding import TOKENS_BT, of_gradient, of_weight
+
+Run = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+_CHOSEN = "weights of a turn"
+
+
+class Pipeline(NamedTuple):
+    """How layers are cut into stages.
+
+    Attributes:
+      microbatches: m, a multiple of the stages.
+      repeats: R.
+      layers: l, of a stage in a turn; S * R * l are all.
+      gather_once: whether a pass gathers weights over fsdp once, and not in every turn.
+    """
+
+    microbatches: int
+    repeats: int
+    layers: int
+    gather_once: bool
+
+
+def num_stages() -> int:
+    """S, of the mesh that is set."""
+    return jax.sharding.get_abstract_mesh().shape["stage"]
+
+
+def by_stages(layers: jax.Array, stages: int, repeats: int) -> jax.Array:
+    """Layers [L, ...] in their own order -> a stage's side by side, repeat after repeat."""
+    return _swapped(layers, repeats, stages)
+
+
+def by_layers(layers: jax.Array, stages: int, repeats: int) -> jax.Array:
+    """The inverse of `by_stages`: back in the order in which a row meets them."""
+    return _swapped(layers, stages, repeats)
+
+
+def _swapped(x_L: jax.Array, outer: int, inner: int) -> jax.Array:
+    """L as [outer, inner, l] -> L as [inner, outer, l]."""
+    spec = jax.typeof(x_L).sharding.spec
+    x_L = jax.reshard(x_L, P(None, *spec[1:]))
+    blocks = x_L.reshape(outer, inner, -1, *x_L.shape[1:])
+    return jax.reshard(blocks.swapaxes(0, 1).reshape(x_L.shape), spec)
+
+
+def run(
+    pipeline: Pipeline,
+    run_layers: Run,
+    layers: Any,
+    x_BTD: jax.Array,
+    segments_BT: jax.Array | None,
+) -> jax.Array:
+    """Every row through all layers, by turns.
+
+    Args:
+      pipeline: how.
+      run_layers: takes layers [l, S, ...], the x of a turn and its segments, and returns the x
+        behind them.
+      layers: weights [L, ...] in the order of `by_stages`, L over `stage`.
+      x_BTD: rows over all batch axes; on each device a multiple of k of them.
+      segments_BT: of the same rows, or None.
+
+    Returns:
+      x_BTD behind the last layer, in its order and sharding.
+    """
+    m, R, S = pipeline.microbatches, pipeline.repeats, num_stages()
+    weights, sums = _by_repeats(layers, (S, R, pipeline.layers), pipeline.gather_once)
+    slots_kBTD = _to_slots(x_BTD, m // S)
+    segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
+
+    def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> jax.Array:
+        chosen = jax.tree.map(_summed_as, weights, sums)
+        if R > 1:
+            chosen = checkpoint_name(_choose(chosen, t, S, R), _CHOSEN)
+        else:
+            chosen = jax.tree.map(lambda w: w[0], chosen)
+        return run_layers(chosen, x_BTD, _segments_of(segments_mBT, t, S, R))
+
+    if R > 1:  # what is chosen would be kept for every turn
+        policy = jax.checkpoint_policies.save_anything_except_these_names(_CHOSEN)
+        turn = jax.checkpoint(turn, policy=policy)
+
+    def body(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+        slots_kBTD, x_BTD = carry
+        return _exchange(slots_kBTD, turn(weights, sums, x_BTD, t), t, S, R), None
+
+    # Every stage begins with rows of its own: what nobody reads is finite as well.
+    carry, _ = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), jnp.arange(pipeline_turns(m, S, R)))
+    return _from_slots(carry[0], S)
+
+
+def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
+    """Weights [L, ...] as [R, l, S, ...]: as turns read them, and as their gradients are added.
+
+    The second has the gradient, in float32 and as the weight is sharded: turns add m of them. Over
+    copies of the weights it stays apart until the pass is done.
+    """
+
+    def split(w: jax.Array) -> jax.Array:
+        spec = jax.typeof(w).sharding.spec
+        spec = P("stage", None, None, *spec.partitions[1:], reduced=spec.reduced)
+        w = jax.lax.reshape(w, (*shape, *w.shape[1:]), out_sharding=spec)
+        return jnp.moveaxis(w, 0, 2)
+
+    def read(w: jax.Array) -> jax.Array:
+        spec = jax.typeof(w).sharding.spec
+        if not gather_once:
+            return jax.reshard(w, of_weight(spec, ("data",)))
+        whole = P(*(None if axis == "fsdp" else axis for axis in spec.partitions))
+        return jax.reshard(w, of_weight(whole, ("data", "fsdp")))
+
+    def sums(w: jax.Array) -> jax.Array:
+        w = w.astype(jnp.float32)
+        return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
+
+    def of_products(change: Callable, layers: Any) -> Any:
+        def changed(weight: Any) -> Any:
+            return weight if isinstance(weight, Scale) else jax.tree.map(change, weight)
+
+        return jax.tree.map(changed, layers, is_leaf=lambda x: isinstance(x, Scale))
+
+    layers = jax.tree.map(split, layers)
+    return of_products(read, jax.lax.stop_gradient(layers)), of_products(
+        sums, jax.tree.map(lambda w: w.astype(jnp.float32), layers)
+    )
+
+
+@jax.custom_vjp
+def _summed_as(weight: jax.Array, sums: jax.Array) -> jax.Array:
+    """`weight`, whose gradient goes to `sums` instead, in its dtype and sharding."""
+    return weight
+
+
+def _summed_as_backward(sums, gradient):
+    spec = of_gradient(jax.typeof(sums).sharding.spec)
+    return None, jax.reshard(gradient, spec).astype(sums.dtype)
+
+
+_summed_as.defvjp(lambda weight, sums: (weight, sums), _summed_as_backward)
+
+
+def _choose(weights: Any, t: jax.Array, S: int, R: int) -> Any:
+    """Of weights [R, l, S, ...] the repeat that each stage is at: [l, S, ...]."""
+
+    def local(weights: Any, t: jax.Array) -> Any:
+        repeat = (t - jax.lax.axis_index("stage")) % (S * R) // S
+        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, 0, False), weights)
+
+    specs = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, weights)
+    out_specs = jax.tree.map(
+        lambda spec: P(*spec.partitions[1:], reduced=spec.reduced),
+        specs,
+        is_leaf=lambda s: isinstance(s, P),
+    )
+    return jax.shard_map(local, in_specs=(specs, P()), out_specs=out_specs)(weights, t)
+
+
+def _to_slots(x_BTD: jax.Array, k: int) -> jax.Array:
+    """[k, B, T, D]: slot i holds the i-th of k equal parts of every device's rows."""
+    spec = jax.typeof(x_BTD).sharding.spec
+    return jax.shard_map(
+        lambda x: x.reshape(k, -1, *x.shape[1:]),
+        in_specs=spec,
+        out_specs=P(None, *spec),
+    )(x_BTD)
+
+
+def _from_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
+    """Back to rows. Results lie S - 1 slots behind the inputs that they belong to."""
+    spec = P(*jax.typeof(slots_kBTD).sharding.spec[1:])
+    return jax.shard_map(
+        lambda x: jnp.roll(x, 1 - S, axis=0).reshape(-1, *x.shape[2:]),
+        in_specs=P(None, *spec),
+        out_specs=spec,
+    )(slots_kBTD)
+
+
+def _all_segments(segments_BT: jax.Array, k: int) -> jax.Array:
+    """[m, B, T]: the segments of every micro batch, on every stage; little beside their x."""
+
+    def local(segments_BT: jax.Array) -> jax.Array:
+        every = jax.lax.all_gather(segments_BT.reshape(k, -1, segments_BT.shape[-1]), "stage")
+        return every.reshape(-1, *every.shape[2:])
+
+    out_specs = P(None, tuple(axis for axis in BATCH_AXES if axis != "stage"), None)
+    return jax.shard_map(local, in_specs=TOKENS_BT, out_specs=out_specs, check_vma=False)(
+        segments_BT
+    )
+
+
+def _segments_of(segments_mBT: jax.Array | None, t: jax.Array, S: int, R: int) -> jax.Array | None:
+    """[B, T]: of the micro batch that each stage is at in turn t."""
+    if segments_mBT is None:
+        return None
+
+    def local(segments_mBT: jax.Array, t: jax.Array) -> jax.Array:
+        since = t - jax.lax.axis_index("stage")
+        micro_batch = since // (S * R) * S + since % S
+        return jax.lax.dynamic_index_in_dim(segments_mBT, micro_batch, 0, False)
+
+    in_specs = jax.typeof(segments_mBT).sharding.spec, P()
+    return jax.shard_map(local, in_specs=in_specs, out_specs=TOKENS_BT, check_vma=False)(
+        segments_mBT, t
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _exchange(
+    slots_kBTD: jax.Array, y_BTD: jax.Array, t: jax.Array, S: int, R: int
+) -> tuple[jax.Array, jax.Array]:
+    """What turn t leaves, and what turn t + 1 begins with.
+
+    Args:
+      slots_kBTD: inputs that are still to come, and results.
+      y_BTD: what the stages made in turn t.
+      t: the turn.
+      S: stages.
+      R: repeats.
+
+    Returns:
+      The next slots, and the next x.
+    """
+    return _on_devices(_move, slots_kBTD, y_BTD, t, S, R)
+
+
+def _exchange_forward(slots_kBTD, y_BTD, t, S, R):
+    return _exchange(slots_kBTD, y_BTD, t, S, R), t
+
+
+def _exchange_backward(S, R, t, cotangents):
+    return (*_on_devices(_move_back, *cotangents, t, S, R), None)
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _on_devices(move: Callable, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array, S, R):
+    spec = jax.typeof(x_BTD).sharding.spec
+    specs = P(None, *spec), spec
+    move = jax.shard_map(
+        functools.partial(move, S=S, R=R),
+        in_specs=(*specs, P()),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return move(slots_kBTD, x_BTD, t)
+
+
+def _move(slots_kBTD, y_BTD, t, *, S, R):
+    """`_exchange` as one device sees it."""
+    k, stage = slots_kBTD.shape[0], jax.lax.axis_index("stage")
+    # Stage 0 has taken its input, or would have: all that is behind it in its slot moves up.
+    taken, slot = _input_of(t, S, R, k)
+    held = slots_kBTD[slot]
+    # On CPUs: behind the layers' collectives.
+    moved = after(held, y_BTD[0, 0, 0].astype(jnp.float32))
+    moved = jax.lax.ppermute(moved, "stage", [(s, s - 1) for s in range(1, S)])
+    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(taken, moved, held))
+    # The result of the last stage takes the place that became free.
+    made, slot = _result_of(t, S, R, k)
+    made &= stage == S - 1
+    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(made, y_BTD, slots_kBTD[slot]))
+    # Results go on to the next stage, and stage 0 begins with the next input.
+    links = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
+    y_BTD = jax.lax.ppermute(y_BTD, "stage", links)
+    taken, slot = _input_of(t + 1, S, R, k)
+    return slots_kBTD, jnp.where(taken & (stage == 0), slots_kBTD[slot], y_BTD)
+
+
+def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
+    """The transpose of `_move`."""
+    zeros = jnp.zeros_like(dslots_kBTD), jnp.zeros_like(dx_BTD)
+    _, transpose = jax.vjp(lambda *arrays: _move(*arrays, t, S=S, R=R), *zeros)
+    dslots_kBTD, dy_BTD = transpose((dslots_kBTD, dx_BTD))
+    # On CPUs: before the layers' collectives.
+    return dslots_kBTD, after(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
+
+
+def _input_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
+    """Whether stage 0 begins turn t with an input, and the slot that it lies in."""
+    group, turn = t // (S * R), t % (S * R)
+    return turn < S, (group * S + turn % S) % k
+
+
+def _result_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
+    """Whether the last stage ends turn t with a result, and the slot for it."""
+    since = t - (S - 1)
+    made = (since >= 0) & (since % (S * R) // S == R - 1)
+    return made, (since // (S * R) * S + since % S + S - 1) % k

@@ -1,0 +1,299 @@
+"""A pipeline makes the update that one device makes, in the turns that its arithmetic says.
+
+Shapes: R rows of a step, S tokens of a row and the one after it.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxramp.data.marks import START
+from maxramp.errors import ConfigError
+from maxramp.model import blocks, pipeline
+from maxramp.model.layers import dense
+from maxramp.model.size import pipeline_bubble, pipeline_turns
+from maxramp.parallel.sharding import BATCH_ABS, X_BTD
+from maxramp.planning import hlo
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.objective import next_token_prediction
+from maxramp.training.state import init_state
+from maxramp.training.step import eval_step, make_train_step
+
+ROWS = 32
+QUICK = {"xla_backend_optimization_level": 0}
+# The largest difference of an array, in units of its largest element.
+TOLERANCE = 1e-5
+
+
+def config_of(*arguments, devices=8):
+    """Four layers, at a step as large as the gradient."""
+    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
+    given = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
+    return make_config(*constant, *given, *arguments, devices=devices)
+
+
+def random_rows(packed, length=16):
+    rng = np.random.default_rng(0)
+    rows_RS = rng.integers(0, 264, (ROWS, length + 1), dtype=np.int32)
+    begins_RS = rng.random(rows_RS.shape) < (0.15 if packed else 0)
+    return np.where(begins_RS, rows_RS + START, rows_RS).astype(np.int32)
+
+
+def place(config, mesh, accumulation, packed):
+    rows_RS = random_rows(packed, config.model.max_target_length)
+    batch_ABS = rows_RS.reshape(accumulation, -1, rows_RS.shape[-1])
+    return jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS))
+
+
+def first_state(config):
+    """Weights as they are born, with layers in the pipeline's order."""
+    return jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+
+
+def by_name(model):
+    model = jax.jit(lambda model: model.in_layer_order())(model)
+    return {
+        jax.tree_util.keystr(path): np.asarray(x, np.float32)
+        for path, x in jax.tree.leaves_with_path(model)
+    }
+
+
+@functools.cache
+def trained(*arguments, devices=8, accumulation=1, packed=False):
+    """The weights before and after a step, its metrics, and the held-out sums of its rows."""
+    config = config_of(*arguments, devices=devices)
+    mesh = make_mesh(config)
+    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1), packed)
+    objective = next_token_prediction(config.recipe.objective, packed)
+
+    def step_and_sums(state, batch_ABS):
+        sums = (jnp.float32(0),) * 2
+        sums = eval_step(state.model, sums, batch_ABS[:1], objective=objective)
+        return *step(state, batch_ABS), sums
+
+    with jax.set_mesh(mesh):
+        state = first_state(config)
+        batch_ABS = place(config, mesh, accumulation, packed)
+        after, metrics, sums = jax.jit(step_and_sums, compiler_options=QUICK)(state, batch_ABS)
+        return by_name(state.model), by_name(after.model), jax.device_get((metrics, sums))
+
+
+def assert_same(actual, expected):
+    (first, last, (metrics, sums)), (first_1, last_1, (metrics_1, sums_1)) = actual, expected
+    np.testing.assert_equal(first, first_1)
+    for name in first:
+        change = np.abs(last_1[name] - first_1[name]).max()
+        rounding = 2.0**-22 * np.abs(last_1[name]).max()  # of the weight, not of its change
+        assert np.abs(last[name] - last_1[name]).max() < TOLERANCE * change + rounding, name
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], metrics_1[name], rtol=TOLERANCE)
+    np.testing.assert_array_equal(metrics["batch_fingerprint"], metrics_1["batch_fingerprint"])
+    np.testing.assert_allclose(sums, sums_1, rtol=TOLERANCE)
+
+
+# What composes with a pipeline, as docs/running.md lists it.
+MESHES = {
+    "fsdp, tensor and packed rows": dict(
+        keys=("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), packed=True
+    ),
+    "fsdp and several micro batches a stage": dict(
+        keys=("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "remat_policy=minimal")
+    ),
+    "data and circular": dict(
+        keys=(
+            *("ici_data_parallelism=2", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"),
+            *("num_pipeline_microbatches=4", "remat_policy=full"),
+        ),
+        packed=True,
+    ),
+    "tensor, circular and weights gathered once": dict(
+        keys=(
+            *("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2", "num_pipeline_repeats=2"),
+            *("num_pipeline_microbatches=4", "pipeline_fsdp_ag_once=True"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_one_update_on_any_mesh(name):
+    """Weights, losses, held-out sums and rows of a step are those of one device."""
+    case = dict(MESHES[name])
+    keys, packed = case.pop("keys"), case.pop("packed", False)
+    actual = trained(*keys, packed=packed)
+    assert_same(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
+
+
+def test_accumulation():
+    """Two passes through the pipeline are one step."""
+    actual = trained("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2", accumulation=2)
+    _, last, (metrics, _) = trained("ici_fsdp_parallelism=1", devices=1)
+    for name in last:
+        np.testing.assert_allclose(actual[1][name], last[name], atol=1e-6)
+    np.testing.assert_array_equal(actual[2][0]["batch_fingerprint"], metrics["batch_fingerprint"])
+
+
+def test_a_kernel(monkeypatch):
+    """Splash attention, interpreted, with the segments of the micro batch that a stage is at."""
+    small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
+    small += ("max_target_length=128",)
+    one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
+    monkeypatch.setattr(blocks, "select", lambda keys, platform: "splash_interpreted")
+    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "remat_policy=minimal")
+    assert_same(trained(*keys, *small, devices=2, packed=True), one)
+
+
+def test_micro_batches_are_added_in_float32():
+    """The gradient of a weight in bfloat16 is rounded once: 256 and 15 times 1 make 272, where
+    bfloat16 would lose every 1."""
+    mesh = make_mesh(config_of("ici_pipeline_parallelism=2", devices=2))
+
+    def layer(weights, x_BTD, segments):
+        return dense(x_BTD, "BTD,DF->BTF", weights[0], X_BTD)
+
+    def total(weights_LDF, x_BTD):
+        pipe = pipeline.Pipeline(microbatches=16, repeats=1, layers=1, gather_once=False)
+        return pipeline.run(pipe, layer, weights_LDF, x_BTD, None).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        weights_LDF = jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage"))
+        # Backward the last row comes first.
+        x_BTD = jax.reshard(jnp.ones((16, 1, 1), jnp.bfloat16).at[-1].set(256), X_BTD)
+        gradient = jax.jit(jax.grad(total), compiler_options=QUICK)(weights_LDF, x_BTD)
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), [272, 272])
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["straight", "circular"])
+def program(request):
+    """The forward and backward pass of the layers, compiled, and their config."""
+    config = config_of(
+        *("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"),
+        f"num_pipeline_repeats={request.param}",
+    )
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        model, rows_RS = first_state(config).model, place(config, mesh, 1, True)[0]
+
+        def layers(model, rows_RS):
+            tokens_BT = rows_RS[:, 1:] % START
+            x_BTD = model.hidden(tokens_BT, jnp.cumsum(rows_RS[:, 1:] >= START, 1))
+            return (x_BTD**2).sum()
+
+        text = jax.jit(jax.grad(layers)).lower(model, rows_RS).compile().as_text()
+    return config, mesh, text
+
+
+def test_turns_and_what_travels(program):
+    """Forward and backward every turn moves an x down the ring and one up it, and no more."""
+    config, _, text = program
+    turns = pipeline_turns(4, 2, config.model.num_pipeline_repeats)
+    assert f'"n":"{turns}"' in text
+    rows_of_a_turn = ROWS // 4 // 4  # micro batches, fsdp
+    x_bytes = rows_of_a_turn * 16 * 32 * 4
+    moved = hlo.count(text).collective_bytes["collective-permute"]
+    # Of two stages one sends down the ring, unless it is circular; the ring up has one sender.
+    assert moved == 2 * turns * 2 * x_bytes
+
+
+def test_weights_stay_on_their_stage(program):
+    """Stages exchange segment ids and the gradients of what they all hold: no layer's."""
+    _, _, text = program
+    joined = set()
+    for line in re.findall(r"= .* (?:all-gather|all-reduce|reduce-scatter|all-to-all)\(.*", text):
+        if hlo._group_size(line) != 4:  # of the fsdp axis: a stage's own
+            joined |= set(re.findall(r"[a-z]+[0-9]+\[[0-9,]*\]", line.partition("all-")[0]))
+    segments, embedding, norm = "s32[2,2,2,16]", "f32[264,8]", "f32[32]"
+    assert joined == {segments, embedding, norm}
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "stages", "repeats", "expected"),
+    [(4, 4, 1, 3 / 7), (8, 4, 1, 3 / 11), (8, 4, 2, 3 / 19), (16, 2, 1, 1 / 17)],
+)
+def test_bubble(microbatches, stages, repeats, expected):
+    config = make_config(
+        *(f"ici_pipeline_parallelism={stages}", f"num_pipeline_microbatches={microbatches}"),
+        *(f"num_pipeline_repeats={repeats}", "base_num_decoder_layers=8"),
+        *("enable_rampup_batch_size=False", "per_device_batch_size=8"),
+    )
+    assert pipeline_bubble(config.model, stages) == pytest.approx(expected)
+
+
+REFUSED = {
+    "layers that stages do not share": (
+        "ici_pipeline_parallelism=8",
+        ("base_num_decoder_layers=4", "8 stages", "ici_pipeline_parallelism=8"),
+    ),
+    "repeats that do not divide the layers": (
+        "ici_pipeline_parallelism=2 num_pipeline_repeats=3",
+        ("base_num_decoder_layers=4", "num_pipeline_repeats=3"),
+    ),
+    "layers of a stage that do not make the layers": (
+        "ici_pipeline_parallelism=2 num_layers_per_pipeline_stage=3",
+        ("base_num_decoder_layers=4", "num_layers_per_pipeline_stage=3"),
+    ),
+    "micro batches that are no multiple of the stages": (
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=3",
+        ("num_pipeline_microbatches=3", "2 stages", "use 2 or 4"),
+    ),
+    "micro batches without stages": (
+        "num_pipeline_microbatches=4",
+        ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=1"),
+    ),
+    "no micro batches": ("num_pipeline_microbatches=0", ("num_pipeline_microbatches=0",)),
+    "an evaluation that stages do not share": (
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 eval_per_device_batch_size=3",
+        ("eval_per_device_batch_size=3", "use a multiple of 2"),
+    ),
+    "a stage of the ramp with too few rows": (
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 enable_rampup_batch_size=True "
+        "per_device_batch_size_start=2 per_device_batch_size_increment=1",
+        ("per_device_batch_size 3 (stage 1)", "multiples of 2 rows", "2 or 4"),
+    ),
+    "a batch with too few rows": (
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 per_device_batch_size=-1 "
+        "rampup_batch_size=[16,8,100] global_batch_size=32 micro_batch_size=2",
+        ("stage 1", "24", "in multiples of 2 rows", "16 or 32"),
+    ),
+    "passes with too few rows": (
+        "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 per_device_batch_size=-1 "
+        "global_batch_size=32 micro_batch_size=1",
+        ("stage 0", "use a micro_batch_size of 2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name):
+    arguments, parts = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        ramp = RampupBatchManager(config_of(*arguments.split()).batch, 8)
+        ramp.check(ramp.stages)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_pass_has_whole_shares():
+    """Whatever the ramp, rows of a rank and pass are a multiple of the stages' share, and no pass
+    is larger than asked for."""
+    config = config_of(
+        *("ici_pipeline_parallelism=2", "num_pipeline_microbatches=6", "micro_batch_size=8"),
+        *("per_device_batch_size=-1", "rampup_batch_size=[24,24,2000]", "global_batch_size=240"),
+    )
+    ramp = RampupBatchManager(config.batch, 8)
+    ramp.check(ramp.stages)
+    assert len(ramp.stages) == 10
+    for stage in ramp.stages:
+        rows = stage.micro_batch_size // 8
+        assert rows % 3 == 0 and rows <= 8
+        assert stage.gradient_accumulation_steps * rows * 8 == stage.global_batch_size
+    assert config.evaluation.eval_per_device_batch_size % 3 == 0
