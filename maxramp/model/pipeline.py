@@ -105,14 +105,13 @@ def run(
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 
     def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> jax.Array:
-        chosen = jax.tree.map(_summed_as, weights, sums)
-        if R > 1:
-            chosen = checkpoint_name(_choose(chosen, t, S, R), _CHOSEN)
-        else:
-            chosen = jax.tree.map(lambda w: w[0], chosen)
-        return run_layers(chosen, x_BTD, _segments_of(segments_mBT, t, S, R))
+        def read(weight: jax.Array, sums: jax.Array) -> jax.Array:
+            return _read(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
 
-    if R > 1:  # what is chosen would be kept for every turn
+        layers = jax.tree.map(read, weights, sums)
+        return run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
+
+    if R > 1:  # what is read would be kept for every turn
         policy = jax.checkpoint_policies.save_anything_except_these_names(_CHOSEN)
         turn = jax.checkpoint(turn, policy=policy)
 
@@ -161,34 +160,49 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
     )
 
 
-@jax.custom_vjp
-def _summed_as(weight: jax.Array, sums: jax.Array) -> jax.Array:
-    """`weight`, whose gradient goes to `sums` instead, in its dtype and sharding."""
-    return weight
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec: P) -> jax.Array:
+    """Of a weight [R, l, S, ...] the repeat that each stage is at in turn t: [l, S, ...].
+
+    Its gradient goes to `sums` instead, in float32 and with `spec`, the one of sums.
+    """
+    if R == 1:
+        return weight[0]
+
+    def local(weight: jax.Array, t: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
+
+    whole = jax.typeof(weight).sharding.spec
+    one = P(*whole.partitions[1:], reduced=whole.reduced)
+    move = jax.shard_map(local, in_specs=(whole, P()), out_specs=one, check_vma=False)
+    return checkpoint_name(move(weight, t), _CHOSEN)
 
 
-def _summed_as_backward(sums, gradient):
-    spec = of_gradient(jax.typeof(sums).sharding.spec)
-    return None, jax.reshard(gradient, spec).astype(sums.dtype)
+def _read_forward(weight, sums, t, S, R, spec):
+    return _read(weight, sums, t, S, R, spec), t
 
 
-_summed_as.defvjp(lambda weight, sums: (weight, sums), _summed_as_backward)
+def _read_backward(S, R, spec, t, gradient):
+    whole = of_gradient(spec)
+    one = P(*whole.partitions[1:], unreduced=whole.unreduced)
+    gradient = jax.reshard(gradient, one).astype(jnp.float32)
+    if R == 1:
+        return None, gradient[None], None
+
+    def local(gradient: jax.Array, t: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)
+        return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat(t, S, R), 0)
+
+    move = jax.shard_map(local, in_specs=(one, P()), out_specs=whole, check_vma=False)
+    return None, move(gradient, t), None
 
 
-def _choose(weights: Any, t: jax.Array, S: int, R: int) -> Any:
-    """Of weights [R, l, S, ...] the repeat that each stage is at: [l, S, ...]."""
+_read.defvjp(_read_forward, _read_backward)
 
-    def local(weights: Any, t: jax.Array) -> Any:
-        repeat = (t - jax.lax.axis_index("stage")) % (S * R) // S
-        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, 0, False), weights)
 
-    specs = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, weights)
-    out_specs = jax.tree.map(
-        lambda spec: P(*spec.partitions[1:], reduced=spec.reduced),
-        specs,
-        is_leaf=lambda s: isinstance(s, P),
-    )
-    return jax.shard_map(local, in_specs=(specs, P()), out_specs=out_specs)(weights, t)
+def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
+    """At which repeat the stage of this device is in turn t."""
+    return (t - jax.lax.axis_index("stage")) % (S * R) // S
 
 
 def _to_slots(x_BTD: jax.Array, k: int) -> jax.Array:
