@@ -7,7 +7,6 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 
 import concurrent.futures
 import dataclasses
-import functools
 import importlib.metadata
 import itertools
 import logging
@@ -37,7 +36,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
-from maxramp.training.state import TrainState, initial_state
+from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -205,7 +204,7 @@ class Checkpoints:
         with _reading(checkpoint.path):
             loaded = ocp.load_checkpointables(checkpoint.path, _items(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
-        state = _in_order(state, Decoder.in_stage_order)
+        state = in_stage_order(state)
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
         if (high << 32) + low != checkpoint.consumed_samples:
             raise ConfigError(
@@ -237,7 +236,7 @@ class Checkpoints:
         self.compare(checkpoint, {"model": model})
         with _reading(checkpoint.path):
             loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
-        return _in_order(loaded, Decoder.in_stage_order)
+        return in_stage_order(loaded)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
@@ -320,7 +319,7 @@ class Checkpoints:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
                         folder_lib.unfinished(checkpoint.path),
-                        _items(_in_order(state, Decoder.in_layer_order)),
+                        _items(in_layer_order(state)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
@@ -522,22 +521,6 @@ class _reading:
                 f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
                 "the one before"
             ) from None
-
-
-def _in_order(tree: Any, reorder: Callable[[Decoder], Decoder]) -> Any:
-    """A tree of models (weights, moments) whose layers stand in another order.
-
-    A checkpoint holds them in their own, so that any number of stages can go on from it.
-    """
-
-    def is_model(x: Any) -> bool:
-        return isinstance(x, Decoder)
-
-    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
-    if not any(model.is_circular for model in models):
-        return tree
-    swap = functools.partial(jax.tree.map, lambda x: reorder(x) if is_model(x) else x)
-    return jax.jit(functools.partial(swap, is_leaf=is_model))(tree)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,6 +60,30 @@ def abstract_state(recipe: Recipe, mesh: Mesh) -> TrainState:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, recipe)))
+
+
+def in_layer_order(tree: Any) -> Any:
+    """A tree of models, weights or moments, with layers in their own order, as it is stored.
+
+    Any number of a pipeline's stages can go on from it.
+    """
+    return _with_models(tree, Decoder.in_layer_order)
+
+
+def in_stage_order(tree: Any) -> Any:
+    """The inverse of `in_layer_order`: as the pipeline of the mesh that is set holds them."""
+    return _with_models(tree, Decoder.in_stage_order)
+
+
+def _with_models(tree: Any, change: Callable[[Decoder], Decoder]) -> Any:
+    def is_model(x: Any) -> bool:
+        return isinstance(x, Decoder)
+
+    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
+    if not any(model.is_circular for model in models):
+        return tree
+    changed = functools.partial(jax.tree.map, lambda x: change(x) if is_model(x) else x)
+    return jax.jit(functools.partial(changed, is_leaf=is_model))(tree)
 
 
 class HeldState:
