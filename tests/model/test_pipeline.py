@@ -98,54 +98,65 @@ def assert_same(actual, expected):
     np.testing.assert_allclose(sums, sums_1, rtol=TOLERANCE)
 
 
-# What composes with a pipeline, as docs/running.md lists it.
+# What composes with a pipeline, as docs/running.md lists it: keys, accumulation, whether rows are
+# packed. A case is some ten seconds of compiling.
 MESHES = {
-    "fsdp, tensor and packed rows": dict(
-        keys=("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), packed=True
-    ),
-    "fsdp and several micro batches a stage": dict(
-        keys=("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "remat_policy=minimal")
-    ),
-    "data and circular": dict(
-        keys=(
+    "fsdp, tensor": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 1, True),
+    "data, circular, accumulation": (
+        (
             *("ici_data_parallelism=2", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"),
             *("num_pipeline_microbatches=4", "remat_policy=full"),
         ),
-        packed=True,
+        2,
+        True,
     ),
-    "tensor, circular and weights gathered once": dict(
-        keys=(
-            *("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2", "num_pipeline_repeats=2"),
+}
+MORE_MESHES = {
+    "several micro batches a stage": (
+        ("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "remat_policy=minimal"),
+        1,
+        False,
+    ),
+    "tensor, accumulation": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 2, False),
+    "data, weights gathered once": (
+        (
+            *("ici_data_parallelism=2", "ici_pipeline_parallelism=2", "remat_policy=full"),
             *("num_pipeline_microbatches=4", "pipeline_fsdp_ag_once=True"),
-        )
+        ),
+        1,
+        False,
+    ),
+    "tensor, circular, weights gathered once, unrolled": (
+        (
+            *("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2", "num_pipeline_repeats=2"),
+            *("num_pipeline_microbatches=4", "pipeline_fsdp_ag_once=True", "scan_layers=False"),
+        ),
+        1,
+        False,
     ),
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)]
+)
 def test_one_update_on_any_mesh(name):
     """Weights, losses, held-out sums and rows of a step are those of one device."""
-    case = dict(MESHES[name])
-    keys, packed = case.pop("keys"), case.pop("packed", False)
-    actual = trained(*keys, packed=packed)
+    keys, accumulation, packed = (MESHES | MORE_MESHES)[name]
+    actual = trained(*keys, accumulation=accumulation, packed=packed)
     assert_same(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"),
-        ("ici_data_parallelism=2", "ici_pipeline_parallelism=2", "logits_via_embedding=True"),
-    ],
-    ids=["tensor", "data"],
-)
-def test_accumulation(keys):
-    """Two passes through the pipeline are one step; gradients of copies travel after the second."""
-    tied = tuple(key for key in keys if key.startswith("logits"))
-    actual = trained(*keys, accumulation=2)
-    assert_same(actual, trained("ici_fsdp_parallelism=1", *tied, devices=1))
+@pytest.mark.slow
+def test_a_tied_embedding():
+    """Its gradients from both ends travel between copies and stages after the last pass."""
+    keys = ("ici_data_parallelism=2", "ici_pipeline_parallelism=2")
+    tied = "logits_via_embedding=True"
+    actual = trained(*keys, tied, accumulation=2)
+    assert_same(actual, trained("ici_fsdp_parallelism=1", tied, devices=1))
 
 
+@pytest.mark.slow
 def test_a_kernel(monkeypatch):
     """Splash attention, interpreted, with the segments of the micro batch that a stage is at."""
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
@@ -177,7 +188,13 @@ def test_micro_batches_are_added_in_float32():
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), [272, 272])
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["straight", "circular"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="straight", marks=pytest.mark.slow),
+        pytest.param(2, id="circular"),
+    ],
+)
 def program(request):
     """The forward and backward pass of the layers, compiled, and their config."""
     config = config_of(
