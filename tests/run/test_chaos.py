@@ -14,6 +14,7 @@ from conftest import ROOT, environment
     [
         ["--kills=5", "--seed=1", "--same-shape"],
         ["--kills=25", "--seed=2"],
+        ["--kills=6", "--seed=3", "--pipelines"],
     ],
 )
 def test_nothing_is_lost(tmp_path, cache_dir, options):
