@@ -37,7 +37,7 @@ from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import TOKENS_BT, of_gradient, of_weight
 
 Run = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
-_CHOSEN = "weights of a turn"
+_CHOSEN = "weights of a turn"  # by which remat knows them
 
 
 class Pipeline(NamedTuple):
@@ -144,8 +144,7 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
         whole = P(*(None if axis == "fsdp" else axis for axis in spec.partitions))
         return jax.reshard(w, of_weight(whole, ("data", "fsdp")))
 
-    def sums(w: jax.Array) -> jax.Array:
-        w = w.astype(jnp.float32)
+    def apart(w: jax.Array) -> jax.Array:
         return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
 
     def of_products(change: Callable, layers: Any) -> Any:
@@ -155,9 +154,8 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
         return jax.tree.map(changed, layers, is_leaf=lambda x: isinstance(x, Scale))
 
     layers = jax.tree.map(split, layers)
-    return of_products(read, jax.lax.stop_gradient(layers)), of_products(
-        sums, jax.tree.map(lambda w: w.astype(jnp.float32), layers)
-    )
+    sums = jax.tree.map(lambda w: w.astype(jnp.float32), layers)
+    return of_products(read, jax.lax.stop_gradient(layers)), of_products(apart, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
