@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model import pipeline
@@ -31,6 +32,15 @@ _REMAT = {
         ),
     ),
     "none": lambda function: function,
+}
+
+# What a turn of a pipeline keeps: by name, for it would keep its weights as well, once a turn.
+_LAYER_INPUT = "input of a layer"
+_PRODUCTS = jax.checkpoint_policies.save_only_these_names(_LAYER_INPUT, RESIDUALS, STAGE_PRODUCTS)
+_KEPT = {
+    "full": jax.checkpoint_policies.save_only_these_names(_LAYER_INPUT),
+    "minimal": _PRODUCTS,
+    "none": _PRODUCTS,
 }
 
 
@@ -87,7 +97,10 @@ class Decoder(nnx.Module):
             x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
         with jax.named_scope("layers"):
             if self.pipeline:
-                x_BTD = pipeline.run(self.pipeline, self._run, self.layers, x_BTD, segments_BT)
+                kept = _KEPT[self.remat_policy]
+                x_BTD = pipeline.run(
+                    self.pipeline, self._run, kept, self.layers, x_BTD, segments_BT
+                )
             else:
                 x_BTD = self._run(self.layers, x_BTD, segments_BT)
         return jax.reshard(self.norm(x_BTD), X_BTD)
@@ -99,11 +112,15 @@ class Decoder(nnx.Module):
             positions_BT = jnp.arange(x_BTD.shape[1]) - starts(segments_BT)
             angles = tuple(part.at[positions_BT].get(out_sharding=X_BTD) for part in angles)
 
-        def layer(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
-            return block(x_BTD, angles, segments_BT), None
+        def layer(x_BTD: jax.Array, block: Any) -> jax.Array:
+            return block(x_BTD, angles, segments_BT)
 
         layer = _REMAT[self.remat_policy](layer)
-        return jax.lax.scan(layer, x_BTD, layers, unroll=self.unroll)[0]
+
+        def named(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
+            return layer(checkpoint_name(x_BTD, _LAYER_INPUT), block), None
+
+        return jax.lax.scan(named, x_BTD, layers, unroll=self.unroll)[0]
 
     def head(self) -> jax.Array:
         """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.layers import Scale
@@ -37,7 +36,6 @@ from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import TOKENS_BT, of_gradient, of_weight
 
 Run = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
-_CHOSEN = "weights of a turn"  # by which remat knows them
 
 
 class Pipeline(NamedTuple):
@@ -82,6 +80,7 @@ def _swapped(x_L: jax.Array, outer: int, inner: int) -> jax.Array:
 def run(
     pipeline: Pipeline,
     run_layers: Run,
+    kept: Callable[..., bool],
     layers: Any,
     x_BTD: jax.Array,
     segments_BT: jax.Array | None,
@@ -92,6 +91,7 @@ def run(
       pipeline: how.
       run_layers: takes layers [l, S, ...], the x of a turn and its segments, and returns the x
         behind them.
+      kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
       layers: weights [L, ...] in the order of `by_stages`, L over `stage`.
       x_BTD: rows over all batch axes; on each device a multiple of k of them.
       segments_BT: of the same rows, or None.
@@ -111,9 +111,7 @@ def run(
         layers = jax.tree.map(read, weights, sums)
         return run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
 
-    if R > 1:  # what is read would be kept for every turn
-        policy = jax.checkpoint_policies.save_anything_except_these_names(_CHOSEN)
-        turn = jax.checkpoint(turn, policy=policy)
+    turn = jax.checkpoint(turn, policy=kept, prevent_cse=False)
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         slots_kBTD, x_BTD = carry
@@ -135,7 +133,8 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
         spec = jax.typeof(w).sharding.spec
         spec = P("stage", None, None, *spec.partitions[1:], reduced=spec.reduced)
         w = jax.lax.reshape(w, (*shape, *w.shape[1:]), out_sharding=spec)
-        return jnp.moveaxis(w, 0, 2)
+        w = jnp.moveaxis(w, 0, 2)
+        return w[0] if w.shape[0] == 1 else w
 
     def read(w: jax.Array) -> jax.Array:
         spec = jax.typeof(w).sharding.spec
@@ -165,7 +164,7 @@ def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec
     Its gradient goes to `sums` instead, in float32 and with `spec`, the one of sums.
     """
     if R == 1:
-        return weight[0]
+        return weight
 
     def local(weight: jax.Array, t: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
@@ -173,7 +172,7 @@ def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec
     whole = jax.typeof(weight).sharding.spec
     one = P(*whole.partitions[1:], reduced=whole.reduced)
     move = jax.shard_map(local, in_specs=(whole, P()), out_specs=one, check_vma=False)
-    return checkpoint_name(move(weight, t), _CHOSEN)
+    return move(weight, t)
 
 
 def _read_forward(weight, sums, t, S, R, spec):
@@ -182,10 +181,10 @@ def _read_forward(weight, sums, t, S, R, spec):
 
 def _read_backward(S, R, spec, t, gradient):
     whole = of_gradient(spec)
+    if R == 1:
+        return None, jax.reshard(gradient, whole).astype(jnp.float32), None
     one = P(*whole.partitions[1:], unreduced=whole.unreduced)
     gradient = jax.reshard(gradient, one).astype(jnp.float32)
-    if R == 1:
-        return None, gradient[None], None
 
     def local(gradient: jax.Array, t: jax.Array) -> jax.Array:
         zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)

@@ -90,6 +90,7 @@ def largest_batch(
             "give device_memory_gib"
         )
     parallel, multiple = batch.model_parallel_size, batch.rows_multiple
+    least = "one row" if multiple == 1 else f"{multiple} rows"
     ranks = mesh.size // parallel
     rate = LearningRate.of(schedule, RampupBatchManager(batch, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.
@@ -102,7 +103,7 @@ def largest_batch(
             return pod.step(passes, shares * multiple * ranks)["memory_gib"]["peak"]
 
         if needed(1) > limit:
-            others.append(f"{policy} needs {needed(1):.3g} GiB for {count(multiple, 'row')}")
+            others.append(f"{policy} needs {needed(1):.3g} GiB for {least}")
             continue
         shares, too_much = edge(needed, limit)
         size, above = (plain_number(Fraction(n * multiple, parallel)) for n in (shares, too_much))
@@ -116,7 +117,7 @@ def largest_batch(
         ]
     if not lines:
         raise ConfigError(
-            f"{count(multiple, 'row')} per {count(parallel, 'device')} needs {needed(1):.3g} "
+            f"{least} per {count(parallel, 'device')} needs {needed(1):.3g} "
             f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
             "max_target_length, or more devices"
         )

@@ -177,7 +177,7 @@ def test_micro_batches_are_added_in_float32():
 
     def total(weights_LDF, x_BTD):
         pipe = pipeline.Pipeline(microbatches=16, repeats=1, layers=1, gather_once=False)
-        return pipeline.run(pipe, layer, weights_LDF, x_BTD, None).astype(jnp.float32).sum()
+        return pipeline.run(pipe, layer, None, weights_LDF, x_BTD, None).astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
         weights_LDF = jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage"))
