@@ -107,6 +107,12 @@ def _pipeline(config: Config) -> dict[str, int]:
     batch, model = config.batch, config.model
     stages, layers = batch.stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
+    if stages > 1 and config.values["log_gradient_noise_scale"]:
+        raise ConfigError(
+            "log_gradient_noise_scale=True takes gradients by rows, which a pipeline "
+            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism}) cuts into micro batches; "
+            "leave one of them out"
+        )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
         per_stage, repeats = layers, 1
     elif repeats == -1:

@@ -270,6 +270,10 @@ REFUSED = {
         "num_pipeline_microbatches=4",
         ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=1"),
     ),
+    "the noise scale of a pipeline": (
+        "ici_pipeline_parallelism=2 log_gradient_noise_scale=True",
+        ("log_gradient_noise_scale=True", "ici_pipeline_parallelism=2"),
+    ),
     "no micro batches": ("num_pipeline_microbatches=0", ("num_pipeline_microbatches=0",)),
     "an evaluation that stages do not share": (
         "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 eval_per_device_batch_size=3",
