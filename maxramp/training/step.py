@@ -5,6 +5,7 @@ it (max_target_length + 1).
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +109,8 @@ def train_step(
     read = jax.tree.map(lambda x: after(x, grad_norm), batch)
     noise = {}
     if kept:
-        noise = noise_scale.metrics(kept, read, copies if apart else 1, gradients, *before)
+        copies = math.prod(sizes[axis] for axis in apart)
+        noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     scale = 1 / tokens
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold
