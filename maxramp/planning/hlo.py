@@ -165,8 +165,12 @@ def _step(counter: int, body: list[Instruction]) -> int | None:
     following = next(i for i in body if i.is_root).operands()[counter]
     if table[following].opcode != "add":
         return None
-    steps = (_constant(table[name]) for name in table[following].operands())
-    return next((step for step in steps if step is not None), None)
+    for name in table[following].operands():
+        while table[name].opcode == "copy":
+            name = table[name].operands()[0]
+        if (step := _constant(table[name])) is not None:
+            return step
+    return None
 
 
 def _constant(i: Instruction) -> int | None:
