@@ -22,14 +22,15 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
-    """A mesh over a pod's chips; its first axis is over the slices."""
+    """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
+    sizes = (sizes[0], 1, *sizes[1:])  # one stage
     devices = topology.describe(topology.parse(name), slices).devices
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices)
     else:
         inner = (sizes[0] // slices, *sizes[1:])
-        grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1, 1), devices)
-    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * 3)
+        grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1, 1, 1), devices)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def on(mesh: Mesh, shape: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDtypeStruct:
