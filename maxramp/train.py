@@ -7,12 +7,14 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.config.load import load
-    from maxramp.errors import ConfigError, report
     from maxramp.run.preemption import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
+
+    from maxramp.config.load import load
+    from maxramp.errors import ConfigError, report
+
     try:
         load(sys.argv[1:], note=lambda line: None)  # what is wrong is said at once
     except (ConfigError, OSError) as error:

@@ -8,6 +8,7 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data import relay
+from maxramp.data.batch import Batch
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import initial_state
@@ -38,22 +39,23 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor):
 
             return jax.jit(evaluate)
 
-        def slots(rows_ABS, batch: jax.ShapeDtypeStruct):
+        def slots(rows_ABS, tokens: jax.ShapeDtypeStruct):
             """Each row in the slot and the place that it travels from."""
-            slots_fANS = np.zeros(batch.shape, np.int32)
+            slots_fANS = np.zeros(tokens.shape, np.int32)
             here = shape[1] // PROCESSES
             for process in range(PROCESSES):
                 reader, slot = process - process % factor, process % factor
                 own = rows_ABS[:, process * here : (process + 1) * here]
                 slots_fANS[slot, :, reader * here : (reader + 1) * here] = own
-            return jax.device_put(slots_fANS, batch.sharding)
+            return Batch(jax.device_put(slots_fANS, tokens.sharding))
 
         travels = relay.Expansion(mesh, factor)
         stays, moves = program(relay.Expansion(mesh, 1)), program(travels)
         random = np.random.default_rng(0)
         for _ in range(50):
             rows_ABS = random.integers(0, config.model.vocab_size, shape, np.int32)
-            wanted = stays(model, jax.device_put(rows_ABS, NamedSharding(mesh, BATCH_ABS)))
-            travelling = slots(rows_ABS, travels.abstract_batch(*shape))
+            stayed = Batch(jax.device_put(rows_ABS, NamedSharding(mesh, BATCH_ABS)))
+            wanted = stays(model, stayed)
+            travelling = slots(rows_ABS, travels.abstract_batch(*shape, packed=False).tokens)
             assert [float(x) for x in moves(model, travelling)] == [float(x) for x in wanted]
-        assert np.array_equal(jax.jit(travels.gather)(travelling), rows_ABS)
+        assert np.array_equal(jax.jit(travels.gather)(travelling).tokens, rows_ABS)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxramp.data.marks import PADDING
+from maxramp.parallel.sharding import HEAD_DV, X_BTD
 from maxramp.training.loss import cross_entropy_sums
 
 B, T, D, V = 8, 5, 16, 24
@@ -61,9 +61,8 @@ def test_blocks_change_nothing(mesh, block_tokens, z_loss):
 
     with jax.set_mesh(mesh):
         x, head, targets = inputs()
-        rows = NamedSharding(mesh, P(("data", "fsdp"), None, None))
-        x = jax.device_put(x.astype(np.float32), rows)
-        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, P("fsdp", "tensor")))
+        x = jax.device_put(x.astype(np.float32), NamedSharding(mesh, X_BTD))
+        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, HEAD_DV))
         gradients, sums = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, head, targets)
         alone = jax.jit(lambda *a: loss(*a)[1])(x, head, targets)
     expected_sums, expected_gradients = reference(z_loss)
