@@ -80,7 +80,9 @@ def test_the_ways_of_a_batch_by_speed(quick):
     ramp = RampupBatchManager(config.batch, 1)
     rate = LearningRate.of(config.schedule, ramp)
     timed = dataclasses.replace(quick, work=lambda text: {"step_seconds": 1 / len(text)})
-    ways = by_speed(pods(config.recipe, rate, make_mesh(config), timed, 1.0, 1), ramp.stages[0])
+    ways = by_speed(
+        pods(config.recipe, rate, make_mesh(config), timed, 1.0, config.batch), ramp.stages[0]
+    )
     assert len(ways) == 6 and {way["remat_policy"] for way in ways} == {"none", "minimal", "full"}
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])
