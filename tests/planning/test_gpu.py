@@ -125,25 +125,29 @@ def test_every_kind_of_gpu(kind, tmp_path):
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
 
 
+def two_layers_of(name, topology):
+    """A model's config, and what the compiler says: real width, kernels and options of a run."""
+    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
+    given = [f"model_name={name}", *CLUSTER_KEYS, f"compile_topology={topology}", *keys]
+    config = load([BASE, *given])
+    (stage,) = compile_stages(config)["stages"]
+    return config, stage
+
+
 @pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models_compile_for_gpus(name):
-    """Two layers of real width, with the kernels and options of a run."""
-    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
-    config = load([BASE, f"model_name={name}", *CLUSTER_KEYS, "compile_topology=h200:8x8", *keys])
-    (s,) = compile_stages(config)["stages"]
-    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)
+    config, stage = two_layers_of(name, "h200:8x8")
+    assert stage["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)
 
 
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models_compile_for_tpus(name):
-    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
-    config = load([BASE, f"model_name={name}", *CLUSTER_KEYS, "compile_topology=v5p:4x4x4", *keys])
-    (s,) = compile_stages(config)["stages"]
-    assert s["fits"] and s["flops_per_device"] > 0
+    _, stage = two_layers_of(name, "v5p:4x4x4")
+    assert stage["fits"] and stage["flops_per_device"] > 0
 
 
 CLUSTER_KEYS = [
