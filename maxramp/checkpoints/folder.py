@@ -12,6 +12,7 @@ checkpoints/
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -87,7 +88,8 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 
 def _may_be_one(path: pathlib.Path) -> bool:
     """Whether a folder with a number for a name is no run's: a run may be called 2024."""
-    return path.is_dir() and not (path / "checkpoints").exists()
+    # Not of pathlib: it raises where this user may not look, which `read` says in one line.
+    return path.is_dir() and not os.path.isdir(path / "checkpoints")
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:

@@ -1,12 +1,14 @@
 """What the command makes of folders, by what stands beside a checkpoint's arrays."""
 
 import json
+import os
+import pathlib
 
 import pytest
 from conftest import make_config
 
 from maxramp import checkpoint as command
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, steps_in
 from maxramp.rampup.schedule import RampupBatchManager
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
@@ -41,3 +43,18 @@ def test_a_folder_of_runs_with_numbers_for_names(tmp_path, capsys):
     assert "torn" not in capsys.readouterr().out
     assert command.main(["ls", str(tmp_path)]) == 2
     assert f"{tmp_path}: no checkpoint there" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_may_not_be_looked_into_is_one(tmp_path, monkeypatch):
+    """`folder.read` says what is wrong with it."""
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    write(tmp_path / "15", 15, "steps=15")
+    monkeypatch.chdir(tmp_path)  # for another user, the folders above are closed
+    tmp_path.chmod(0o755)
+    pathlib.Path("15").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert steps_in(pathlib.Path()) == [15]
+    finally:
+        os.seteuid(0)
