@@ -32,6 +32,7 @@ class DataKeys(Keys):
     eval_interval: int
     max_target_length: int
     packing: bool
+    separate_documents: bool
     grain_packing_type: str = one_of("concat_then_split", "best_fit")
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool
