@@ -1,4 +1,4 @@
-"""Documents of prepared sets and Megatron's files: apart by their index, with the tokens as ever."""
+"""Documents of prepared sets and of Megatron's files: apart by the index, with equal tokens."""
 
 import pathlib
 import pickle

@@ -100,7 +100,7 @@ class MegatronFile(RecordFile):
     def __len__(self) -> int:
         return max(0, self._header[2] - 1)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def _record(self, index: int) -> np.ndarray:
         first, last = (int(x) for x in self._borders[index : index + 2])
         return self.tokens_between(int(self._starts[first]), int(self._starts[last]))
 
@@ -266,11 +266,14 @@ class MegatronWriter:
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
         """Appends the tokens of documents."""
-        tokens = np.concatenate(documents)
+        self.extend(np.concatenate(documents), np.fromiter(map(len, documents), np.int32))
+
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
+        """Appends documents by their tokens, one after another, and their lengths, int32."""
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
-        self._data.write(tokens.astype(self._dtype).data)
-        self._sizes.extend(map(len, documents))
+        self._data.write(tokens.astype(self._dtype, copy=False).data)
+        self._sizes.frombytes(np.ascontiguousarray(sizes, np.int32).tobytes())
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
