@@ -135,3 +135,27 @@ def test_a_run_goes_on_as_it_began(tmp_path):
     other = Checkpoint(tmp_path, 0, 0, [], "other-apart", dict(now.values), {})
     with pytest.raises(ConfigError, match="corpus=other-apart"):
         changes_since(other, now.values, [], apart.hash, {})
+
+
+def test_files_of_megatron_core(tmp_path):
+    """A set of its builder is read here with its borders, and ours by its reader."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    made = make_documents(60)
+    for name, dtype in (("small", np.uint16), ("large", np.int32)):
+        builder = theirs.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=dtype)
+        for document in made:
+            builder.add_document(sum(document, []), [len(sequence) for sequence in document])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+        corpus, _ = opened(tmp_path / name)
+        batch, flags = batch_of(corpus), first_tokens(made)
+        assert corpus.packed and len(batch.tokens) > 10
+        for row, begins in enumerate(batch.begins):
+            assert begins.tolist() == flags[row * LENGTH : row * LENGTH + LENGTH + 1]
+    documents = [np.asarray(sum(document, []), np.int32) for document in made]
+    with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
+        writer.add(documents)
+        writer.finish()
+    read = theirs.IndexedDataset(str(tmp_path / "ours"))
+    assert len(read) == len(documents) == len(read.document_indices) - 1
+    for ours, its in zip(documents, (read[i] for i in range(len(read))), strict=True):
+        assert ours.tolist() == its.tolist()
