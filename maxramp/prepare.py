@@ -1,6 +1,7 @@
 """Tokenizes documents into files that training reads by row number.
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
+python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_documents=False]
 """
 
@@ -29,6 +30,7 @@ from maxramp.config.load import load
 from maxramp.data import bad_records, mixture, preparation, shards, tokenizers
 from maxramp.data.bad_records import BadRecords
 from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
@@ -42,6 +44,9 @@ KEYS = (
     "train_data_columns",
     "tokenize_train_data",
     "grain_file_type",
+    "hf_path",
+    "hf_name",
+    "train_split",
 )
 INSPECTION_KEYS = ("max_target_length", "separate_documents")
 BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
@@ -85,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             inspect(given.inspect, keys, _say)
             return 0
-        for flag, value in (("INPUT", names), ("--output DIR", given.output)):
+        of_hub = [text for text in keys if text.startswith("hf_path=")]
+        for flag, value in (("INPUT", names or of_hub), ("--output DIR", given.output)):
             if not value:
                 raise ConfigError(
                     f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR"
@@ -117,7 +123,9 @@ def _is_key(text: str) -> bool:
 
 
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
-    base = [str(CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
+    base = [str(CONFIGS / "base.yml"), "dataset_type=hf"]
+    if not any(argument.startswith("hf_path=") for argument in arguments):
+        base[1:] = ["dataset_type=grain", "grain_train_files=INPUT"]
     config = load([*base, *arguments], "prepare")
     for argument in arguments:
         if argument.partition("=")[0] not in taken:
@@ -205,12 +213,14 @@ def prepare(
 def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     storage.allow_many_files()
     (column,) = keys.train_data_columns
-    inputs = []
+    tokens = not keys.tokenize_train_data
+    inputs: list[RecordFile] = []
+    if keys.hf_path:
+        inputs.append(HubSet.of(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
     for name in names:
         kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        tokens = not keys.tokenize_train_data
         inputs += [formats.READERS[kind](path, column, tokens) for path in paths]
         for file in inputs if kind == "megatron" else ():
             file.check()

@@ -13,7 +13,9 @@ import numpy as np
 from maxramp.data import tokenizers
 from maxramp.data.corpus import APART, Corpus, Part
 from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import (
     Chain,
@@ -77,16 +79,21 @@ class _Entry:
 
 
 def open_mixture(keys: DataKeys) -> Corpus:
-    """Opens the corpus of dataset_type=grain.
+    """Opens the corpus of dataset_type=grain or hf.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
     storage.allow_many_files()
     opener = _Opener(keys)
-    train = opener.entries("grain_train_files", keys.grain_train_files)
-    eval_files = keys.grain_eval_files
-    evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
+    source = "hf_path" if keys.dataset_type == "hf" else "grain_train_files"
+    if keys.dataset_type == "hf":
+        train = [opener.hub_set(keys.train_split)]
+        evaluated = [opener.hub_set(keys.hf_eval_split)] if keys.hf_eval_split else []
+    else:
+        train = opener.entries("grain_train_files", keys.grain_train_files)
+        eval_files = keys.grain_eval_files
+        evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
     kinds = {entry.documents: entry.name for entry in (*train, *evaluated)}
     if len(kinds) > 1:
         raise ConfigError(
@@ -107,7 +114,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
     for part in parts:
         if not len(part.items):
             raise ConfigError(
-                f"grain_train_files: {part.name} has no {noun} left to train on; give more data, "
+                f"{source}: {part.name} has no {noun} left to train on; give more data, "
                 "or a smaller eval_fraction"
             )
     count, held_count = sum(cuts), sum(map(len, held_out))
@@ -155,6 +162,13 @@ class _Opener:
             for pattern, weight in parse(key, value)
         ]
 
+    def hub_set(self, split: str) -> _Entry:
+        """A split of the data set that hf_path names."""
+        keys = self._keys
+        (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
+        file = HubSet.of(keys.hf_path, keys.hf_name, split, column, tokens)
+        return _Entry(file.path, 1.0, *self._open_files("hf_path", file.path, "hf", [file]))
+
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
         """The items of an entry, whether they are documents, and their hash."""
         keys, length = self._keys, self._keys.max_target_length
@@ -167,6 +181,13 @@ class _Opener:
         (column,) = keys.train_data_columns
         tokens = not keys.tokenize_train_data
         files = [formats.READERS[kind](path, column, tokens) for path in paths]
+        return self._open_files(key, pattern, kind, files)
+
+    def _open_files(
+        self, key: str, pattern: str, kind: str, files: list[RecordFile]
+    ) -> tuple[Any, bool, str]:
+        """The same as `_open`, of files of one format that is no prepared set."""
+        length, tokens = self._keys.max_target_length, not self._keys.tokenize_train_data
         for file in files:
             file.check()
         documents = kind != "megatron" and not (kind == "arrayrecord" and tokens)
@@ -178,7 +199,7 @@ class _Opener:
         else:
             items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
         items = self._checked(key, pattern, items)
-        size = sum(storage.size_of(file.data_path) for file in files)
+        size = sum(file.num_bytes for file in files)
         digest = _sampled_hash(items, size)
         return self._separate(items, stream) if stream else items, documents, digest
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxramp.data.files import prepared, storage
+from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
@@ -117,7 +117,7 @@ def plan(
     how = (tokenizer.hash if tokenizer is not None else None, dtype)
     groups, held = [[]], 0
     for file in inputs:
-        stamp = _stamp(file)
+        stamp = file.stamp
         for start, stop, size in file.split(shard_size):
             if groups[-1] and held + size > shard_size:
                 groups.append([])
@@ -132,12 +132,6 @@ def plan(
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
     return Job(output, tokenizer, trained, deduplicate, dtype, tuple(shards))
-
-
-def _stamp(file: RecordFile) -> tuple[Any, ...]:
-    """What changes when a file does, or what is read of it."""
-    path = file.data_path
-    return os.path.basename(path), storage.size_of(path), storage.changed_at(path), file.column
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:

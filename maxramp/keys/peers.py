@@ -131,9 +131,9 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ),
     # The values are the defaults of MaxText's base.yml, which a whole copy of it holds.
     ("dataset_path dataset_name eval_dataset_name", ("c4/en:3.0.1",), _NO_DATA),
-    ("train_split eval_split", ("train", "validation"), _NO_DATA),
+    ("eval_split", ("validation",), _NO_DATA),
     (
-        "hf_path hf_name hf_data_dir hf_data_files hf_train_files hf_eval_split hf_eval_files",
+        "hf_data_dir hf_data_files hf_train_files hf_eval_files",
         (),
         _NO_DATA,
     ),

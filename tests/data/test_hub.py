@@ -87,3 +87,62 @@ def test_what_lies_here_is_no_name(tmp_path, monkeypatch):
     assert not any(map(hub.is_name, ("gs://bucket/a", "/etc/x", "~/model", "./a", "model", "a/")))
     (tmp_path / "an-org" / "model").mkdir(parents=True)
     assert not hub.is_name("an-org/model")
+
+
+# --- Data sets ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch) -> list[str]:
+    """A data set of two splits in a folder of its own, as the package datasets takes it."""
+    library = pytest.importorskip("datasets")
+    folder = tmp_path / "an-org" / "texts"
+    folder.mkdir(parents=True)
+    for split, texts in (("train", TEXTS), ("test", TEXTS[:9])):
+        lines = (json.dumps({"body": text, "id": i}) + "\n" for i, text in enumerate(texts))
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "tables")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "tables"))
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return ["hf_path=" + str(folder), COLUMN]
+
+
+def test_a_data_set_by_name(data_set, tmp_path):
+    """Trained on as it is, or prepared: the documents of the split, in order."""
+    keys = ["dataset_type=hf", "vocab_size=264", *data_set]
+    opened = open_corpus(make_config(*keys, "hf_eval_split=test").data)
+    items = opened.train[0].items
+    assert (len(items), len(opened.held_out)) == (len(TEXTS), 9) and opened.documents
+    expected = [[256, *text.encode(), 257] for text in TEXTS]
+    assert [items[i].tolist() for i in range(len(items))] == expected
+    given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
+    assert prepare_lib.main(given) == 0
+    assert documents(tmp_path / "set") == expected
+    tenth = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
+    assert len(tenth.held_out) == round(0.1 * len(TEXTS))
+
+
+def test_no_such_data_set_is_one_line(data_set):
+    for keys, said in (
+        (["hf_path=an-org/nothing"], "neither the cache of datasets nor the hub gives it"),
+        (["train_split=nothing"], "(split nothing)"),
+        (["train_data_columns=[text]"], "has no text, but body, id"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            open_corpus(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
+        line = str(caught.value)
+        assert line.startswith("hf_path=") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    (
+        (["hf_path=a/b"], "hf_path=a/b goes with dataset_type=hf, not text"),
+        (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
+        (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "grain_train_files=x goes"),
+    ),
+)
+def test_keys_that_do_not_go_together(keys, named):
+    with pytest.raises(ConfigError, match=named):
+        make_config(*keys)

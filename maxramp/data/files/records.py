@@ -6,6 +6,7 @@ in order without an index; the pieces of a file cover it once.
 """
 
 import abc
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +46,17 @@ class RecordFile(abc.ABC):
         """The file that holds the records themselves."""
         return self.path
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return storage.size_of(self.data_path)
+
+    @property
+    def stamp(self) -> tuple[Any, ...]:
+        """What changes when the file does, or what is read of it."""
+        path = self.data_path
+        return os.path.basename(path), self.num_bytes, storage.changed_at(path), self.column
+
     def check(self) -> None:
         """Refuses a file that cannot be trained on.
 
@@ -56,7 +68,7 @@ class RecordFile(abc.ABC):
 
     def split(self, size: int) -> list[Piece]:
         """Pieces of about `size` bytes."""
-        count, total = len(self), storage.size_of(self.data_path)
+        count, total = len(self), self.num_bytes
         step = max(1, count * size // max(1, total))
         ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
         return [(first, last, total * (last - first) // count) for first, last in ranges]
