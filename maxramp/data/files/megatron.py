@@ -23,7 +23,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _BLOCK = 1 << 20  # sequences looked at together
-_SPARSE = 1024  # of so many documents the start of one is kept in memory
+_SPARSE = 128  # of so many documents the start of one is kept in memory
 
 
 class MegatronFile(RecordFile):
@@ -76,14 +76,11 @@ class MegatronFile(RecordFile):
         An empty document begins where the next one does. The index is read on access, so that a
         row costs the same in a file of a billion documents.
         """
-        block = max(0, int(np.searchsorted(self._sparse_starts, start)) - 1)
-        found = []
-        for first in range(block * _SPARSE, len(self), _SPARSE):
-            starts = self._starts_of(self._borders[first : min(first + _SPARSE, len(self))])
-            found.append(starts[(start <= starts) & (starts < stop)])
-            if starts[-1] >= stop:
-                break
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        first, last = np.searchsorted(self._sparse_starts, (start, stop))
+        sequences = self._borders[max(0, first - 1) * _SPARSE : min(last * _SPARSE, len(self))]
+        starts = self._starts_of(sequences)
+        begin, end = np.searchsorted(starts, (start, stop))
+        return starts[begin:end]
 
     @functools.cached_property
     def _sparse_starts(self) -> np.ndarray:
@@ -92,9 +89,9 @@ class MegatronFile(RecordFile):
 
     def _starts_of(self, sequences: np.ndarray) -> np.ndarray:
         """First token of each of these sequences; of the one past the last, the stream's end."""
+        there = np.searchsorted(sequences, self._header[1])  # empty documents may stand at the end
         starts = np.full(len(sequences), self.num_tokens)
-        there = sequences < self._header[1]
-        starts[there] = self._pointers[sequences[there]] // self.dtype.itemsize
+        starts[:there] = self._pointers[sequences[:there]] // self.dtype.itemsize
         return starts
 
     def __len__(self) -> int:
@@ -179,11 +176,11 @@ class MegatronFile(RecordFile):
     def _sizes(self) -> np.ndarray:
         return self._field(0, self._header[1], "<i4")
 
-    @property
+    @functools.cached_property
     def _pointers(self) -> np.ndarray:
         return self._field(4 * self._header[1], self._header[1], "<i8")
 
-    @property
+    @functools.cached_property
     def _borders(self) -> np.ndarray:
         return self._field(12 * self._header[1], self._header[2], "<i8")
 
