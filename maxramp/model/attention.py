@@ -71,7 +71,7 @@ def cost_of_packing(implementation: str) -> str | None:
         return None
     return (
         "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
-        "Triton; use jax 0.10.2 to 0.12, or packing=False"
+        "Triton; use jax 0.10.2 to 0.12, or separate_documents=False"
     )
 
 
