@@ -417,11 +417,11 @@ def test_killed_at_any_moment(tmp_path):
 KILLED_AT_COUNTING = """
 import os, signal, sys
 from maxramp import prepare
-from maxramp.data import shards
+from maxramp.data import preparation
 def count(*more):
-    shards._counts.get_lock().acquire()
+    preparation._counts.get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
-shards._count = count
+preparation._count = count
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """

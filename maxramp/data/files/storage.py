@@ -16,8 +16,8 @@ import numpy as np
 from maxramp.errors import ConfigError
 
 
-def optional(module: str, package: str, purpose: str) -> ModuleType:
-    """Imports a module that only some data needs.
+def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Imports a module that only some data needs, of a package that an extra of ours has too.
 
     Raises:
       ConfigError: it is not installed, with the line that installs it.
@@ -27,7 +27,7 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
     except ImportError:
         raise ConfigError(
             f"{purpose} needs the package {package}: python -m pip install {package} (or "
-            "'maxramp[data]')"
+            f"'maxramp[{extra}]')"
         ) from None
 
 
