@@ -146,6 +146,20 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
 
 
 @pytest.mark.slow
+def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
+    """Two stages on the devices of one node, then on two nodes, of which one is killed."""
+    keys = ("ici_pipeline_parallelism=2", "num_nodes=2", "devices_per_node=2")
+    keys += ("per_device_batch_size=1", "run_name=stages")
+    launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "stages")
+    os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGKILL)
+    assert launched.end() == 0, launched.text()
+    jobs = [x.split()[1] for x in launched.text().splitlines() if x.startswith("launch   ")]
+    assert jobs == ["1", "2", "exit", "2"], launched.text()
+    assert rows_of(tmp_path / "stages") == rows_of(uninterrupted)
+    assert gone(launched)
+
+
+@pytest.mark.slow
 def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
     """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends all of it."""
     line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")
