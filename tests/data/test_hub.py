@@ -85,6 +85,7 @@ def test_what_lies_here_is_no_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert hub.is_name("an-org/model") and not hub.is_name("one/two/three")
     assert not any(map(hub.is_name, ("gs://bucket/a", "/etc/x", "~/model", "./a", "model", "a/")))
+    assert not any(map(hub.is_name, ("assets/tokenizer.json", "assets/a.model")))
     (tmp_path / "an-org" / "model").mkdir(parents=True)
     assert not hub.is_name("an-org/model")
 

@@ -10,7 +10,6 @@ from test_output import start
 
 from maxramp.errors import ConfigError
 
-
 _BLOCK = 1 << 15
 
 
