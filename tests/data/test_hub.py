@@ -140,6 +140,7 @@ def test_no_such_data_set_is_one_line(data_set):
     ("keys", "named"),
     (
         (["hf_path=a/b"], "hf_path=a/b goes with dataset_type=hf, not text"),
+        (["train_split=tiny"], "train_split=tiny goes with dataset_type=hf, not text"),
         (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
         (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "grain_train_files=x goes"),
     ),
