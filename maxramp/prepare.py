@@ -35,6 +35,7 @@ from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.keys.base import CONFIGS
+from maxramp.keys.section import is_address
 
 KEYS = (
     "tokenizer_type",
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for flag in ("workers", "shard_megabytes"):
             if getattr(given, flag) <= 0:
                 raise ConfigError(f"--{flag} {getattr(given, flag):g} must be above 0")
-        if storage.is_remote(given.output):
+        if is_address(given.output):
             raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
         prepare(
             given,
@@ -233,8 +234,9 @@ def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
     """Refuses a folder that holds an input: nothing lies there but the set."""
     folder = output.resolve()
     for file in inputs:
-        path = pathlib.Path(file.data_path).absolute()
-        if not storage.is_remote(file.data_path) and (
+        local = file.data_path.removeprefix("file://")
+        path = pathlib.Path(local).absolute()
+        if not storage.is_remote(local) and (
             path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
         ):
             raise ConfigError(f"--output {output} holds the input {path}; give another folder")

@@ -110,7 +110,8 @@ def _pipeline(config: Config) -> dict[str, int]:
     if stages > 1 and config.values["log_gradient_noise_scale"]:
         raise ConfigError(
             "log_gradient_noise_scale=True takes gradients by rows, which a pipeline "
-            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism}) cuts into micro batches; "
+            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) cuts into micro batches; "
             "leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one

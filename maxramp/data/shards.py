@@ -198,7 +198,8 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
             yield
         finally:
             # A mark over nothing of ours would make ours what somebody else puts there.
-            begun = any(_WRITTEN.match(name) for name in os.listdir(output))
+            ours = (_WRITTEN.fullmatch, _LEFT_OVER.fullmatch)
+            begun = any(fits(name) for name in os.listdir(output) for fits in ours)
             if prepared.is_prepared(str(output)) or not begun:
                 os.unlink(mark.name)
 

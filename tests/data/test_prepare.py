@@ -178,6 +178,9 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
     for name in ("crawl/*.jsonl", "link/shard-*.jsonl", "crawl/more/*.json", "crawl/link.jsonl"):
         assert "holds the input" in refused(name, crawl)
         assert "holds the input" in refused(name, tmp_path / "link")
+    url = f"file://{crawl}/*.jsonl"
+    assert prepare_lib.main([url, "--output", str(crawl)]) == 2
+    assert "holds the input" in capfd.readouterr().err
     for name in ("shard-00000.json", "shard-00000.bin", "tokenizer.json"):
         (tmp_path / name[-4:]).mkdir(exist_ok=True)
         (tmp_path / name[-4:] / name).write_text("[1]")
@@ -195,7 +198,8 @@ def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3)
     output.mkdir()
-    (output / "notes.txt").write_text("a file that needs no name of ours")
+    for name in ("notes.txt", "shard-00000.jsonl", "shard-00000.bin.old"):
+        (output / name).write_text("a file that needs no name of ours")
     bad = [str(source), "--output", str(output), f"tokenizer_path={tmp_path}/none.json"]
     assert prepare_lib.main(bad) == 2
     (output / "shard-00000.bin").write_text("of another tool")

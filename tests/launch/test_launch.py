@@ -129,6 +129,7 @@ def gone(launched: Launched) -> bool:
     return not launched.trainers()
 
 
+@pytest.mark.slow
 def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_dir):
     """1, 2, 4 processes; one of two is killed in mid-stage: the rows are those of one process."""
     launched = Launched(arguments(tmp_path, cache_dir, f"run_name={NASTY}"), tmp_path / NASTY)
@@ -499,6 +500,7 @@ def test_two_processes_with_one_number(meeting):
     assert [each.result(20) for each in (waiting, later, second)] == [None] * 3
 
 
+@pytest.mark.slow
 def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):
     """Two folders of the same job stand for two hosts' own disks."""
     port = free_port()

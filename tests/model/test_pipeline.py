@@ -28,7 +28,6 @@ from maxramp.training.state import init_state
 from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32
-QUICK = {"xla_backend_optimization_level": 0}
 # The largest difference of an array, in units of its largest element.
 TOLERANCE = 1e-5
 
@@ -55,7 +54,7 @@ def place(config, mesh, accumulation, packed):
 
 def first_state(config):
     """Weights as they are born, with layers in the pipeline's order."""
-    return jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+    return jax.jit(functools.partial(init_state, config.recipe))()
 
 
 def by_name(model):
@@ -81,8 +80,8 @@ def trained(*arguments, devices=8, accumulation=1, packed=False):
         state = first_state(config)
         batch = place(config, mesh, accumulation, packed)
         # One program after the other: in one, collectives of both would wait for each other.
-        sums = jax.device_get(jax.jit(evaluate, compiler_options=QUICK)(state.model, batch))
-        after, metrics = jax.jit(step, compiler_options=QUICK)(state, batch)
+        sums = jax.device_get(jax.jit(evaluate)(state.model, batch))
+        after, metrics = jax.jit(step)(state, batch)
         metrics = jax.device_get(metrics)
         return by_name(state.model), by_name(after.model), (metrics, sums)
 
@@ -185,7 +184,7 @@ def test_micro_batches_are_added_in_float32():
         weights_LDF = jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage"))
         # Backward the last row comes first.
         x_BTD = jax.reshard(jnp.ones((16, 1, 1), jnp.bfloat16).at[-1].set(256), X_BTD)
-        gradient = jax.jit(jax.grad(total), compiler_options=QUICK)(weights_LDF, x_BTD)
+        gradient = jax.jit(jax.grad(total))(weights_LDF, x_BTD)
     assert gradient.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), [272, 272])
 

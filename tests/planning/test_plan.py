@@ -329,6 +329,7 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
         assert x["learning_rate"] == y["learning_rate"]
 
 
+@pytest.mark.slow
 def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
     line = [

@@ -136,10 +136,13 @@ class _RemoteBytes:
 def write_whole(path: pathlib.Path, data: bytes) -> None:
     """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
 
+    Several processes may write the same file; the last one's stays.
+
     Raises:
       OSError: with a file's name, which a failed write does not have.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")  # hidden: TensorBoard reads what it sees
+    # Hidden, because TensorBoard reads what it sees; and no other process writes to it.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:
             file.write(data)
