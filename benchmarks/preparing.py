@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -80,6 +81,12 @@ def time_prepare(source: pathlib.Path, output: pathlib.Path, tokenizer: str) -> 
     return time.perf_counter() - start
 
 
+def processor_seconds() -> float:
+    """Seconds that processes started here, and theirs, have run on a core."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     options = parser("preparing", __doc__)
     options.add_argument("--megabytes", type=float, default=200, help="of text")
@@ -98,20 +105,32 @@ def main() -> None:
         with pyarrow.CompressedOutputStream(str(source), "zstd") as out:
             for text in texts:
                 out.write(json.dumps({"text": text}).encode() + b"\n")
-        alone, whole = [], []
+        alone, whole, processors = [], [], []
         for turn in range(given.rounds):
+            start = processor_seconds()
             alone.append(time_alone(texts, str(tokenizer)))
+            between = processor_seconds()
             whole.append(time_prepare(source, folder / f"set{turn}", str(tokenizer)))
-            print(f"tokenizer alone {alone[-1]:.1f} s, prepare {whole[-1]:.1f} s", flush=True)
+            processors.append((between - start, processor_seconds() - between))
+            print(
+                f"tokenizer alone {alone[-1]:.1f} s, prepare {whole[-1]:.1f} s; of all cores "
+                f"{processors[-1][0]:.1f} s and {processors[-1][1]:.1f} s",
+                flush=True,
+            )
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     figures = {
         "megabytes": megabytes,
         "tokenizer_seconds": min(alone),
         "prepare_seconds": min(whole),
         "ratio": min(whole) / min(alone),
+        # Of the cores' time, which other work on the machine changes less.
+        "processor_ratio": min(p for _, p in processors) / min(a for a, _ in processors),
         "megabytes_per_second": megabytes / min(whole),
     }
-    print(f"ratio {figures['ratio']:.3f}, {figures['megabytes_per_second']:.1f} MB/s")
+    print(
+        f"ratio {figures['ratio']:.3f} (of the cores' time {figures['processor_ratio']:.3f}), "
+        f"{figures['megabytes_per_second']:.1f} MB/s"
+    )
     save(given.json, figures)
 
 

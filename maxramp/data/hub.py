@@ -8,11 +8,12 @@ from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)
 
 
 def is_name(path: str) -> bool:
     """Whether a path is not on this machine and has the form of a name, organization/model."""
-    return _NAME.fullmatch(path) is not None and not os.path.lexists(path)
+    return bool(_NAME.fullmatch(path)) and not (_FILE.fullmatch(path) or os.path.lexists(path))
 
 
 @functools.cache

@@ -66,8 +66,9 @@ class DataKeys(Keys):
                 "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
                 "or glob,weight;glob,weight"
             )
-        for name in ("hf_path", "hf_name", "hf_eval_split"):
-            if getattr(self, name) and self.dataset_type != "hf":
+        for name in ("hf_path", "hf_name", "hf_eval_split", "train_split"):
+            not_given = "train" if name == "train_split" else ""
+            if getattr(self, name) != not_given and self.dataset_type != "hf":
                 raise ConfigError(
                     f"{name}={getattr(self, name)} goes with dataset_type=hf, not "
                     f"{self.dataset_type}"

@@ -30,6 +30,7 @@ from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
 # Documents of a batch: so many characters or tokens, or so many documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _WORTH_A_HELPER = 1 << 23  # bytes of a shard, for each process that helps to encode it
+_HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
 _AHEAD = 2  # batches that wait for each helper
 
 
@@ -72,7 +73,7 @@ def _finish(job: Job, allowed: BadRecords, repeated: int) -> dict[str, Any]:
     done = job.finished()
     bad = [one for shard in job.shards for one in done[shard.name].pop("bad")]
     if bad:
-        lines = "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bad)
+        lines = "".join(f"{json.dumps(one)}\n" for one in bad)
         storage.write_whole(job.output / LIST, lines.encode())
     else:
         (job.output / LIST).unlink(missing_ok=True)
@@ -272,10 +273,10 @@ def _hash_shard(shard: Shard) -> None:
     hashes = bytearray()
     for file, start, stop, _ in shard.pieces:
         for record in _read(file, start, stop):
-            if _counts[3]:
-                return
             if not isinstance(record, BadRecord):
                 hashes += duplicates.hash_of(record)
+            if len(hashes) % _HASHED_TOGETHER == 0 and _counts[3]:
+                return
     try:
         storage.write_whole(_hashes(_job, shard), bytes(hashes))
     except OSError as error:

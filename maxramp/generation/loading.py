@@ -147,9 +147,9 @@ class TrainedRun:
     def _tokenizer(self) -> Tokenizer:
         keys = self.config.data
         load = functools.partial(tokenizers.load, keys.type_of_tokenizer, keys.tokenizer_path)
-        if keys.dataset_type != "grain":
+        if keys.dataset_type not in ("grain", "hf"):
             return load(True, True)  # a document of text_files has both marks
-        if self._given or keys.type_of_tokenizer != "bytes":
+        if self._given or keys.dataset_type == "hf" or keys.type_of_tokenizer != "bytes":
             return load(keys.add_bos, keys.add_eos)
         # Prepared sets bring theirs along.
         (pattern, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)

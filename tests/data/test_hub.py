@@ -85,6 +85,7 @@ def test_what_lies_here_is_no_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert hub.is_name("an-org/model") and not hub.is_name("one/two/three")
     assert not any(map(hub.is_name, ("gs://bucket/a", "/etc/x", "~/model", "./a", "model", "a/")))
+    assert not any(map(hub.is_name, ("assets/tokenizer.json", "assets/a.model")))
     (tmp_path / "an-org" / "model").mkdir(parents=True)
     assert not hub.is_name("an-org/model")
 
@@ -139,6 +140,7 @@ def test_no_such_data_set_is_one_line(data_set):
     ("keys", "named"),
     (
         (["hf_path=a/b"], "hf_path=a/b goes with dataset_type=hf, not text"),
+        (["train_split=tiny"], "train_split=tiny goes with dataset_type=hf, not text"),
         (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
         (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "grain_train_files=x goes"),
     ),

@@ -144,8 +144,8 @@ class JsonLines(RecordFile):
         """The next line, of an over-long one its beginning, and its size."""
         line = part = file.readline(LONGEST_LINE)
         size = len(line)
-        while len(part) == LONGEST_LINE and not part.endswith(b"\n"):
-            part = file.readline(LONGEST_LINE)
+        while size >= LONGEST_LINE and part and not part.endswith(b"\n"):
+            part = file.readline(1 << 20)
             size += len(part)
         return line, size
 
