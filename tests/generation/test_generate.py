@@ -60,7 +60,7 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (["--temperature", "-1"], "--temperature=-1 must be 0 or more"),
+        (["--temperature", "-1"], "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
         (["--seed", "-3"], "--seed -3 must be 0 or more"),
         (["--stop", "ab"], "--stop 'ab' is 2 tokens"),

@@ -230,8 +230,9 @@ def test_draws_follow_the_distribution(sampling, left):
 @pytest.mark.parametrize(
     "sampling, error",
     [
-        (Sampling(temperature=-1), "--temperature=-1 must be 0 or more"),
+        (Sampling(temperature=-1), "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
         (Sampling(temperature=float("nan")), "--temperature=nan"),
+        (Sampling(temperature=1e-30), "--temperature=1e-30"),
         (Sampling(top_k=-1), "--top_k=-1"),
         (Sampling(top_p=0), "--top_p=0 must be above 0 and at most 1"),
     ],
