@@ -25,6 +25,7 @@ from maxramp.generation.generator import Answer, Generator
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
 from maxramp.parallel.processes import run
+from maxramp.training.programs import compiler_options
 
 USAGE = """RUN is the folder of a run, or one of its checkpoints. Text streams as it comes; that of
 several prompts and samples follows one another. key=value sets the mesh (ici_fsdp_parallelism=4),
@@ -79,18 +80,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _generate(given: argparse.Namespace) -> None:
     trained = TrainedRun(given.run, given.keys)
     tokenizer = trained.tokenizer()
-    stops = [*tokenizer.ends, *map(tokenizer.stop, given.stop)]
-    # Bytes of the command line that are no text come as surrogates.
-    texts = [
-        text.encode(errors="surrogateescape").decode(errors="replace") for text in given.prompt
-    ]
-    texts = [text for text in texts for _ in range(given.samples)]
+    stops = [*tokenizer.ends, *map(tokenizer.stop, map(_text, given.stop))]
+    texts = [_text(prompt) for prompt in given.prompt for _ in range(given.samples)]
     prompts = tokenizer.encode(texts)
     room = trained.config.model.max_target_length - max(map(len, prompts))
     most_tokens = given.max_new_tokens or max(1, room)
     vocab_size = tokenizer.tokenizer.vocab_size
     sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
-    generator = Generator(trained.config.model, model := trained.load())
+    model = trained.load()
+    options = compiler_options(jax.default_backend())
+    generator = Generator(trained.config.model, model, options)
     weights = generator.prepare(model)
     del model
 
@@ -106,6 +105,11 @@ def _generate(given: argparse.Namespace) -> None:
     seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
     if is_first:
         print(f"{count(tokens, 'token')} in {seconds:.1f} s, compiling included", file=sys.stderr)
+
+
+def _text(argument: str) -> str:
+    """An argument of the command line, whose bytes that are no text come as surrogates."""
+    return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
 class _Json:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 
+_COLDEST = 1e-3  # a temperature by which logits can be divided
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -38,8 +40,9 @@ class Sampling:
         Raises:
           ConfigError: one is out of range.
         """
+        is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         for name, holds, bound in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more; 0 is greedy"),
+            ("temperature", is_temperature, f"0, which is greedy, or {_COLDEST:g} or more"),
             ("top_k", self.top_k >= 0, "0 or more; 0 draws from all tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):

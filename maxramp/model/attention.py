@@ -65,6 +65,11 @@ def _splash_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
     return None
 
 
+def for_length(implementation: str, length: int) -> str:
+    """What computes the attention among so many tokens, where others than a row's are wanted."""
+    return implementation if length % _LANES == 0 else "dot_product"
+
+
 def cost_of_packing(implementation: str) -> str | None:
     """A line for the log on what packed rows cost an implementation; None if nothing."""
     if implementation != "cudnn_flash" or _has_packed_kernel():

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.attention import causal_attention
+from maxramp.model.attention import causal_attention, for_length
 from maxramp.parallel.sharding import ROWS_B, CACHE_BKSh, X_BTHh
 
 
@@ -54,10 +54,12 @@ class Cache:
         Returns:
           [B, T, H, h], as `causal_attention` gives it.
         """
-        if q_BTHh.shape[1] == self.keys_BKSh.shape[2]:
+        tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
+        if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
+            implementation = for_length(implementation, tokens)
             return causal_attention(q_BTHh, k_BTKh, v_BTKh, implementation)
         specs = (X_BTHh,) * 3 + (CACHE_BKSh,) * 2 + (ROWS_B,)
         a_BTHh, self.keys_BKSh, self.values_BKSh = jax.shard_map(

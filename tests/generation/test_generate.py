@@ -1,15 +1,18 @@
 """`python -m maxramp.generate`: the weights of a run, from its folder alone."""
 
 import json
+import pathlib
 
 import jax
 import numpy as np
 import pytest
 from conftest import make_config, make_mesh, run
 
-from maxramp import generate
+from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
+from maxramp.errors import ConfigError
 from maxramp.generate import IncrementalText
+from maxramp.generation.loading import TrainedRun
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
 
@@ -60,7 +63,7 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (["--temperature", "-1"], "--temperature=-1 must be 0 or more"),
+        (["--temperature", "-1"], "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
         (["--seed", "-3"], "--seed -3 must be 0 or more"),
         (["--stop", "ab"], "--stop 'ab' is 2 tokens"),
@@ -93,3 +96,19 @@ def test_characters_come_whole(size):
         pieces.append(shown.more(tokens, end >= len(data)))
         assert "\ufffd" not in pieces[-1] or end >= len(data)
     assert "".join(pieces) == text + "\ufffd"
+
+
+def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
+    """It lies in the set, which the run names; without the set there is one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n{"text": "another"}\n' * 50)
+    assert prepare.main(["texts.jsonl", "--output", "set", "--train_bpe", "260"]) == 0
+    keys = ("dataset_type=grain", "grain_train_files=set", "eval_interval=-1")
+    run_folder = pathlib.Path(save_run(tmp_path / "run", *keys))
+    tokenizer = TrainedRun(run_folder, []).tokenizer()
+    (ids,) = tokenizer.encode(["another text"])
+    assert tokenizer.tokenizer.decode(ids) == "<s>another text" and tokenizer.ends == [1]
+    assert TrainedRun(run_folder, ["tokenizer_type=bytes"]).tokenizer().ends == [257]
+    (tmp_path / "set").rename("elsewhere")
+    with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
+        TrainedRun(run_folder, []).tokenizer()

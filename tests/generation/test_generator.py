@@ -22,7 +22,11 @@ KEYS = ("enable_rampup_batch_size=False", "per_device_batch_size=1", "base_num_k
 KEYS += (f"max_target_length={LENGTH}",)
 MESHES = {
     "one device": (1, ()),
-    "all axes": (8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
+    "two layers on all axes": (8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
+    "all axes": (
+        8,
+        ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "base_num_decoder_layers=1"),
+    ),
 }
 MOST = 10  # tokens of an answer
 QUICK = {"xla_backend_optimization_level": 0}
@@ -64,7 +68,7 @@ class Writer:
 writer = functools.cache(Writer)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["one device", "all axes"])
 def test_greedy_is_the_argmax_of_the_forward_pass(mesh):
     """Token by token, with their log-probabilities; in float32."""
     answers = writer(mesh)(PROMPTS, MOST, GREEDY, 0)
@@ -98,7 +102,7 @@ def test_bfloat16_rounds_as_the_forward_pass_does():
     [
         ("one device", [[3, 1], [4, 2], [2, 0]]),
         pytest.param("one device", [[4], [3], [2, 0, 1]], marks=pytest.mark.slow),
-        pytest.param("all axes", [[4, 3, 2], [1, 0]], marks=pytest.mark.slow),
+        pytest.param("two layers on all axes", [[4, 3, 2], [1, 0]], marks=pytest.mark.slow),
     ],
 )
 def test_sampled_text_is_the_same_for_every_split(mesh, parts):
@@ -199,13 +203,9 @@ LOGITS = np.log([0.05, 0.3, 0.02, 0.25, 0.2, 0.08, 0.1]).astype(np.float32)
         (Sampling(), [0, 1, 2, 3, 4, 5, 6]),
         (Sampling(temperature=2.0), [0, 1, 2, 3, 4, 5, 6]),
         (Sampling(top_k=3), [1, 3, 4]),
-        (Sampling(top_k=50), [0, 1, 2, 3, 4, 5, 6]),
         (Sampling(top_p=0.6), [1, 3, 4]),  # 0.3 + 0.25 is less
-        (Sampling(top_p=0.01), [1]),
         (Sampling(top_k=3, top_p=0.7), [1, 3]),  # 0.55 of 0.75
-        (Sampling(vocab_size=3), [0, 1, 2]),
         (Sampling(vocab_size=3, top_k=2), [0, 1]),
-        (Sampling(temperature=0), [1]),
         (Sampling(temperature=0, vocab_size=1), [0]),
     ],
 )
@@ -230,8 +230,9 @@ def test_draws_follow_the_distribution(sampling, left):
 @pytest.mark.parametrize(
     "sampling, error",
     [
-        (Sampling(temperature=-1), "--temperature=-1 must be 0 or more"),
+        (Sampling(temperature=-1), "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
         (Sampling(temperature=float("nan")), "--temperature=nan"),
+        (Sampling(temperature=1e-30), "--temperature=1e-30"),
         (Sampling(top_k=-1), "--top_k=-1"),
         (Sampling(top_p=0), "--top_p=0 must be above 0 and at most 1"),
     ],
