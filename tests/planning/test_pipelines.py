@@ -74,11 +74,9 @@ def test_what_a_step_does_and_sends(case):
 
     rows_of_a_turn = 2 / (m / S)
     x_bytes = rows_of_a_turn * T * D / tensor * 2
-    inside, network = (stage[name].get("collective-permute", 0) for name in MOVED)
+    inside = stage["collective_gib"].get("collective-permute", 0)
+    network = stage["network_gib"].get("collective-permute", 0)
     crosses = gpus or "slices" in case
     assert (network if crosses else inside) * 2**30 == passes * turns * 2 * 2 * x_bytes
     assert not (inside if crosses else network)
     assert stage["fits"]
-
-
-MOVED = ("collective_gib", "network_gib")
