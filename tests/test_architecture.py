@@ -26,7 +26,8 @@ FLOORS = (
     ("launch.keys",),
     ("config",),
     ("launch",),
-    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "launch.__main__", "__main__"),
+    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "branch")
+    + ("launch.__main__", "__main__"),
 )
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
