@@ -26,7 +26,7 @@ FLOORS = (
     ("launch.keys",),
     ("config",),
     ("launch",),
-    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "branch")
+    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "branch", "suggest")
     + ("launch.__main__", "__main__"),
 )
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
