@@ -69,10 +69,10 @@ _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8:
 class Experiment:
     """Runs below a folder, each by the name of its keys; what is there is not run again."""
 
-    def __init__(self, folder: pathlib.Path, samples: int, keys: list[str]):
-        self.folder, self.samples = folder, samples
+    def __init__(self, folder: pathlib.Path, samples: int, keys: list[str], expected: int):
+        self.folder, self.samples, self._expected = folder, samples, expected
         self._keys = dict(key.split("=", 1) for key in keys)
-        self._began, self._ran = time.monotonic(), 0
+        self._began, self._asked = time.monotonic(), set()
         folder.mkdir(parents=True, exist_ok=True)
         made_with = {"samples": samples, "model": MODEL, "keys": self._keys}
         note = folder / "protocol.json"
@@ -84,10 +84,11 @@ class Experiment:
         """Trains a run to its end if it is not there; returns its loss and its steps."""
         folder = self.folder / f"{arm} rate {rate:.3g} seed {seed}"
         found = self._result(folder)
+        self._asked.add(folder)
         if found is None:
-            self._ran += 1
             minutes = (time.monotonic() - self._began) / 60
-            print(f"{minutes:5.1f} min  {folder.name}", end="", flush=True)
+            place = f"run {len(self._asked)} of about {self._expected}"
+            print(f"{minutes:5.1f} min  {place}: {folder.name}", end="", flush=True)
             keys = MODEL | {
                 "base_output_directory": self.folder,
                 "run_name": folder.name,
@@ -313,7 +314,9 @@ def main() -> None:
     samples = (tokens or 0) // ROW // unit * unit
     if samples < 16 * constants[-1] or given.seeds < 1 or given.most_rates < 3:
         sys.exit("error: too few --tokens, --seeds or --most_rates")
-    experiment = Experiment(given.folder.absolute(), samples, given.keys)
+    rates = min(4, given.most_rates)
+    expected = (len(constants) + 1) * rates + 3 * given.seeds + 3 * min(FEW_SEEDS, given.seeds)
+    experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
     figures = experiment_of(experiment, constants, given.seeds, given.most_rates)
     for name, runs in sorted(figures["arms"].items()):
         losses = ", ".join(f"{run['loss']:.4f}" for run in runs)

@@ -309,7 +309,7 @@ class Output:
             self.say(f"packing  {cost}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
-            self.say(f"ramp     the batches {rungs} are decided as the run goes on")
+            self.say(f"ramp     decided as the run goes on: batch {rungs}")
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
         if step := schedule.first_step:
