@@ -315,7 +315,7 @@ def main() -> None:
     if samples < 16 * constants[-1] or given.seeds < 1 or given.most_rates < 3:
         sys.exit("error: too few --tokens, --seeds or --most_rates")
     rates = min(4, given.most_rates)
-    expected = (len(constants) + 1) * rates + 3 * given.seeds + 3 * min(FEW_SEEDS, given.seeds)
+    expected = (len(constants) + 2) * rates + 3 * given.seeds + 3 * min(FEW_SEEDS, given.seeds)
     experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
     figures = experiment_of(experiment, constants, given.seeds, given.most_rates)
     for name, runs in sorted(figures["arms"].items()):
