@@ -259,7 +259,10 @@ def experiment_of(
 
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Steps against held-out loss: a line through the tuned constants, arms as points."""
+    """Steps against held-out loss: a line through the tuned constants, arms as points.
+
+    An arm lies at A's loss with seed 0 plus its paired difference to A, with the 90% interval.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -281,12 +284,19 @@ def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     names |= {"E": "E: noise scale", "F": "F: Seesaw"}
     for color, name in zip(("black", "tab:brown", "tab:olive", "tab:green", "tab:blue", "tab:red"),
                            sorted(figures["arms"]), strict=True):  # fmt: skip
-        losses = np.array([run["loss"] for run in figures["arms"][name]])
-        steps = np.mean([run["steps"] for run in figures["arms"][name]])
-        n = len(losses)
-        half = _T90.get(n - 1, 1.645) * losses.std(ddof=1) / math.sqrt(n) if n > 1 else 0.0
-        label = f"{names[name]} ({n} seed{'s' * (n > 1)})"
-        axes.errorbar(steps, losses.mean(), yerr=half, fmt="s", color=color, capsize=3, label=label)
+        runs = figures["arms"][name]
+        # As the line is of seed 0: A's loss there, and the difference to A of all seeds.
+        apart = figures["against_A"].get(name, {"mean": 0.0, "low": None, "high": None})
+        half = 0.0 if apart["low"] is None else (apart["high"] - apart["low"]) / 2
+        axes.errorbar(
+            np.mean([run["steps"] for run in runs]),
+            figures["arms"]["A"][0]["loss"] + apart["mean"],
+            yerr=half,
+            fmt="s",
+            color=color,
+            capsize=3,
+            label=f"{names[name]} ({len(runs)} seed{'s' * (len(runs) > 1)})",
+        )
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss on held-out text (nats per byte)")
     axes.grid(alpha=0.3)
