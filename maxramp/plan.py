@@ -342,7 +342,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"{_BUBBLE:.0%}"
             + (
                 f", but needs a multiple of {count(smaller['rows_multiple'], 'row')} a data-"
-                f"parallel rank in a pass, which stage {others} has not"
+                f"parallel rank in each pass of stage {others}"
                 if others
                 else ""
             )

@@ -7,6 +7,7 @@ from typing import Any
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.data.corpus import hash_of_tokens
 from maxramp.errors import ConfigError
 from maxramp.rampup import adaptive
 from maxramp.rampup.keys import BatchKeys
@@ -27,6 +28,7 @@ _HISTORY_KEYS = (
     "packing",
     "grain_packing_type",
 )
+_SEPARATE = "separate_documents"  # decides only where the corpus's hash says so
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -55,12 +57,15 @@ def changes_since(
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
-    if checkpoint.corpus_hash != corpus_hash:
+    if hash_of_tokens(checkpoint.corpus_hash) != hash_of_tokens(corpus_hash):
         refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
-    elif checkpoint.config.get("tokenizer_type") == "bytes":
-        # Bytes have no file: a path beside them used to be ignored, and the data is the same.
-        for name in ("tokenizer_type", "tokenizer_path"):
-            refused.pop(name, None)
+    else:
+        if checkpoint.corpus_hash != corpus_hash:  # checkpoints from before the key lack it
+            refused[_SEPARATE] = not values[_SEPARATE], values[_SEPARATE]
+        if checkpoint.config.get("tokenizer_type") == "bytes":
+            # Bytes have no file: a path beside them used to be ignored, and the data is the same.
+            for name in ("tokenizer_type", "tokenizer_path"):
+                refused.pop(name, None)
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(

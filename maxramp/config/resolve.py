@@ -122,7 +122,8 @@ def _pipeline(config: Config) -> dict[str, int]:
             given = "rampup_policy=noise measures the noise scale, which"
         raise ConfigError(
             f"{given} takes gradients by rows, which a pipeline "
-            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism}) cuts into micro batches; "
+            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) cuts into micro batches; "
             "leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one

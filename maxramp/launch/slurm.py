@@ -219,12 +219,19 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
-    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder."""
+    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder.
+
+    Raises:
+      ConfigError: SLURM does not say.
+    """
     if not shutil.which("squeue"):
         return {}
     done = subprocess.run(
         ["squeue", "-h", "-o", "%A|%D|%T|%Z"], capture_output=True, text=True, check=False
     )
+    if done.returncode:
+        reason = " ".join(done.stderr.replace("squeue: error:", "").split())
+        raise ConfigError(f"squeue cannot tell which jobs of this run there are: {reason}")
     found = {}
     for line in done.stdout.splitlines():
         job, nodes, state, directory = line.split("|", 3)

@@ -37,6 +37,7 @@ from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.tensorboard import TensorBoardWriter
+from maxramp.run.weights_and_biases import WandbWriter
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
@@ -79,7 +80,7 @@ class Output:
         if jax.process_count() > 1:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
-        self._files: list[JsonlWriter | TensorBoardWriter] = []
+        self._files: list[JsonlWriter | TensorBoardWriter | WandbWriter] = []
 
     def _take_folder(self) -> None:
         """Makes the folder and locks it for this run; the system takes the lock off at its end."""
@@ -196,6 +197,9 @@ class Output:
                 consumed = ramp.samples_before(first_step)
                 folder = self.folder / "tensorboard"
                 self._files.append(TensorBoardWriter(folder, first_step, consumed))
+            if project := self._keys.wandb_project:
+                config = parse(self._config_text)
+                self._files.append(WandbWriter(project, self.folder, config, self.warn))
         except OSError as error:
             raise self._refusal(error) from None
 

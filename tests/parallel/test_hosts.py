@@ -324,6 +324,7 @@ def noise(records):
 NOISE = "log_gradient_noise_scale=True"
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
     """One process of two devices, and two of which one reads: packed text, bit for bit."""
     # To compile less.
