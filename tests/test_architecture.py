@@ -28,7 +28,7 @@ FLOORS = (
     ("launch", "generation"),
     (
         *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate"),
-        *("launch.__main__", "__main__"),
+        *("branch", "suggest", "launch.__main__", "__main__"),
     ),
 )
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}

@@ -119,6 +119,7 @@ class EvalKeys(Keys):
     eval_interval: int = positive_or_open()
     eval_steps: int = positive_or_open()
     eval_per_device_batch_size: float = at_least(0)
+    log_eval_batches: bool
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to evaluate after `step` steps of a run."""

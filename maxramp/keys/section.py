@@ -38,6 +38,11 @@ def positive_or_open() -> Any:
     return _key(lambda value: value >= 1 or value == -1, "must be 1 or more, or -1 (see --help)")
 
 
+def above_zero() -> Any:
+    """A number above 0."""
+    return _key(lambda value: value > 0, "must be above 0")
+
+
 def above_zero_or_open() -> Any:
     """A number above 0, or -1, which leaves it open."""
     return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help)")

@@ -166,7 +166,7 @@ def print_status(run: Run) -> None:
     print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
     done = max((e["to"] for e in entries), default=0)
     last = run.stages[-1]
-    stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
+    stage = max((s.index for s in run.stages if 0 <= s.first_sample <= done), default=0)
     total = f"stage {stage} of 0 to {last.index}"
     print(f"{run.folder}: {done:,} samples done, {total}")
 

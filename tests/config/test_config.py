@@ -280,6 +280,7 @@ def test_nothing_is_left_open():
         "total_tokens",
         "global_batch_size",
         "micro_batch_size",
+        "rampup_decision_samples",
         "learning_rate_schedule_steps",
         "planned_tflops_per_device",
         "device_memory_gib",

@@ -204,6 +204,23 @@ def test_every_shipped_schedule_plans(name, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_ramp_that_decides_while_it_runs(capsys):
+    """As early and as late as it may be, and between them the stages of the table."""
+    keys = ["rampup_policy=noise", "rampup_ladder=[8,16,32]", "total_samples=20000"]
+    keys += ["devices_per_node=1", "rampup_latest=[9000,15000]"]
+    plan = make_plan(load([BASE, *keys]))
+    bounds = plan["adaptive"]
+    assert bounds["earliest"]["steps"] < plan["total_steps"] < bounds["latest"]["steps"]
+    assert bounds["expected"]["steps"] == plan["total_steps"]
+    for name in ("earliest", "expected", "latest"):
+        assert [size for _, size in bounds[name]["batches"]] == [8, 16, 32]
+    places = [[n for n, _ in bounds[name]["batches"][1:]] for name in ("earliest", "latest")]
+    assert places[0][0] >= 1000 and places[1][0] >= 9000  # after the warm-up of 5%
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    assert "every rung as early as it may be" in printed and "as late as it may be" in printed
+
+
 def test_the_learning_rate_does_not_bend():
     """A ramp's curve over samples is the curve of the constant batch that it ends at."""
     ramped = make_config("steps=-1", "total_samples=40000", devices=1)
