@@ -5,7 +5,6 @@ Layers are one module whose weights have a leading axis L, made by vmap over key
 Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,16 +22,13 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import STAGE_PRODUCTS, RMSNorm, Scale, look_up, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
 
-_REMAT = {
-    "full": jax.checkpoint,
-    "minimal": functools.partial(
-        jax.checkpoint,
-        policy=jax.checkpoint_policies.save_from_both_policies(
-            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            jax.checkpoint_policies.save_only_these_names(RESIDUALS, STAGE_PRODUCTS),
-        ),
+# What a layer keeps for its backward pass.
+_SAVEABLE = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "minimal": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(RESIDUALS, STAGE_PRODUCTS),
     ),
-    "none": lambda function: function,
 }
 
 # What a turn of a pipeline keeps: by name, for it would keep its weights as well, once a turn.
@@ -121,7 +117,11 @@ class Decoder(nnx.Module):
         def layer(x_BTD: jax.Array, block: Any) -> jax.Array:
             return block(x_BTD, angles, segments_BT)
 
-        layer = _REMAT[self.remat_policy](layer)
+        if self.remat_policy != "none":
+            # A loop's backward pass is another loop. Only outside of one could the compiler find
+            # that it has computed a layer before, and must be prevented, which costs copies.
+            policy, unrolled = _SAVEABLE[self.remat_policy], self.unroll > 1
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
 
         def named(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return layer(checkpoint_name(x_BTD, _LAYER_INPUT), block), None

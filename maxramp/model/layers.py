@@ -107,10 +107,22 @@ def dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> 
         weight_axes = f"S{weight_axes}"
     subscripts = f"{x_axes},{weight_axes}->{y_axes}".replace("BT", letters)
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
-    y = product(subscripts, y_spec, x, weight)
+    y = _with_whole_gradient(product(subscripts, y_spec, x, weight))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
+
+
+@jax.custom_vjp
+def _with_whole_gradient(y: jax.Array) -> jax.Array:
+    """y, whose gradient is computed once, though two products read it.
+
+    XLA for TPUs would compute it in both of them, and anew for every tile.
+    """
+    return y
+
+
+_with_whole_gradient.defvjp(lambda y: (y, None), lambda _, dy: (jax.lax.optimization_barrier(dy),))
 
 
 def _stages(rows: tuple[int, ...]) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ def pass_bytes(
     kept = {"full": shard, "minimal": 3 * shard + products, "none": everything}
     one_layer = 0 if keys.remat_policy == "none" else everything
     block = min(tokens, loss_block_tokens or tokens)
-    logits = (block * (2 * 4 + itemsize) + D * 4) * keys.vocab_size / tensor
+    gradients = min(tokens, max(block, 4 * D // itemsize))  # of logits, as `loss` lets them wait
+    logits = (block * 2 * 4 + gradients * itemsize + D * 4) * keys.vocab_size / tensor
     layers, slots = keys.base_num_decoder_layers, 0.0
     if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
         layers /= 1 - pipeline_bubble(keys, stages)

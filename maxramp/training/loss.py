@@ -89,6 +89,8 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
             if copies := summed_at_once(head_spec):
                 dhead_DV = jax.lax.psum(dhead_DV, copies)
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
+            # Or XLA for TPUs would hold all of the head's gradient until the layers' are done.
+            dx_BTD, dhead_DV = jax.lax.optimization_barrier((dx_BTD, dhead_DV))
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients
 
@@ -107,14 +109,17 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
     D, V = head_DV.shape
     tokens = targets_BT.size
     count = -(-tokens // (block_tokens or tokens))
-    size = -(-tokens // count)
-    padding = count * size - tokens
-    x = jnp.pad(x_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(count, size, D)
+    # One product for as many blocks as make their gradients no larger than the sum in float32.
+    most = 4 * D // x_BTD.dtype.itemsize
+    groups = -(-count // max(1, most * count // tokens))
+    blocks = -(-count // groups)
+    size = -(-tokens // (groups * blocks))
+    padding = groups * blocks * size - tokens
+    x = jnp.pad(x_BTD.reshape(tokens, D), ((0, padding), (0, 0)))
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding), constant_values=PADDING)
     first = jax.lax.axis_index("tensor") * V  # the device's part of the vocabulary
 
-    def block(carry, arrays):
-        sums, dhead_DV = carry
+    def block(sums, arrays):
         x_ND, targets_N = arrays
         counts_N = targets_N >= 0
         logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=jnp.float32)
@@ -129,16 +134,27 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
         new = (cross_entropy + z_loss, cross_entropy, counts_N.sum(dtype=jnp.float32))
         sums = jax.tree.map(jnp.add, sums, new)
         if not with_gradients:
-            return (sums, dhead_DV), ()
+            return sums, ()
         scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
         dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
-        dlogits_NV = dlogits_NV.astype(x_ND.dtype)
-        dhead_DV += jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=jnp.float32)
-        return (sums, dhead_DV), jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
+        return sums, dlogits_NV.astype(x_ND.dtype)
+
+    def group(carry, arrays):
+        sums, dhead_DV = carry
+        x_GND, targets_GN = arrays
+        sums, dlogits = jax.lax.scan(block, sums, arrays)
+        if not with_gradients:
+            return (sums, dhead_DV), ()
+        # Two products read them: XLA for TPUs would compute them in both, anew for every tile.
+        dlogits = jax.lax.optimization_barrier(dlogits.reshape(-1, V))
+        x = x_GND.reshape(-1, D)
+        dhead_DV += jnp.einsum("ND,NV->DV", x, dlogits, preferred_element_type=jnp.float32)
+        return (sums, dhead_DV), jnp.einsum("NV,DV->ND", dlogits, head_DV)
 
     sums = (jnp.float32(0),) * 3
     dhead_DV = jnp.zeros((D, V), jnp.float32) if with_gradients else ()
-    (sums, dhead_DV), dx = jax.lax.scan(block, (sums, dhead_DV), (x, targets.reshape(count, size)))
+    arrays = x.reshape(groups, blocks, size, D), targets.reshape(groups, blocks, size)
+    (sums, dhead_DV), dx = jax.lax.scan(group, (sums, dhead_DV), arrays)
     if not with_gradients:
         return sums, ()
     return sums, (dx.reshape(-1, D)[:tokens].reshape(x_BTD.shape), dhead_DV)
