@@ -7,8 +7,8 @@ it is compared with the same run without a disturbance: every step exactly once 
 metrics.jsonl and TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the
 same loss curve, and where the shape never changed the same bits.
 
-python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--folder DIR] [--json FILE]
-                           [key=value ...]
+python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--pipelines] [--adaptive]
+                           [--folder DIR] [--json FILE] [key=value ...]
 """
 
 import argparse
@@ -286,6 +286,17 @@ def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     return sum(a.tobytes() != b.tobytes() or a.dtype != b.dtype for a, b in pairs)
 
 
+def _ramp(steps: int, adaptive: bool, same_shape: bool) -> list[str]:
+    """8, 16 and 24 rows over so many steps, known before or decided on the way."""
+    if not adaptive:
+        schedule = f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24"
+        return [schedule, "step_batch_size_unit=samples", f"steps={steps}"]
+    keys = ["rampup_policy=noise", "rampup_ladder=[8,16,24]", f"total_samples={16 * steps}"]
+    if same_shape:  # any scale that can be told from zero: the numbers alone decide when
+        return [*keys, "rampup_noise_factor=1000"]
+    return [*keys, "rampup_noise_factor=1e-9", f"rampup_latest=[{2 * steps},{10 * steps}]"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=25)
@@ -293,6 +304,12 @@ def main() -> int:
     parser.add_argument("--same-shape", action="store_true", help="every start alike: bit-equal")
     parser.add_argument(
         "--pipelines", action="store_true", help="starts with a pipeline, and one shape without"
+    )
+    parser.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="the ramp is decided while it runs: by its latest samples, or with --same-shape by "
+        "what is measured",
     )
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
@@ -309,10 +326,8 @@ def main() -> int:
     keys = [
         *MODEL,
         f"text_files={text}",
-        f"steps={steps}",
         f"num_epoch={1 + steps * 24 // 10_000}",
-        f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24",
-        "step_batch_size_unit=samples",
+        *_ramp(steps, given.adaptive, given.same_shape),
         f"jax_cache_dir={folder / 'cache'}",
         *given.keys,
     ]
@@ -325,6 +340,8 @@ def main() -> int:
     shapes = SHAPES[:1] if given.same_shape else SHAPES
     if given.pipelines:
         shapes = (SHAPES[0], *(shape for shape in SHAPES if shape.stages > 1))
+    if given.adaptive:  # the noise scale is not measured in a pipeline
+        shapes = tuple(shape for shape in shapes if shape.stages == 1)
     done = storm(folder / "storm", given.kills, given.seed, shapes, keys)
     report = done | compare(folder / "storm", folder / "calm", given.same_shape)
     print(json.dumps(report, indent=2))

@@ -16,7 +16,10 @@ COMMANDS = {
     "prepare": "tokenizes documents into files that training reads by row number",
     "launch": "starts a run here, under SLURM or on GKE, and restarts it until it is done",
     "compile": "compiles every stage for a TPU pod, without a TPU",
+    "generate": "writes text with the weights of a run",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",
+    "suggest": "suggests a ramp for a run, or none, from what was measured",
+    "branch": "measures how large the batch may be at a checkpoint, by training with several",
     "checkpoint": "lists, shows and verifies the checkpoints of a run",
 }
 

@@ -64,7 +64,7 @@ def ls(path: pathlib.Path) -> int:
             print(f"{folder.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
             continue
         stage = checkpoint.stage()
-        place = f"{stage['index']} of 0-{checkpoint.stages[-1]['index']}"
+        place = f"{stage['index']} of 0-{checkpoint.stages_of_run()[-1]['index']}"
         changes = _listed(before.differences(checkpoint.config)) if before else ""
         print(
             f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {place:>8} "
@@ -85,6 +85,7 @@ def show(path: pathlib.Path) -> int:
     except TornError as error:
         raise ConfigError(f"{folder_lib.find(path)} is torn: {error}") from None
     stage, config = checkpoint.stage(), checkpoint.config
+    last = checkpoint.stages_of_run()[-1]["index"]
     tokens = checkpoint.consumed_samples * config["max_target_length"]
     defaults = read_yaml(CONFIGS / "base.yml")
     own = [f"{name}={value}" for name, (value, _) in checkpoint.differences(defaults).items()]
@@ -94,7 +95,7 @@ def show(path: pathlib.Path) -> int:
         f"{tokens:,} tokens"
     )
     print(
-        f"stage     {stage['index']} (of 0 to {checkpoint.stages[-1]['index']}): global batch "
+        f"stage     {stage['index']} (of 0 to {last}): global batch "
         f"{stage['global_batch_size']:,}, from step {stage['first_step']:,}"
     )
     print(f"size      {_bytes(checkpoint.path)}")

@@ -29,6 +29,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine as machines
 from maxramp.planning.fit import by_speed, pods
 from maxramp.planning.pod import Pod
+from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
@@ -182,7 +183,9 @@ def _resolved(config: Config) -> tuple[Config, RampupBatchManager, machines.Mach
     jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
     machine = machines.find(config.planning)
     target = resolve(config, len(machine.devices), machine.slices, 1)
-    return target, RampupBatchManager(target.batch, len(machine.devices)), machine
+    expected = ladder.expected(target.batch)
+    ramp = RampupBatchManager(target.batch, len(machine.devices), decided=expected)
+    return target, ramp, machine
 
 
 def _of_a_pod(target: Config, ramp: RampupBatchManager, machine: machines.Machine) -> tuple:

@@ -9,6 +9,9 @@ EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for th
 EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
 EXIT_LOST = 77  # no progress for hang_timeout_seconds, or a peer process was lost: start again
 
+# What to do after EXIT_LOST.
+START_AGAIN = "start again to go on from the newest checkpoint, if there is one"
+
 
 class ConfigError(ValueError):
     """A wrong key, file or cluster, described in one line that a person can act on.

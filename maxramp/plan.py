@@ -31,6 +31,7 @@ from maxramp.planning import machine as machines
 from maxramp.planning.cost import PassCost
 from maxramp.planning.fit import largest_batch
 from maxramp.planning.memory import estimate
+from maxramp.rampup import adaptive, ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.output import plan_json
@@ -105,7 +106,12 @@ def make_plan(config: Config) -> dict[str, Any]:
     config = config.replace(num_nodes=config.batch.nodes)
     target = resolve_planned(config, config.batch.num_devices)
     keys, cost = target.batch, PassCost(target.batch, target.planning, target.model)
-    ramp = RampupBatchManager(keys, usable=mesh_checker(config), restart_passes=cost.restart)
+    ramp = RampupBatchManager(
+        keys,
+        decided=ladder.expected(keys),
+        usable=mesh_checker(config),
+        restart_passes=cost.restart,
+    )
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     plan = plan_json(ramp) | {
@@ -147,10 +153,29 @@ def make_plan(config: Config) -> dict[str, Any]:
         "constant_first_batch": _constant(ramp, stages[0], cost),
         "constant_final_batch": _constant(ramp, stages[-1], cost),
     }
+    plan["adaptive"] = _bounds_of_ramp(ramp) if keys.rampup_policy == "noise" else None
     plan["smaller_bubble"] = _smaller_bubble(target, stages)
     given = target.schedule.learning_rate is not None
     plan["learning_rate"] = _curve(LearningRate.of(target.schedule, ramp), ramp) if given else None
     return plan
+
+
+def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
+    """The ramp that decides while it runs: as early and as late as it may, and as planned here."""
+    keys = expected.keys
+    found = {"period_samples": ladder.period(keys)}
+    for name, pairs in (
+        ("earliest", adaptive.simulate(keys, noise=math.inf)),
+        ("expected", ladder.expected(keys)),
+        ("latest", adaptive.simulate(keys, noise=0.0)),
+    ):
+        ramp = RampupBatchManager(keys, 1, decided=pairs)
+        stages = ramp.stages_between(0, ramp.total_steps)
+        found[name] = {
+            "batches": [[stage.first_sample, stage.global_batch_size] for stage in stages],
+            "steps": ramp.total_steps,
+        }
+    return found
 
 
 _BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
@@ -267,6 +292,14 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"nodes     {most} of {plan['num_nodes']} at most: more do not divide the batches or "
             "the model, or node_schedule finds too little gain in them"
         )
+    if adapts := plan["adaptive"]:
+        for name, what in (
+            ("earliest", "every rung as early as it may be"),
+            ("expected", "as in the table, which knows no measurement"),
+            ("latest", "every rung as late as it may be"),
+        ):
+            sizes = " ".join(f"{short(sample)}:{size}" for sample, size in adapts[name]["batches"])
+            print(f"{name:<10}{adapts[name]['steps']:,} steps, {sizes} (samples): {what}")
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     print(
         f"steps     {_change(plan['total_steps'], first['steps'])} than a constant batch of "
@@ -309,7 +342,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"{_BUBBLE:.0%}"
             + (
                 f", but needs a multiple of {count(smaller['rows_multiple'], 'row')} a data-"
-                f"parallel rank in a pass, which stage {others} has not"
+                f"parallel rank in each pass of stage {others}"
                 if others
                 else ""
             )

@@ -1,7 +1,8 @@
 """Tokenizes documents into files that training reads by row number.
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
-python -m maxramp.prepare --inspect DIR
+python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=value ...]
+python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_documents=False]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -22,17 +23,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
+from maxramp.commandline import count
 from maxramp.config.load import load
-from maxramp.data import mixture, shards, tokenizers
+from maxramp.data import bad_records, mixture, preparation, shards, tokenizers
+from maxramp.data.bad_records import BadRecords
 from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.keys.base import CONFIGS
+from maxramp.keys.section import is_address
 
 KEYS = (
     "tokenizer_type",
@@ -42,7 +45,11 @@ KEYS = (
     "train_data_columns",
     "tokenize_train_data",
     "grain_file_type",
+    "hf_path",
+    "hf_name",
+    "train_split",
 )
+INSPECTION_KEYS = ("max_target_length", "separate_documents")
 BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
@@ -65,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
     add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
     add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
+    add("--max_bad_records", metavar="N", default="0", help="leave out so many, or a share of all")
+    add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set holds")
     return parser
 
@@ -77,9 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = [text for text in given.inputs if _is_key(text)]
         names = [text for text in given.inputs if text not in keys]
         if given.inspect:
-            inspect(given.inspect)
+            keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
+            from maxramp.run.inspection import inspect  # imports jax, which a preparation does not
+
+            inspect(given.inspect, keys, _say)
             return 0
-        for flag, value in (("INPUT", names), ("--output DIR", given.output)):
+        of_hub = [text for text in keys if text.startswith("hf_path=")]
+        for flag, value in (("INPUT", names or of_hub), ("--output DIR", given.output)):
             if not value:
                 raise ConfigError(
                     f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR"
@@ -87,9 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for flag in ("workers", "shard_megabytes"):
             if getattr(given, flag) <= 0:
                 raise ConfigError(f"--{flag} {getattr(given, flag):g} must be above 0")
-        if storage.is_remote(given.output):
+        if is_address(given.output):
             raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
-        prepare(given, names, _load_keys(keys))
+        prepare(
+            given,
+            names,
+            _load_keys(keys, "preparing", KEYS),
+            BadRecords.parse(given.max_bad_records),
+        )
         return 0
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
@@ -105,17 +123,21 @@ def _is_key(text: str) -> bool:
     return re.match(r"\w+=", text) is not None and not storage.find(text)
 
 
-def _load_keys(arguments: list[str]) -> DataKeys:
-    base = [str(CONFIGS / "base.yml"), "dataset_type=grain", "grain_train_files=INPUT"]
+def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
+    base = [str(CONFIGS / "base.yml"), "dataset_type=hf"]
+    if not any(argument.startswith("hf_path=") for argument in arguments):
+        base[1:] = ["dataset_type=grain", "grain_train_files=INPUT"]
     config = load([*base, *arguments], "prepare")
     for argument in arguments:
-        if argument.partition("=")[0] not in KEYS:
-            raise ConfigError(f"{argument}: preparing takes only {', '.join(KEYS)}")
+        if argument.partition("=")[0] not in taken:
+            raise ConfigError(f"{argument}: {doing} takes only {', '.join(taken)}")
     return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
 
 
-def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    """Prepares the inputs `names` into `given.output`.
+def prepare(
+    given: argparse.Namespace, names: Sequence[str], keys: DataKeys, allowed: BadRecords
+) -> None:
+    """Prepares the inputs `names`, of which some records may be bad, into `given.output`.
 
     Raises:
       ConfigError: an input, the tokenizer or the folder is wrong; no manifest is written.
@@ -137,27 +159,30 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                         f"--train_bpe {given.train_bpe} trains a tokenizer, and the keys name "
                         f"another, {named}; leave one of them out"
                     )
-                path, trained = _train_bpe(given.train_bpe, output, inputs, manifest)
+                path, trained = _train_bpe(given.train_bpe, output, inputs, manifest, allowed)
                 keys = dataclasses.replace(
                     keys, tokenizer_type="huggingface", tokenizer_path=str(path)
                 )
             tokenizer = tokenizers.load(
                 keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
             )
-            _say(f"tokenizer  {_shown(tokenizer)}")
+            _say(f"tokenizer  {tokenizer.describe()}")
         elif given.train_bpe is not None or keys.tokenizer_path:
             named = f"tokenizer_path={keys.tokenizer_path}"
             if given.train_bpe is not None:
                 named = f"--train_bpe {given.train_bpe}"
             raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
         size = max(1, int(given.shard_megabytes * 1e6))
-        job = shards.plan(output, inputs, tokenizer, trained, size)
+        job = shards.plan(output, inputs, tokenizer, trained, size, given.deduplicate)
         if manifest:
             if manifest["source"] != job.source:
                 raise ConfigError(
                     f"--output {output} holds a set of other inputs, or read in another way; give "
                     "another folder, or remove it"
                 )
+            left_out = manifest.get("bad_records", 0)
+            records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
+            allowed.check(left_out, records, f"--output {output} is prepared already")
             shards.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
@@ -167,11 +192,17 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
             with _progress(size) as show:
-                manifest = shards.make(job, given.workers, show)
+                manifest = preparation.make(job, given.workers, allowed, show)
     _say(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
     )
+    for kind, what, see in (
+        ("bad_records", "bad record", f", listed in {output / bad_records.LIST}"),
+        ("duplicates", "document", " that an earlier one equals"),
+    ):
+        if left_out := manifest.get(kind, 0):
+            _say(f"left out   {count(left_out, what)}{see}")
     needed = tokenizer.vocab_size if tokenizer else manifest["max_token"] + 1
     _say(
         f"train      python -m maxramp.train configs/base.yml "
@@ -183,12 +214,14 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
 def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     storage.allow_many_files()
     (column,) = keys.train_data_columns
-    inputs = []
+    tokens = not keys.tokenize_train_data
+    inputs: list[RecordFile] = []
+    if keys.hf_path:
+        inputs.append(HubSet.of(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
     for name in names:
         kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        tokens = not keys.tokenize_train_data
         inputs += [formats.READERS[kind](path, column, tokens) for path in paths]
         for file in inputs if kind == "megatron" else ():
             file.check()
@@ -201,8 +234,9 @@ def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
     """Refuses a folder that holds an input: nothing lies there but the set."""
     folder = output.resolve()
     for file in inputs:
-        path = pathlib.Path(file.data_path).absolute()
-        if not storage.is_remote(file.data_path) and (
+        local = file.data_path.removeprefix("file://")
+        path = pathlib.Path(local).absolute()
+        if not storage.is_remote(local) and (
             path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
         ):
             raise ConfigError(f"--output {output} holds the input {path}; give another folder")
@@ -217,19 +251,12 @@ def _say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _shown(tokenizer: Tokenizer) -> str:
-    marks = [name for name in ("add_bos", "add_eos") if getattr(tokenizer, name)]
-    return (
-        f"{tokenizer.type}{f' {tokenizer.file}' if tokenizer.file else ''}: "
-        f"{tokenizer.vocab_size:,} ids{', '.join(['', *marks])} (hash {tokenizer.hash})"
-    )
-
-
 def _train_bpe(
     size: int,
     output: pathlib.Path,
     inputs: Sequence[RecordFile],
     manifest: dict[str, Any] | None,
+    allowed: BadRecords,
 ) -> tuple[pathlib.Path, str]:
     """The file of a BPE trained on the inputs, now or by an earlier start, and its name there.
 
@@ -252,7 +279,7 @@ def _train_bpe(
         _say(f"tokenizer  {path} is there from an earlier start")
         return path, name
     start = time.perf_counter()
-    texts = shards.sample_texts(inputs, BPE_BYTES)
+    texts = preparation.sample_texts(inputs, BPE_BYTES, allowed)
     storage.write_whole(path, tokenizers.train_bpe(texts, size))
     _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
     return path, name
@@ -276,32 +303,6 @@ def _progress(size: int) -> Iterator[Callable[[int, int, int], None]]:
                 _say(f"{tenths:>3}0%       {line}")
 
         yield show
-
-
-def inspect(folder: str) -> None:
-    """Prints what a prepared set holds, with five of its documents.
-
-    Raises:
-      ConfigError: it is none, or torn.
-    """
-    manifest = prepared.read_manifest(folder)
-    files = prepared.open_shards(folder, manifest)
-    used, tokenizer = manifest["tokenizer"], None
-    if used:
-        path = os.path.join(folder, used["file"]) if used["file"] else ""
-        tokenizer = tokenizers.load(used["type"], path, used["add_bos"], used["add_eos"])
-    _say(f"set        {folder} (hash {manifest['hash']})")
-    _say(f"tokenizer  {_shown(tokenizer) if tokenizer else 'none: the inputs held tokens'}")
-    _say(
-        f"holds      {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
-        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
-    )
-    starts = np.cumsum([0, *(shard["documents"] for shard in manifest["shards"])])
-    for index in np.unique(np.linspace(0, manifest["documents"] - 1, 5).astype(int)):
-        which = int(np.searchsorted(starts, index, "right")) - 1
-        ids = files[which][int(index - starts[which])]
-        text = repr(tokenizer.decode(ids[:64])) if tokenizer else " ".join(map(str, ids[:16]))
-        _say(f"document {index:,}, {len(ids):,} tokens: {text}{'...' if len(ids) > 64 else ''}")
 
 
 if __name__ == "__main__":

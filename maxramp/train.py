@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -48,6 +49,7 @@ from maxramp.parallel import agreement, cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
 from maxramp.planning.cost import PassCost
+from maxramp.run.growth import Growth
 from maxramp.run.metrics import MetricsLog
 from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
@@ -96,6 +98,7 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
         closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
         changes = checkpoints.changes_since(position) if position else ""
+        recorded = agreement.raise_everywhere(lambda: decisions.read(output.folder))
         schedule = take_up(
             config.batch,
             config.checkpoints,
@@ -103,6 +106,7 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
             mesh_checker(loaded),
             PassCost(config.batch, config.planning, config.model).restart,
             position,
+            agreement.all_gather_json(recorded)[0],
         )
         if schedule.first_step >= schedule.ramp.total_steps:
             output.say_finished(schedule)
@@ -161,14 +165,14 @@ def train(
       ConfigError: load_parameters_path holds no such weights.
       TrainingError: the run cannot go on.
     """
-    ramp, first_step, last_step = schedule.ramp, schedule.first_step, schedule.last_step
+    ramp, first_step = schedule.ramp, schedule.first_step
     with contextlib.ExitStack() as closing:
         programs = Programs(
             config.recipe,
             loader.expansion,
             LearningRate.of(config.schedule, ramp),
             abstract,
-            stages=ramp.stages_between(first_step, last_step),
+            stages=schedule.stages,
             eval_rows=loader.eval_rows,
             packed=loader.corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
@@ -182,17 +186,22 @@ def train(
         cpu.keep()
 
         checkpoints.start_saving()
+        writers = output.open_files(ramp, first_step)
+        growth = Growth(
+            schedule, output.history(schedule), output.record_decision, output.write_plan
+        )
         log = MetricsLog(
             config.run,
             training_flops_per_token(config.model),
             config.model.max_target_length,
-            output.open_files(ramp, first_step),
+            [growth, *writers],
         )
         closing.callback(log.close)
         profiler = Profiler(config.profiling, output.folder / "tensorboard", first_step, log.flush)
         closing.callback(profiler.close)
         no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
-        for step in range(first_step, last_step):
+        for step in schedule.steps():
+            growth.before(step)
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
             try:
@@ -209,26 +218,26 @@ def train(
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
             if config.evaluation.is_due(done, ramp.total_steps):
-                sums = no_sums
+                sums = [no_sums]  # after each batch
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model
                 for eval_batch in loader.eval_batches():
-                    sums = eval_step(model, sums, eval_batch)
-                log.log_eval(step, consumed, sums)
+                    sums.append(eval_step(model, sums[-1], eval_batch))
+                log.log_eval(step, consumed, sums, config.evaluation.log_eval_batches)
 
             watchdog.beat()
             checkpoints.check()
             stopping = preemption.reached(done)
-            last = stopping or done == last_step
+            last = stopping or done == schedule.last_step
             if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved
                 checkpoints.save(done, state.tree, ramp, output.flush, last)
                 log.restart_clock()
-            if stopping and done < last_step:
+            if stopping and done < schedule.last_step:
                 programs.raise_failure()  # which asked for the end
                 output.say_stopped(step)
                 return EXIT_PREEMPTED
-        if last_step < ramp.total_steps:
+        if schedule.last_step < ramp.total_steps:
             output.write_next_stage(schedule)
             return EXIT_STAGE_END
         return 0

@@ -1,13 +1,22 @@
 """Eight CPU devices for the tests that run in this process, and real subprocesses for the rest."""
 
+import importlib.metadata
 import math
 import os
 import pathlib
 import subprocess
 import sys
 
+# Programs of a tiny model take seconds to compile and no time to run. Compiled so they take a
+# seventh of that, on the JAX that has the second flag; XLA ends at a flag that it does not know.
+# `OPTIMIZED` is for a compile in this process where a test is about what XLA makes of the program.
+QUICK = ["--xla_backend_optimization_level=0"]
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+if importlib.metadata.version("jax").startswith("0.10."):
+    QUICK.append("--xla_cpu_use_fusion_emitters=false")
+    OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 DEVICES = 8
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={DEVICES}", *QUICK])
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 
@@ -89,13 +98,6 @@ def command(*arguments: str, module: str = "train") -> list[str]:
     return [sys.executable, "-m", f"maxramp.{module}", *arguments]
 
 
-# Programs of a tiny model take seconds to compile and no time to run. Compiled so they take a
-# seventh of that, on the JAX that has the second flag; XLA ends at a flag that it does not know.
-_QUICK = ["--xla_backend_optimization_level=0"]
-if jax.__version_info__[:2] == (0, 10):
-    _QUICK.append("--xla_cpu_use_fusion_emitters=false")
-
-
 def environment(devices: int = 1, optimized: bool = False) -> dict[str, str]:
     """The environment of a subprocess that sees so many CPU devices and nothing of this one.
 
@@ -107,7 +109,7 @@ def environment(devices: int = 1, optimized: bool = False) -> dict[str, str]:
         for k, v in os.environ.items()
         if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
     }
-    flags = [] if optimized else [*_QUICK]
+    flags = [] if optimized else [*QUICK]
     if devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={devices}")
     kept |= {"XLA_FLAGS": " ".join(flags)} if flags else {}

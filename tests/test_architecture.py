@@ -25,8 +25,11 @@ FLOORS = (
     ("run",),
     ("launch.keys",),
     ("config",),
-    ("launch",),
-    ("train", "plan", "compile", "prepare", "checkpoint", "noise", "launch.__main__", "__main__"),
+    ("launch", "generation"),
+    (
+        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate"),
+        *("branch", "suggest", "launch.__main__", "__main__"),
+    ),
 )
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 

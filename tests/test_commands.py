@@ -5,9 +5,11 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 from conftest import BASE, ROOT, command, environment, run
 
 from maxramp import __main__ as commands
+from maxramp.launch import __main__ as launch
 
 
 def maxramp(*arguments):
@@ -45,6 +47,15 @@ def test_the_list_of_commands():
 def test_help_is_no_failure():
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "") and "hang_timeout_seconds" in done.stdout
+
+
+def test_the_usage_of_a_launch_names_its_cluster(capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--help"])
+    usage = "python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...]\n"
+    assert capsys.readouterr().out.startswith(f"usage: {usage}")
+    assert launch.main(["--cluster", "local"]) == 2
+    assert capsys.readouterr().err == f"error: no config file given: {usage}"
 
 
 def test_a_command_that_is_not_there(capsys):

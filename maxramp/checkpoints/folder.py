@@ -12,6 +12,7 @@ checkpoints/
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from typing import Any
 
 from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
+from maxramp.keys import base
+from maxramp.rampup.keys import BatchKeys
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 TORN = ".torn"
@@ -45,9 +48,15 @@ class Checkpoint:
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
+    def stages_of_run(self) -> list[dict[str, Any]]:
+        """The stages that the run takes, at least one: a ramp may have more behind its end."""
+        keys = BatchKeys.of(base.base() | self.config)
+        end, of = (keys.steps, "step") if keys.steps != -1 else (keys.samples_of_run, "sample")
+        return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{of}"] < end]
+
     def stage(self) -> dict[str, Any]:
-        """The stage of the next step."""
-        return [stage for stage in self.stages if stage["first_step"] <= self.step][-1]
+        """The stage of the next step; after the last, that one's."""
+        return [stage for stage in self.stages_of_run() if stage["first_step"] <= self.step][-1]
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys that the checkpoint and `values` both have with different values: (there, here)."""
@@ -74,7 +83,13 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if is_step(p.name) and p.is_dir())
+    return sorted(int(p.name) for p in folder.iterdir() if is_step(p.name) and _may_be_one(p))
+
+
+def _may_be_one(path: pathlib.Path) -> bool:
+    """Whether a folder with a number for a name is no run's: a run may be called 2024."""
+    # Not of pathlib: it raises where this user may not look, which `read` says in one line.
+    return path.is_dir() and not os.path.isdir(path / "checkpoints")
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
@@ -150,10 +165,10 @@ def find(path: pathlib.Path) -> pathlib.Path:
       ConfigError: there is none.
     """
     path = path.expanduser().absolute()
-    for folder in (path / "checkpoints", path):  # first: a run may be called 2024
+    for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
-    if is_step(path.name) and path.is_dir() and not (path / "checkpoints").exists():
+    if is_step(path.name) and _may_be_one(path):
         return path
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"

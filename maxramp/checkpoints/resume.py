@@ -1,12 +1,15 @@
 """What a start of a run takes up: its schedule, and the history that it must fit."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.data.corpus import hash_of_tokens
 from maxramp.errors import ConfigError
+from maxramp.rampup import adaptive
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -25,6 +28,7 @@ _HISTORY_KEYS = (
     "packing",
     "grain_packing_type",
 )
+_SEPARATE = "separate_documents"  # decides only where the corpus's hash says so
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -53,12 +57,15 @@ def changes_since(
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
-    if checkpoint.corpus_hash != corpus_hash:
+    if hash_of_tokens(checkpoint.corpus_hash) != hash_of_tokens(corpus_hash):
         refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
-    elif checkpoint.config.get("tokenizer_type") == "bytes":
-        # Bytes have no file: a path beside them used to be ignored, and the data is the same.
-        for name in ("tokenizer_type", "tokenizer_path"):
-            refused.pop(name, None)
+    else:
+        if checkpoint.corpus_hash != corpus_hash:  # checkpoints from before the key lack it
+            refused[_SEPARATE] = not values[_SEPARATE], values[_SEPARATE]
+        if checkpoint.config.get("tokenizer_type") == "bytes":
+            # Bytes have no file: a path beside them used to be ignored, and the data is the same.
+            for name in ("tokenizer_type", "tokenizer_path"):
+                refused.pop(name, None)
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
@@ -78,9 +85,9 @@ def _listed(pairs: dict[str, tuple]) -> str:
     return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Schedule:
-    """The stages of a run as this job takes them up.
+    """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`.
 
     Attributes:
       position: the checkpoint that the job goes on from; None for a run that begins.
@@ -90,18 +97,61 @@ class Schedule:
         `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its
         stage ends where it starts.
       change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
+      keys: where a job ends before its run does.
+      num_devices: of this job.
     """
 
     position: Checkpoint | None
     ramp: RampupBatchManager
     planned: RampupBatchManager
-    last_step: int
     change: str
+    keys: CheckpointKeys
+    num_devices: int
+    last_step: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self._find_end()
 
     @property
     def first_step(self) -> int:
         """The step that this job begins with."""
         return self.position.step if self.position else 0
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages that this job runs, or may run: rungs that are still to be decided too."""
+        known = self.ramp.stages_between(self.first_step, self.last_step)
+        more = self._end - len(self.ramp.stages)
+        return known + self.ramp.rungs[: max(0, more)]
+
+    def grow(self, first_step: int) -> Stage:
+        """Takes the next rung of the ladder from a step on; the job may end there."""
+        self.planned.grow(first_step)
+        stage = self.ramp.grow(first_step)
+        self._find_end()
+        return stage
+
+    def steps(self) -> Iterator[int]:
+        """The steps of this job; while it runs, the last of them may change."""
+        step = self.first_step
+        while step < self.last_step:
+            yield step
+            step += 1
+
+    def _find_end(self) -> None:
+        ramp, step = self.ramp, self.first_step
+        self.last_step = ramp.total_steps
+        if step >= self.last_step:
+            self._end = len(ramp.stages)
+            return
+        here = ramp.stages.index(ramp.stage_at_step(step))
+        planned = self.planned.stages + self.planned.rungs
+        self._end = _end(self.keys, planned, here, self.num_devices)
+        end = self._end
+        ramp.check((ramp.stages + ramp.rungs)[here:end])
+        self.planned.check(planned[end:])
+        if end < len(ramp.stages):
+            self.last_step = min(self.last_step, max(step, ramp.stages[end].first_step))
 
 
 def take_up(
@@ -111,6 +161,7 @@ def take_up(
     usable: Callable[[int], bool],
     restart_passes: float,
     position: Checkpoint | None = None,
+    recorded: Sequence[dict[str, Any]] = (),
 ) -> Schedule:
     """The schedule of a job, from where its run stands.
 
@@ -121,23 +172,19 @@ def take_up(
       usable: whether the model's mesh can be made of so many devices, in a later job.
       restart_passes: how long a change of nodes takes (`PassCost.restart`).
       position: the checkpoint to go on from.
+      recorded: what the run has decided (`decisions.read`).
 
     Raises:
-      ConfigError: a stage that would run cannot be split over its devices.
+      ConfigError: today's ladder does not fit what was decided, or a stage that would run cannot
+        be split over its devices.
     """
-    step = position.step if position else 0
-    origin, change = origin_of(batch, num_devices, position)
+    origin, change = origin_of(batch, num_devices, position, recorded)
     ramp = RampupBatchManager(batch, num_devices, **origin)
     planned = RampupBatchManager(batch, usable=usable, restart_passes=restart_passes, **origin)
-    last_step = ramp.total_steps
-    if step < last_step:
-        here = ramp.stages.index(ramp.stage_at_step(step))
-        end = _end(keys, planned.stages, here, num_devices)
-        ramp.check(ramp.stages[here:end])
-        planned.check(planned.stages[end:])
-        if end < len(ramp.stages):
-            last_step = min(last_step, max(step, ramp.stages[end].first_step))
-    return Schedule(position, ramp, planned, last_step, change)
+    schedule = Schedule(position, ramp, planned, change, keys, num_devices)
+    if ramp.rungs:  # what the first decision of this job cannot change
+        ramp.settle(schedule.first_step + adaptive.DELAY - 1)
+    return schedule
 
 
 def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:
@@ -152,8 +199,11 @@ def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices:
 
 
 def origin_of(
-    batch: BatchKeys, num_devices: int, position: Checkpoint | None
-) -> tuple[dict[str, int], str]:
+    batch: BatchKeys,
+    num_devices: int,
+    position: Checkpoint | None,
+    recorded: Sequence[dict[str, Any]] = (),
+) -> tuple[dict[str, Any], str]:
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 
     The batch sizes that are to come decide: if they are still those of the checkpoint, its schedule
@@ -165,33 +215,38 @@ def origin_of(
       batch: resolved.
       num_devices: any that the keys describe; batch sizes do not depend on it.
       position: the checkpoint; None for a run that begins.
+      recorded: what the run has decided (`decisions.read`).
 
     Returns:
-      `first_step`, `first_sample` and `first_index` for RampupBatchManager; and what changed in the
-      batch sizes, in one line, "" if nothing.
+      `first_step`, `first_sample`, `first_index` and `decided` for RampupBatchManager; and what
+      changed in the batch sizes, in one line, "" if nothing.
     """
+    decided = decisions.binding(batch, recorded, position)
     if not position:
-        return {"first_step": 0, "first_sample": 0, "first_index": 0}, ""
+        return {"first_step": 0, "first_sample": 0, "first_index": 0, "decided": decided}, ""
     # A run whose ramp was changed before has its schedule start where it was changed.
     first = position.stages[0]
     origin = {
         "first_step": first["first_step"],
         "first_sample": first["first_sample"],
         "first_index": first["index"],
+        "decided": decided,
     }
     step, consumed = position.step, position.consumed_samples
     ramp = RampupBatchManager(batch, num_devices, **origin)
     before = _sizes_from(position.stages, consumed)
-    same = _sizes_from(_json(ramp), consumed) == before
+    # What was decided after the checkpoint is no change.
+    known = len(position.stages) if decided else None
+    same = _sizes_from(_json(ramp)[:known], consumed) == before
     if same and ramp.samples_before(step) == consumed:
         return origin, ""
-    ramp = RampupBatchManager(batch, num_devices, first_step=step, first_sample=consumed)
+    origin = {"first_step": step, "first_sample": consumed, "decided": decided}
+    ramp = RampupBatchManager(batch, num_devices, **origin)
     trained = [stage for stage in position.stages if stage["first_step"] < step]
     if trained:
         new = ramp.stages[0].global_batch_size != trained[-1]["global_batch_size"]
         first = {"index": trained[-1]["index"] + new}
-    origin = {"first_step": step, "first_sample": consumed, "first_index": first["index"]}
-    return origin, (
+    return origin | {"first_index": first["index"]}, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
         f"{_shown(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
         f"{_shown(before)}"

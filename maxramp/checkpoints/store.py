@@ -228,11 +228,21 @@ class Checkpoints:
             return self.restore(position, abstract)
         state = initial_state(recipe)
         if self._keys.load_parameters_path:
-            return dataclasses.replace(state, model=self._load_parameters(abstract.model))
+            path = pathlib.Path(self._keys.load_parameters_path)
+            return dataclasses.replace(state, model=self.load_parameters(path, abstract.model))
         return state
 
-    def _load_parameters(self, model: Decoder) -> Decoder:
-        checkpoint = self._read(folder_lib.find(pathlib.Path(self._keys.load_parameters_path)))
+    def load_parameters(self, path: pathlib.Path, model: Decoder) -> Decoder:
+        """The weights of a checkpoint, of this run or another one.
+
+        Args:
+          path: a checkpoint, or a folder of them or of a run, whose newest counts.
+          model: their shapes, dtypes and shardings.
+
+        Raises:
+          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
+        """
+        checkpoint = self._read(folder_lib.find(path))
         self.compare(checkpoint, {"model": model})
         with _reading(checkpoint.path):
             loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]

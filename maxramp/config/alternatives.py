@@ -32,7 +32,17 @@ _MAXTEXT = Way(
 )
 _NEMO = Way(chosen_by=("rampup_batch_size", "global_batch_size"))
 _MEGATRON = Way(chosen_by=("step_batch_size_schedule",), alone=("step_batch_size_unit",))
-_POLICY = Way(chosen_by=("rampup_policy",), alone=("rampup_ladder", "rampup_rounding"))
+_POLICY = Way(
+    chosen_by=("rampup_policy",),
+    alone=(
+        "rampup_ladder",
+        "rampup_rounding",
+        "rampup_noise_factor",
+        "rampup_decision_samples",
+        "rampup_earliest",
+        "rampup_latest",
+    ),
+)
 
 _NOTATIONS = (_MAXTEXT, _NEMO, _MEGATRON, _POLICY)
 _LENGTHS = tuple(Way((name,)) for name in ("steps", "total_samples", "total_tokens"))

@@ -19,6 +19,11 @@ def check(config: Config) -> None:
             getattr(config, field.name).check()
     notations.check(config.batch)
     alternatives.check_notation(config.values)
+    if config.batch.rampup_policy == "noise" and config.schedule.batch_size_lr_reference == "final":
+        raise ConfigError(
+            "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would "
+            "depend on a batch that is not decided yet; use initial, or leave it out"
+        )
     schedule_steps = config.schedule.learning_rate_schedule_steps
     if config.batch.steps != -1 and schedule_steps > config.batch.steps:
         raise ConfigError(

@@ -16,7 +16,7 @@ from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import dump
 
-USAGE = """usage: python -m maxramp.{program} CONFIG.yml [key=value ...]
+USAGE = """usage: python -m maxramp.{program} {form}
 {more}
 Values are YAML: steps=100, learning_rate=3e-4, enable_rampup_batch_size=False. Every key, with its
 default:
@@ -29,6 +29,7 @@ def load(
     program: str = "train",
     usage: str = "",
     note: Callable[[str], None] = print_note,
+    form: str = "CONFIG.yml [key=value ...]",
 ) -> Config:
     """Reads CONFIG.yml and key=value arguments.
 
@@ -37,6 +38,7 @@ def load(
       program: the module's name, for the usage text.
       usage: what the usage text says of that program alone.
       note: takes a line about what became of another trainer's keys; prints it by default.
+      form: the arguments of that program, for its usage line.
 
     Returns:
       The configuration, checked as far as it can be without devices: `config.resolve` fills in what
@@ -48,12 +50,10 @@ def load(
     """
     if {"-h", "--help", "help"} & set(arguments):
         base_text = (CONFIGS / "base.yml").read_text()
-        print(USAGE.format(program=program, more=usage, base=base_text))
+        print(USAGE.format(program=program, form=form, more=usage, base=base_text))
         raise SystemExit(0)
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
-        raise ConfigError(
-            f"no config file given: python -m maxramp.{program} CONFIG.yml [key=value ...]"
-        )
+        raise ConfigError(f"no config file given: python -m maxramp.{program} {form}")
     values = ml_collections.ConfigDict(base.base(), type_safe=True, convert_dict=False)
     values.lock()
     *files, command_line = overrides.read(pathlib.Path(arguments[0]), arguments[1:], note)

@@ -10,7 +10,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import BATCH_AXES, NAME_IN_KEYS
-from maxramp.rampup import layout
+from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
 
@@ -43,6 +43,7 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=config.optimizer.mu_dtype or config.model.weight_dtype,
         tokenizer_type=config.data.type_of_tokenizer,
+        **_adaptive(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dcn,
@@ -80,6 +81,14 @@ def mesh_checker(config: Config) -> Callable[[int], bool]:
     return usable
 
 
+def _adaptive(config: Config) -> dict[str, Any]:
+    """What a ramp needs that is decided while it runs."""
+    if config.batch.rampup_policy != "noise":
+        return {}
+    period = ladder.period(config.batch)
+    return {"log_gradient_noise_scale": True, "rampup_decision_samples": period}
+
+
 def _scaling(config: Config) -> dict[str, str]:
     """How the learning rate follows the batch; a policy asks for the root, from where it begins."""
     by_policy = {
@@ -108,9 +117,13 @@ def _pipeline(config: Config) -> dict[str, int]:
     stages, layers = batch.stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
     if stages > 1 and config.values["log_gradient_noise_scale"]:
+        given = "log_gradient_noise_scale=True"
+        if config.batch.rampup_policy == "noise":
+            given = "rampup_policy=noise measures the noise scale, which"
         raise ConfigError(
-            "log_gradient_noise_scale=True takes gradients by rows, which a pipeline "
-            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism}) cuts into micro batches; "
+            f"{given} takes gradients by rows, which a pipeline "
+            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) cuts into micro batches; "
             "leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one

@@ -6,6 +6,15 @@ from typing import Any
 
 import numpy as np
 
+# How a hash ends where that does not follow from the layout: whether the documents of a row see
+# each other. Hashes without an end are from before that was a choice.
+APART, JOINED = "-apart", "-joined"
+
+
+def hash_of_tokens(digest: str) -> str:
+    """A corpus's hash without its end: equal for equal tokens in equal rows."""
+    return digest.removesuffix(APART).removesuffix(JOINED)
+
 
 class Absent:
     """Items that another process holds: a length, and nothing to read."""

@@ -14,13 +14,17 @@ from maxramp.rampup.numbers import exact
 class DataKeys(Keys):
     """Which text a run trains on, as which tokens, in which order."""
 
-    dataset_type: str = one_of("text", "synthetic", "grain")
+    dataset_type: str = one_of("text", "synthetic", "grain", "hf")
     text_files: str
     grain_train_files: str
     grain_eval_files: str
     grain_file_type: str = one_of(
         "", "prepared", "arrayrecord", "parquet", "jsonl", "text", "megatron"
     )
+    hf_path: str
+    hf_name: str
+    train_split: str
+    hf_eval_split: str
     train_data_columns: Sequence[str]
     tokenizer_type: str = one_of("", "bytes", "huggingface", "sentencepiece", "tiktoken")
     tokenizer_path: str
@@ -32,6 +36,7 @@ class DataKeys(Keys):
     eval_interval: int
     max_target_length: int
     packing: bool
+    separate_documents: bool
     grain_packing_type: str = one_of("concat_then_split", "best_fit")
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool
@@ -61,10 +66,24 @@ class DataKeys(Keys):
                 "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
                 "or glob,weight;glob,weight"
             )
+        for name in ("hf_path", "hf_name", "hf_eval_split", "train_split"):
+            not_given = "train" if name == "train_split" else ""
+            if getattr(self, name) != not_given and self.dataset_type != "hf":
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} goes with dataset_type=hf, not "
+                    f"{self.dataset_type}"
+                )
+        if self.dataset_type == "hf" and not (self.hf_path and self.train_split):
+            raise ConfigError(
+                "dataset_type=hf needs hf_path, the name of a data set such as allenai/c4, and "
+                "train_split"
+            )
         columns = self.train_data_columns
         if len(columns) != 1 or not isinstance(columns[0], str):
             raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
-        from_fraction = self.dataset_type != "synthetic" and not self.grain_eval_files
+        from_fraction = self.dataset_type != "synthetic" and not (
+            self.grain_eval_files or self.hf_eval_split
+        )
         if self.eval_interval > 0 and from_fraction and self.eval_fraction == 0:
             raise ConfigError(
                 f"eval_interval={self.eval_interval} asks for evaluation, but eval_fraction=0 "
@@ -100,6 +119,7 @@ class EvalKeys(Keys):
     eval_interval: int = positive_or_open()
     eval_steps: int = positive_or_open()
     eval_per_device_batch_size: float = at_least(0)
+    log_eval_batches: bool
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to evaluate after `step` steps of a run."""

@@ -70,7 +70,8 @@ class Loader:
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
         largest = max(
-            ramp.stages_between(first_step, steps), key=lambda stage: stage.global_batch_size
+            ramp.stages_between(first_step, steps) + ramp.rungs,
+            key=lambda stage: stage.global_batch_size,
         )
         self._batches = self._read_ahead(
             StepBatches(rows, corpus.packed, steps, self._shared_ramp, expansion.share),
@@ -150,6 +151,8 @@ class Loader:
 
 def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
     needed, there = ramp.total_samples, len(rows)
+    if ramp.rungs:  # a run that ends with a larger batch may end so many rows later
+        needed += ramp.rungs[-1].global_batch_size
     if needed <= there:
         return
     once, part = rows.length(1)

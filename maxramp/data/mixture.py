@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.corpus import Corpus, Part
+from maxramp.data.corpus import APART, Corpus, Part
 from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
-from maxramp.data.rows import Chain, Checked, Documents, RecordRows, Span, StreamRows
+from maxramp.data.rows import (
+    Chain,
+    Checked,
+    Documents,
+    RecordRows,
+    SeparateRows,
+    Span,
+    StreamRows,
+)
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -55,7 +65,7 @@ def parse(key: str, value: str) -> list[tuple[str, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One entry of a mixture, opened; `hash` is of its tokens, `documents` as in Corpus."""
+    """One entry of a mixture, opened; `hash` is of its tokens, the rest as in Part and Corpus."""
 
     name: str
     weight: float
@@ -63,18 +73,27 @@ class _Entry:
     documents: bool
     hash: str
 
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.items, SeparateRows)
+
 
 def open_mixture(keys: DataKeys) -> Corpus:
-    """Opens the corpus of dataset_type=grain.
+    """Opens the corpus of dataset_type=grain or hf.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
     storage.allow_many_files()
     opener = _Opener(keys)
-    train = opener.entries("grain_train_files", keys.grain_train_files)
-    eval_files = keys.grain_eval_files
-    evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
+    source = "hf_path" if keys.dataset_type == "hf" else "grain_train_files"
+    if keys.dataset_type == "hf":
+        train = [opener.hub_set(keys.train_split)]
+        evaluated = [opener.hub_set(keys.hf_eval_split)] if keys.hf_eval_split else []
+    else:
+        train = opener.entries("grain_train_files", keys.grain_train_files)
+        eval_files = keys.grain_eval_files
+        evaluated = opener.entries("grain_eval_files", eval_files) if eval_files else []
     kinds = {entry.documents: entry.name for entry in (*train, *evaluated)}
     if len(kinds) > 1:
         raise ConfigError(
@@ -95,7 +114,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
     for part in parts:
         if not len(part.items):
             raise ConfigError(
-                f"grain_train_files: {part.name} has no {noun} left to train on; give more data, "
+                f"{source}: {part.name} has no {noun} left to train on; give more data, "
                 "or a smaller eval_fraction"
             )
     count, held_count = sum(cuts), sum(map(len, held_out))
@@ -111,13 +130,15 @@ def open_mixture(keys: DataKeys) -> Corpus:
     unused = f"; tokenizer_path={path} is not used, the files hold tokens" if path else ""
     hashed = [keys.max_target_length, cuts, [(entry.weight, entry.hash) for entry in train]]
     hashed.append([entry.hash for entry in evaluated])
+    packed = any(entry.packed for entry in (*train, *evaluated))
     return Corpus(
         parts,
         Chain(held_out),
         f"{', '.join(names) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
         f"{held_count} held out{unused}",
-        hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest(),
+        hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest() + APART * packed,
         documents,
+        packed,
     )
 
 
@@ -141,29 +162,46 @@ class _Opener:
             for pattern, weight in parse(key, value)
         ]
 
+    def hub_set(self, split: str) -> _Entry:
+        """A split of the data set that hf_path names."""
+        keys = self._keys
+        (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
+        file = HubSet.of(keys.hf_path, keys.hf_name, split, column, tokens)
+        return _Entry(file.path, 1.0, *self._open_files("hf_path", file.path, "hf", [file]))
+
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
         """The items of an entry, whether they are documents, and their hash."""
         keys, length = self._keys, self._keys.max_target_length
         kind, paths = find_files(key, pattern, keys.grain_file_type)
         if kind == "prepared":
             files, digest = self._open_prepared(paths)
-            rows = StreamRows(TokenStream(files), length)
-            return self._checked(key, pattern, rows), False, digest
+            stream = TokenStream(files)
+            rows = self._checked(key, pattern, StreamRows(stream, length))
+            return self._separate(rows, stream), False, digest
         (column,) = keys.train_data_columns
         tokens = not keys.tokenize_train_data
         files = [formats.READERS[kind](path, column, tokens) for path in paths]
+        return self._open_files(key, pattern, kind, files)
+
+    def _open_files(
+        self, key: str, pattern: str, kind: str, files: list[RecordFile]
+    ) -> tuple[Any, bool, str]:
+        """The same as `_open`, of files of one format that is no prepared set."""
+        length, tokens = self._keys.max_target_length, not self._keys.tokenize_train_data
         for file in files:
             file.check()
         documents = kind != "megatron" and not (kind == "arrayrecord" and tokens)
-        if kind == "megatron":
-            items: Any = StreamRows(TokenStream(files), length)
+        stream = TokenStream(files) if kind == "megatron" else None
+        if stream:
+            items: Any = StreamRows(stream, length)
         elif not documents:
             items = RecordRows(files, length)
         else:
             items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
         items = self._checked(key, pattern, items)
-        size = sum(storage.size_of(file.data_path) for file in files)
-        return items, documents, _sampled_hash(items, size)
+        size = sum(file.num_bytes for file in files)
+        digest = _sampled_hash(items, size)
+        return self._separate(items, stream) if stream else items, documents, digest
 
     def _open_prepared(self, folders: list[str]) -> tuple[list[MegatronFile], str]:
         """The shards of prepared sets, and the hash of their tokens."""
@@ -214,6 +252,12 @@ class _Opener:
                 f"{self._keys.max_target_length + 1} tokens; give more data or shorter rows"
             )
         return Checked(items, self._keys.vocab_size)
+
+    def _separate(self, rows: Checked, stream: TokenStream) -> Any:
+        """Rows that say where documents begin, if more than one does and that is wanted."""
+        if not self._keys.separate_documents or stream.num_documents < 2:
+            return rows
+        return SeparateRows(rows, stream, self._keys.max_target_length)
 
     def _open_tokenizer(self) -> Tokenizer:
         self.uses_tokenizer = True

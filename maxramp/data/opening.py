@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import Corpus
+from maxramp.data.corpus import JOINED, Corpus
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.sources import open_corpus
@@ -84,13 +84,14 @@ def open_rows(
             )
     used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
     layout = data.grain_packing_type if data.packing else "one_per_row"
+    end = JOINED if data.packing and not data.separate_documents else ""
     return dataclasses.replace(
         corpus,
         train=tuple(train),
         held_out=held_out,
         documents=False,
-        packed=data.packing,
-        hash=f"{corpus.hash}-{layout}",
+        packed=data.packing and data.separate_documents,
+        hash=f"{corpus.hash}-{layout}{end}",
         description=f"{corpus.description}, in {rows} rows, "
         f"{used / rows / (data.max_target_length + 1):.1%} full",
     )
@@ -107,7 +108,8 @@ def _rows_of(
     lengths = _count_lengths(reading, documents, readers, beat)
     lay_out = _LAYOUTS[data.grain_packing_type] if data.packing else packing.one_per_row
     layout = lay_out(lengths, data.max_target_length)
-    rows = packing.PackedRows(documents, layout, data.max_target_length, data.packing)
+    mark = data.packing and data.separate_documents
+    rows = packing.PackedRows(documents, layout, data.max_target_length, mark)
     return rows, int(layout.size.sum())
 
 

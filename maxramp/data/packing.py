@@ -50,7 +50,7 @@ class PackedRows:
           documents: int32 arrays with random access.
           layout: of their rows.
           length: tokens that a row predicts.
-          mark: whether a row may hold several documents.
+          mark: whether a row may hold several documents, which do not see each other.
         """
         self._documents, self._layout, self._length, self._mark = documents, layout, length, mark
 

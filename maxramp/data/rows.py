@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
+from maxramp.data.marks import START
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -39,6 +41,30 @@ class StreamRows:
 
     def __repr__(self) -> str:
         return f"StreamRows({len(self)} rows of {self._length} tokens)"
+
+
+class SeparateRows:
+    """Rows of a stream in which a document's first token carries START."""
+
+    def __init__(self, rows: Any, stream: TokenStream, length: int):
+        """
+        Args:
+          rows: of the stream, as from StreamRows.
+          stream: which says where documents begin.
+          length: tokens that a row predicts.
+        """
+        self._rows, self._stream, self._length = rows, stream, length
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        row, start = self._rows[index], index * self._length
+        row[self._stream.document_starts(start, start + len(row)) - start] += START
+        return row
+
+    def __repr__(self) -> str:
+        return repr(self._rows)
 
 
 class SyntheticRows:

@@ -1,4 +1,4 @@
-"""Documents -> a prepared set, on all cores, in a way that may be killed at any moment.
+"""What a prepared set is made of, decided before anything is read: shards, and files of ours.
 
 The inputs are cut into pieces and pieces joined to shards before anything is read, always in the
 same way. A shard is one task: its files get their names when they are whole, and last of all comes
@@ -10,40 +10,35 @@ in it; a folder without one is refused if it holds a file that we would write, a
 removed but what a SHARD.json of ours vouches for and files with names that only we give.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import os
 import pathlib
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from maxramp.data.files import prepared, storage
-from maxramp.data.files.megatron import MegatronWriter
-from maxramp.data.files.records import Record, RecordFile
+from maxramp.data.files import prepared
+from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
+from maxramp.errors import ConfigError
 from maxramp.parallel.locking import lock
-
-# Documents encoded together: so many characters or tokens, or so many documents.
-_BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 
 _MARK = ".preparing"  # locked by the process at work; stays until the set is finished
 _WRITTEN = re.compile(
     r"shard-\d{5,}\.(bin|idx|json)|bpe-[0-9a-f]{16}\.json|manifest\.json|"
-    r"tokenizer(_config)?\.json|tokenizer\.(model|tiktoken)"
+    r"tokenizer(_config)?\.json|tokenizer\.(model|tiktoken)|bad_records\.jsonl|"
+    r"shard-\d{5,}\.[0-9a-f]{16}\.hashes"
 )
-_LEFT_OVER = re.compile(rf"bpe-[0-9a-f]{{16}}\.json|\.?({_WRITTEN.pattern})(\.\d+)?\.tmp")
-_FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash"}  # of a SHARD.json
+_LEFT_OVER = re.compile(
+    r"bpe-[0-9a-f]{16}\.json|shard-\d{5,}\.[0-9a-f]{16}\.hashes|"
+    rf"\.?({_WRITTEN.pattern})(\.\d+)?\.tmp"
+)
+# Of a SHARD.json; version 1 did not write its number, and others may lack `bad`.
+_FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash", "bad"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +62,7 @@ class Job:
     output: pathlib.Path
     tokenizer: Tokenizer | None  # None where the inputs hold tokens
     trained: str  # what the tokenizer was trained from, as `bpe_name` says; "" = it was given
+    deduplicate: bool  # whether a document that an earlier one equals is left out
     dtype: str
     shards: tuple[Shard, ...]
 
@@ -76,7 +72,7 @@ class Job:
         return _hash("".join(shard.source for shard in self.shards))
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """The counts and hashes of the shards that are whole, by name.
+        """The counts, hashes and bad records of the shards that are whole, by name.
 
         Raises:
           ConfigError: a file has the name of a SHARD.json and is none.
@@ -102,6 +98,7 @@ def plan(
     tokenizer: Tokenizer | None,
     trained: str,
     shard_size: int,
+    deduplicate: bool,
 ) -> Job:
     """The shards of a set: about `shard_size` bytes of input each, the same at every start.
 
@@ -111,6 +108,7 @@ def plan(
       tokenizer: of texts; None for tokens.
       trained: `bpe_name` of a tokenizer that was trained here; "" for another.
       shard_size: in bytes.
+      deduplicate: whether to leave out a document that an earlier one equals.
 
     Raises:
       ConfigError: an input that is missing, torn or of another kind.
@@ -119,7 +117,7 @@ def plan(
     how = (tokenizer.hash if tokenizer is not None else None, dtype)
     groups, held = [[]], 0
     for file in inputs:
-        stamp = _stamp(file)
+        stamp = file.stamp
         for start, stop, size in file.split(shard_size):
             if groups[-1] and held + size > shard_size:
                 groups.append([])
@@ -129,15 +127,11 @@ def plan(
     shards = []
     for group in filter(None, groups):
         source = _hash(repr((how, [(stamp, piece[1:]) for piece, stamp in group])))
+        if deduplicate:  # what a shard leaves out follows from all before it
+            source = _hash(f"{shards[-1].source if shards else 'deduplicated'} {source}")
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
-    return Job(output, tokenizer, trained, dtype, tuple(shards))
-
-
-def _stamp(file: RecordFile) -> tuple[Any, ...]:
-    """What changes when a file does, or what is read of it."""
-    path = file.data_path
-    return os.path.basename(path), storage.size_of(path), storage.changed_at(path), file.column
+    return Job(output, tokenizer, trained, deduplicate, dtype, tuple(shards))
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
@@ -161,7 +155,7 @@ def _read_record(path: pathlib.Path) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    record = {"version": 1} | record  # version 1 did not write its number
+    record = {"version": 1, "bad": []} | record
     return record if record.keys() == _FIELDS else None
 
 
@@ -204,77 +198,10 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
             yield
         finally:
             # A mark over nothing of ours would make ours what somebody else puts there.
-            begun = any(_WRITTEN.match(name) for name in os.listdir(output))
+            ours = (_WRITTEN.fullmatch, _LEFT_OVER.fullmatch)
+            begun = any(fits(name) for name in os.listdir(output) for fits in ours)
             if prepared.is_prepared(str(output)) or not begun:
                 os.unlink(mark.name)
-
-
-def make(job: Job, workers: int, show: Callable[[int, int, int], None]) -> dict[str, Any]:
-    """Makes the shards that are not there, and the manifest.
-
-    Args:
-      job: from `plan`.
-      workers: processes at work.
-      show: called several times a second with the documents and tokens made, and the bytes read.
-
-    Raises:
-      ConfigError: an input is wrong; no manifest is written.
-      TrainingError: a worker was killed.
-    """
-    done = job.finished()
-    missing = [shard for shard in job.shards if shard.name not in done]
-    # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave.
-    counts = multiprocessing.get_context("spawn").Array("q", 4)
-    mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
-    mine[2] = sum(shard.size for shard in job.shards if shard.name in done)
-    with concurrent.futures.ProcessPoolExecutor(
-        max(1, min(workers, len(missing))),
-        multiprocessing.get_context("spawn"),
-        _start_worker,
-        (job, counts),
-    ) as pool:
-        pending = {pool.submit(_make_shard, shard) for shard in missing}
-        try:
-            while pending:
-                finished, pending = concurrent.futures.wait(
-                    pending, 0.2, concurrent.futures.FIRST_EXCEPTION
-                )
-                show(*mine[:3])
-                for task in finished:
-                    task.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise TrainingError(
-                "a worker was killed, for want of memory perhaps (--workers takes fewer); start "
-                "again to go on"
-            ) from None
-        finally:
-            mine[3] = 1
-            pool.shutdown(cancel_futures=True)
-    done = job.finished()
-    shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
-    manifest = prepared.make_manifest(shards, _describe(job), job.dtype, job.source)
-    if not manifest["tokens"]:
-        raise ConfigError(f"the inputs hold {manifest['documents']} documents and no tokens")
-    storage.write_whole(job.output / prepared.NAME, json.dumps(manifest, indent=1).encode())
-    clean(job)
-    return manifest
-
-
-def _describe(job: Job) -> dict[str, Any] | None:
-    """The tokenizer as the manifest has it, its file copied into the set."""
-    tokenizer = job.tokenizer
-    if tokenizer is None:
-        return None
-    name = tokenizer.copy_to(job.output)
-    trained = {"trained": job.trained} if job.trained else {}
-    return trained | {
-        "type": tokenizer.type,
-        "file": name,
-        "hash": tokenizer.hash,
-        "vocab_size": tokenizer.vocab_size,
-        "add_bos": tokenizer.add_bos,
-        "add_eos": tokenizer.add_eos,
-    }
 
 
 def clean(job: Job) -> None:
@@ -288,82 +215,3 @@ def clean(job: Job) -> None:
             for file in (path.with_suffix(".bin"), path.with_suffix(".idx"), path):
                 if file.name not in kept:
                     file.unlink(missing_ok=True)
-
-
-def _start_worker(*given: Any) -> None:
-    global _job, _counts
-    _job, _counts = given
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and asks us to leave
-
-
-def _follow_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(EXIT_FAILED)  # it was killed, and nobody would ever ask for anything again
-
-
-def _count(documents: int, tokens: int, size: int) -> None:
-    with _counts:
-        for index, more in enumerate((documents, tokens, size)):
-            _counts[index] += more
-
-
-def _make_shard(shard: Shard) -> None:
-    try:
-        _write_shard(shard)
-    except OSError as error:
-        raise TrainingError(
-            f"--output {_job.output}: cannot write {error.filename or shard.name}: "
-            f"{error.strerror or error}; make room, and start again to go on"
-        ) from None
-
-
-def _write_shard(shard: Shard) -> None:
-    digest = prepared.DocumentsHash()
-    with MegatronWriter(str(_job.output / shard.name), np.dtype(_job.dtype)) as writer:
-        for file, start, stop, size in shard.pieces:
-            for batch in _batches(_read(file, start, stop)):
-                if _counts[3]:
-                    return
-                documents = batch if file.tokens else _job.tokenizer.encode(batch)
-                writer.add(documents)
-                digest.add(documents)
-                _count(len(documents), sum(map(len, documents)), 0)
-            _count(0, 0, size)
-        record = writer.finish()
-    record |= {"hash": digest.hex(), "source": shard.source, "version": prepared.VERSION}
-    storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(record).encode())
-
-
-def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record]:
-    """The records of a piece; a read that fails names the file."""
-    try:
-        yield from file.read(start, stop)
-    except OSError as error:
-        raise ConfigError(f"{file.path}: cannot be read: {error.strerror or error}") from None
-
-
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += len(record)
-        if size >= _BATCH_SIZE or len(batch) >= _BATCH_COUNT:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def sample_texts(inputs: Sequence[RecordFile], most: int) -> Iterator[str]:
-    """Texts from all over the inputs, about `most` bytes of them."""
-    pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
-    total = sum(size for _, (*_, size) in pieces)
-    for file, (start, stop, size) in pieces:
-        left = size * min(1.0, most / max(1, total))
-        for text in _read(file, start, stop):
-            yield text
-            left -= len(text)
-            if left <= 0 and total > most:
-                break

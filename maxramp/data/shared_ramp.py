@@ -1,16 +1,20 @@
 """A ramp that may grow, for threads and processes that read ahead of it."""
 
+import contextlib
 import pathlib
 import pickle
 import shutil
 import tempfile
 import time
+from typing import Any
 
 from maxramp.data.files.storage import write_whole
 from maxramp.errors import TrainingError
+from maxramp.parallel.locking import lock
 from maxramp.rampup.schedule import RampupBatchManager
 
 _POLL_SECONDS = 0.01
+_PREFIX = "maxramp-"  # of the folder's name
 
 
 class SharedRamp:
@@ -22,10 +26,18 @@ class SharedRamp:
 
     def __init__(self, ramp: RampupBatchManager):
         """Publishes what is settled by now; to be closed."""
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="maxramp-"))
+        _remove_leftovers()
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._held = (self._folder / "held").open("w")
+        with contextlib.suppress(OSError):
+            lock(self._held)  # as long as this process lives
         self._read: RampupBatchManager | None = None
         self._published = -1
         self.publish(ramp)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What readers in other processes get."""
+        return {"_folder": self._folder, "_read": None}
 
     def publish(self, ramp: RampupBatchManager) -> None:
         """Lets readers go on as far as the ramp is settled by now. Only one thread may call it."""
@@ -53,3 +65,12 @@ class SharedRamp:
     def close(self) -> None:
         """Ends the wait of all who wait."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.close()
+
+
+def _remove_leftovers() -> None:
+    """Removes the folders of processes that were killed, which hold them no more."""
+    for ramp in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/ramp"):
+        with contextlib.suppress(OSError), (ramp.parent / "held").open() as held:
+            if not lock(held):  # else nobody knows who holds it
+                shutil.rmtree(ramp.parent)

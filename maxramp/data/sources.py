@@ -34,7 +34,7 @@ def open_corpus(keys: DataKeys) -> Corpus:
             f"synthetic random tokens{unused}",
             f"synthetic-{seed}-{vocab_size}-{length}",
         )
-    if keys.dataset_type == "grain":
+    if keys.dataset_type in ("grain", "hf"):
         return mixture.open_mixture(keys)
     files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)

@@ -2,6 +2,7 @@
 
 import os
 
+from maxramp.data import hub
 from maxramp.errors import ConfigError
 
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
@@ -36,12 +37,14 @@ def type_of(kind: str, path: str, dataset_type: str) -> str:
     if os.path.isfile(os.path.join(local, "tokenizer.json")):
         return "huggingface"
     kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
+    if kind is None and hub.is_name(path):
+        return "huggingface"
     if kind is None or os.path.isdir(local):
         what = "its name does not say of what type it is"
         if os.path.isdir(local):
             what = "the folder has no tokenizer.json"
         elif "://" not in path and not os.path.exists(local):
-            what = "no such file or folder, and nothing is fetched by its name"
+            what = "no such file or folder, nor a name such as meta-llama/Meta-Llama-3-8B"
         raise ConfigError(
             f"tokenizer_path={path}: {what}; give a tokenizer.json (or its folder), .model or "
             ".tiktoken file, or tokenizer_type as well"

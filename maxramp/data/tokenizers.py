@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from maxramp.data import hub
 from maxramp.data.files import storage
 from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
 
-# Marks by the names that published tokenizers give them; tokenizer_config.json comes first.
+# Marks by the names that published tokenizers give them; those that this file names come first.
+_MARKS = "tokenizer_config.json"
 _BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|endoftext|>")
 _END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
@@ -76,7 +78,7 @@ def _open_huggingface(file: str) -> _Model:
 
 
 def _marks_file(file: str) -> str:
-    return os.path.join(os.path.dirname(file), "tokenizer_config.json")
+    return os.path.join(os.path.dirname(file), _MARKS)
 
 
 def _open_sentencepiece(file: str) -> _Model:
@@ -117,7 +119,8 @@ class Tokenizer:
 
     Attributes:
       type: one of TYPES.
-      path: its file, or for huggingface the folder of tokenizer.json; bytes have none.
+      path: its file, or for huggingface the folder of tokenizer.json, or the name of a model on
+        Hugging Face; bytes have none.
       add_bos, add_eos: whether a document begins and ends with a mark.
     """
 
@@ -150,10 +153,23 @@ class Tokenizer:
         marks = f"{self.type} {self._marks}".encode()
         return hashlib.blake2b(data + marks, digest_size=8).hexdigest()
 
+    def describe(self) -> str:
+        """What it is, in one line for a person."""
+        marks = [name for name in ("add_bos", "add_eos") if getattr(self, name)]
+        return (
+            f"{self.type}{f' {self.file}' if self.file else ''}: {self.vocab_size:,} ids"
+            f"{', '.join(['', *marks])} (hash {self.hash})"
+        )
+
     @property
     def file(self) -> str:
         """The file that holds the model; "" if none does."""
         path = os.path.expanduser(self.path) if self.type != "bytes" else ""
+        if hub.is_name(path):
+            path = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
+            if self.type == "huggingface":  # its marks come to lie beside it
+                hub.fetch("tokenizer_path", self.path, _MARKS, required=False)
+            return path
         is_folder = self.type == "huggingface" and os.path.isdir(path)
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
@@ -162,7 +178,7 @@ class Tokenizer:
         name = TYPES[self.type][1]
         copies = {self.file: name}
         if self.type == "huggingface" and storage.exists(_marks_file(self.file)):
-            copies[_marks_file(self.file)] = "tokenizer_config.json"
+            copies[_marks_file(self.file)] = _MARKS
         for file, copy in copies.items():
             if copy and pathlib.Path(file).absolute() != (folder / copy).absolute():
                 storage.write_whole(folder / copy, storage.read_bytes(file))

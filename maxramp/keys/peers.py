@@ -45,6 +45,7 @@ RENAMED = {
     "model.rotary_base": "rope_max_timescale",
     "model.share_embeddings_and_output_weights": "logits_via_embedding",
     "model.seed": "init_weights_seed",
+    "model.data.reset_attention_mask": "separate_documents",
     "model.tokenizer.library": "tokenizer_type",
     "model.tokenizer.model": "tokenizer_path",
     "model.optim.name": "opt_type",
@@ -130,9 +131,9 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ),
     # The values are the defaults of MaxText's base.yml, which a whole copy of it holds.
     ("dataset_path dataset_name eval_dataset_name", ("c4/en:3.0.1",), _NO_DATA),
-    ("train_split eval_split", ("train", "validation"), _NO_DATA),
+    ("eval_split", ("validation",), _NO_DATA),
     (
-        "hf_path hf_name hf_data_dir hf_data_files hf_train_files hf_eval_split hf_eval_files",
+        "hf_data_dir hf_data_files hf_train_files hf_eval_files",
         (),
         _NO_DATA,
     ),
@@ -290,7 +291,7 @@ _IGNORED = (
     "model.apply_query_key_layer_scaling model.tokenizer.type model.tokenizer.delimiter "
     "model.optim.bucket_cap_mb model.optim.overlap_* model.optim.contiguous_* "
     "model.optim.grad_sync_dtype model.data.data_impl model.data.skip_warmup "
-    "model.data.num_workers model.data.dataloader_type model.data.reset_* "
+    "model.data.num_workers model.data.dataloader_type model.data.reset_position_ids "
     "model.data.eod_mask_loss model.data.index_mapping_dir "
 )
 

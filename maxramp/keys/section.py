@@ -5,6 +5,7 @@ together. Every field has its line, its default and its reason in configs/base.y
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -37,6 +38,11 @@ def positive_or_open() -> Any:
     return _key(lambda value: value >= 1 or value == -1, "must be 1 or more, or -1 (see --help)")
 
 
+def above_zero() -> Any:
+    """A number above 0."""
+    return _key(lambda value: value > 0, "must be above 0")
+
+
 def above_zero_or_open() -> Any:
     """A number above 0, or -1, which leaves it open."""
     return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help)")
@@ -63,7 +69,12 @@ def local_path() -> Any:
         "is the address of a storage, not a path: a run reads and writes its own files through the "
         "file system; mount the storage (GCS FUSE, Mountpoint for S3) and give the path"
     )
-    return _key(lambda value: "://" not in value, text)
+    return _key(lambda value: not is_address(value), text)
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is the address of a storage: gs://bucket, or gs:/bucket as pathlib has it."""
+    return re.match(r"\w[\w.+-]+:/", path) is not None
 
 
 def uint32(least: int = 0) -> Any:

@@ -20,6 +20,7 @@ from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
 _CLUSTERS = ("local", "slurm", "gke")
+FORM = f"CONFIG.yml --cluster {'|'.join(_CLUSTERS)} [key=value ...]"
 USAGE = """
   --cluster local|slurm|gke  where to run the jobs
   --dry-run                  print everything that would be started
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = _take_cluster(arguments)
-        config = load(arguments, "launch", USAGE)
+        config = load(arguments, "launch", USAGE, form=FORM)
         if config.batch.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(

@@ -12,6 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
@@ -69,9 +70,9 @@ class Run:
             )
         folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
         folder /= config.run.run_name
-        ramp = _planned(config, _newest(folder))
+        ramp = _planned(config, folder, _newest(folder))
         first = ramp.stages[0].first_step
-        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
+        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
         ramp.check(stages)
         for count in {stage.nodes for stage in stages}:
             resolve_planned(config, count * devices_per_node)
@@ -87,7 +88,7 @@ class Run:
           ConfigError: the newest checkpoint is one of another program.
         """
         position = _newest(self.folder)
-        ramp = _planned(self.config, position)
+        ramp = _planned(self.config, self.folder, position)
         return ramp.stage_at_step(position.step if position else 0).nodes
 
     def steps_done(self) -> int:
@@ -151,11 +152,13 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _planned(config: Config, position: Checkpoint | None) -> RampupBatchManager:
+def _planned(
+    config: Config, folder: pathlib.Path, position: Checkpoint | None
+) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)
-    origin, _ = origin_of(target.batch, devices, position)
+    origin, _ = origin_of(target.batch, devices, position, decisions.read(folder))
     return RampupBatchManager(
         target.batch,
         usable=mesh_checker(config),

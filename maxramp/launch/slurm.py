@@ -166,7 +166,7 @@ def print_status(run: Run) -> None:
     print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
     done = max((e["to"] for e in entries), default=0)
     last = run.stages[-1]
-    stage = max((s.index for s in run.stages if s.first_sample <= done), default=0)
+    stage = max((s.index for s in run.stages if 0 <= s.first_sample <= done), default=0)
     total = f"stage {stage} of 0 to {last.index}"
     print(f"{run.folder}: {done:,} samples done, {total}")
 
@@ -219,12 +219,19 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
-    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder."""
+    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder.
+
+    Raises:
+      ConfigError: SLURM does not say.
+    """
     if not shutil.which("squeue"):
         return {}
     done = subprocess.run(
         ["squeue", "-h", "-o", "%A|%D|%T|%Z"], capture_output=True, text=True, check=False
     )
+    if done.returncode:
+        reason = " ".join(done.stderr.replace("squeue: error:", "").split())
+        raise ConfigError(f"squeue cannot tell which jobs of this run there are: {reason}")
     found = {}
     for line in done.stdout.splitlines():
         job, nodes, state, directory = line.split("|", 3)

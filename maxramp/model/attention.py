@@ -65,13 +65,18 @@ def _splash_obstacle(keys: ModelKeys, platform: str | None) -> str | None:
     return None
 
 
+def for_length(implementation: str, length: int) -> str:
+    """What computes the attention among so many tokens, where others than a row's are wanted."""
+    return implementation if length % _LANES == 0 else "dot_product"
+
+
 def cost_of_packing(implementation: str) -> str | None:
     """A line for the log on what packed rows cost an implementation; None if nothing."""
     if implementation != "cudnn_flash" or _has_packed_kernel():
         return None
     return (
         "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
-        "Triton; use jax 0.10.2 to 0.12, or packing=False"
+        "Triton; use jax 0.10.2 to 0.12, or separate_documents=False"
     )
 
 
@@ -79,13 +84,16 @@ def _has_packed_kernel() -> bool:
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
-def rotary_angles(length: int, head_dim: int, max_timescale: float) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(
+    positions_T: jax.Array, head_dim: int, max_timescale: float
+) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angle of every position and pair: two arrays [T, h/2] in float32.
 
-    Pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864).
+    Positions [B, T], each row's own, give [B, T, h/2]. Pair i turns by
+    position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864).
     """
     fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] / max_timescale**fraction
+    angle = positions_T.astype(jnp.float32)[..., None] / max_timescale**fraction
     return jnp.cos(angle), jnp.sin(angle)
 
 

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from maxramp.model.attention import causal_attention, rotate, select
+from maxramp.model.cache import Cache
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import MLP, RMSNorm, dense, normal
 from maxramp.parallel.platform import platform
@@ -31,13 +32,25 @@ class Attention(nnx.Module):
         self.value_DKh = normal(v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.out_HhD = normal(o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
 
-    def __call__(self, x_BTD: jax.Array, angles: Angles, segments_BT: Segments) -> jax.Array:
-        """[B, T, D], the rotary angles of T positions and the segments -> [B, T, D]."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        segments_BT: Segments,
+        cache: Cache | None = None,
+    ) -> jax.Array:
+        """[B, T, D], the rotary angles of T positions and the segments -> [B, T, D].
+
+        With a cache the tokens go on from those in it, and are added to it.
+        """
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = rotate(dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh), angles)
         k_BTKh = rotate(dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
         v_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
-        a_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, self.implementation, segments_BT)
+        if cache is None:
+            a_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, self.implementation, segments_BT)
+        else:
+            a_BTHh = cache.attend(q_BTHh, k_BTKh, v_BTKh, self.implementation)
         return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
 
 
@@ -54,10 +67,16 @@ class Llama2Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = MLP(keys, mlp_key)
 
-    def __call__(self, x_BTD: jax.Array, angles: Angles, segments_BT: Segments) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        segments_BT: Segments,
+        cache: Cache | None = None,
+    ) -> jax.Array:
         """[B, T, D], the rotary angles of T positions and the segments -> [B, T, D]."""
         with jax.named_scope("attention"):
-            y_BTD = self.attention(self.attention_norm(x_BTD), angles, segments_BT)
+            y_BTD = self.attention(self.attention_norm(x_BTD), angles, segments_BT, cache)
             x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD))

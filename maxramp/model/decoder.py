@@ -5,7 +5,7 @@ Layers are one module whose weights have a leading axis L, made by vmap over key
 Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp.model import pipeline
 from maxramp.model.attention import RESIDUALS, rotary_angles, starts
 from maxramp.model.blocks import BLOCKS, Segments
+from maxramp.model.cache import Cache
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import STAGE_PRODUCTS, RMSNorm, Scale, look_up, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
@@ -72,9 +73,13 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: Segments = None) -> jax.Array:
         """float32 logits [B, T, V] of the token after each one; padding reads as token 0."""
+        return self.logits(self.hidden(tokens_BT, segments_BT))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """float32 logits [B, T, V] of what `hidden` or `read` returned."""
         return jnp.einsum(
             "BTD,DV->BTV",
-            self.hidden(tokens_BT, segments_BT),
+            x_BTD,
             self.head(),
             out_sharding=X_BTF,
             preferred_element_type=jnp.float32,
@@ -103,9 +108,10 @@ class Decoder(nnx.Module):
 
     def _run(self, layers: Any, x_BTD: jax.Array, segments_BT: Segments) -> jax.Array:
         """x through layers [L, ...], one after the other."""
-        angles = rotary_angles(x_BTD.shape[1], self.head_dim, self.rope_max_timescale)
+        positions_T = jnp.arange(x_BTD.shape[1])
+        angles = rotary_angles(positions_T, self.head_dim, self.rope_max_timescale)
         if segments_BT is not None:
-            positions_BT = jnp.arange(x_BTD.shape[1]) - starts(segments_BT)
+            positions_BT = positions_T - starts(segments_BT)
             angles = tuple(part.at[positions_BT].get(out_sharding=X_BTD) for part in angles)
 
         def layer(x_BTD: jax.Array, block: Any) -> jax.Array:
@@ -121,6 +127,47 @@ class Decoder(nnx.Module):
             return layer(checkpoint_name(x_BTD, _LAYER_INPUT), block), None
 
         return jax.lax.scan(named, x_BTD, layers, unroll=self.unroll)[0]
+
+    def read(
+        self, tokens_BT: jax.Array, caches: Sequence[Cache]
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        """`hidden` of T more tokens of every row, behind those that the caches hold.
+
+        Args:
+          tokens_BT: token ids; padding reads as token 0.
+          caches: one a layer.
+
+        Returns:
+          [B, T, D], and the caches with these tokens in them.
+        """
+        rows, tokens = tokens_BT.shape
+        positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
+        angles = rotary_angles(positions_BT, self.head_dim, self.rope_max_timescale)
+        caches = jax.tree.map(lambda x: x, tuple(caches))  # of this pass, which changes them
+        with jax.named_scope("embedding"):
+            table_VD = self.embedding_VD[...].astype(self.dtype)
+            x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
+        for block, cache in zip(self.one_by_one().layers, caches, strict=True):
+            x_BTD = block(x_BTD, angles, None, cache)
+            cache.positions_B += tokens
+        return jax.reshard(self.norm(x_BTD), X_BTD), caches
+
+    def one_by_one(self) -> "Decoder":
+        """The model with a tuple of layers in place of the stack that `hidden` takes.
+
+        To cut a layer's weights out of the stack is to copy them, which takes as long as to read
+        a token with them: for many tokens, do it once.
+        """
+        if isinstance(self.layers, tuple):
+            return self
+        assert not self.pipeline, "a pipeline's layers lie on several stages"
+        count = jax.tree.leaves(self.layers)[0].shape[0]
+        copy = jax.tree.map(lambda x: x, self)
+        copy.layers = tuple(
+            jax.tree.map(lambda x_L: x_L[i], self.layers)  # noqa: B023
+            for i in range(count)
+        )
+        return copy
 
     def head(self) -> jax.Array:
         """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""

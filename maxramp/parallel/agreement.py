@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingError
 
 _T = TypeVar("_T")
 
@@ -63,6 +63,6 @@ def noticing_lost_peers() -> Iterator[None]:
         if jax.process_count() == 1 or not status or status[0] == "RESOURCE_EXHAUSTED: ":
             raise
         raise PeerLostError(
-            "another process of the job has ended (its own output says why); start again to go on "
-            f"from the last checkpoint; what was noticed here: {' '.join(str(error).split())[:200]}"
+            f"another process of the job has ended (its own output says why); {START_AGAIN}; what "
+            f"was noticed here: {' '.join(str(error).split())[:200]}"
         ) from None

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from jax._src import distributed  # for its key-value store, which has no public name
 
-from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED, EXIT_STAGE_END, START_AGAIN
 
 ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # all processes end with these, after the same step
 
@@ -219,7 +219,7 @@ class _Job:
         if self._hung:  # which of the two made the other wait shows where both stand
             faulthandler.dump_traceback(all_threads=True)
         why = (
-            "was lost (killed, or it hung); start again to go on from the last checkpoint"
+            f"was lost (killed, or it hung); {START_AGAIN}"
             if status == EXIT_LOST
             else f"ended with exit status {status}; its own output says why"
         )

@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxramp.errors import ConfigError
+from maxramp.keys.section import is_address
 from maxramp.parallel import processes
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.keys import BackendKeys, MeshKeys
@@ -35,7 +36,8 @@ def start_backend(keys: BackendKeys) -> None:
         jax.config.update("jax_platforms", _PLATFORMS[keys.hardware])
     if keys.jax_cache_dir:
         try:
-            os.makedirs(os.path.expanduser(keys.jax_cache_dir), exist_ok=True)
+            if not is_address(keys.jax_cache_dir):  # JAX writes to storages too
+                os.makedirs(os.path.expanduser(keys.jax_cache_dir), exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"jax_cache_dir={keys.jax_cache_dir}: cannot write there: {error.strerror}; use "

@@ -16,6 +16,7 @@ REPLICATED = P()
 # The batch and what follows from it
 BATCH_ABS = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
+ROWS_B = P(BATCH_AXES)
 SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
 
 # Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor
@@ -24,6 +25,7 @@ X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
 X_BTKGh = P(BATCH_AXES, None, "tensor", None, None)
+CACHE_BKSh = P(BATCH_AXES, "tensor", None, None)  # keys and values by slot
 
 # Weights: one side over fsdp, one over tensor
 EMBEDDING_VD = P("tensor", "fsdp")
@@ -33,6 +35,11 @@ HEADS_IN_DHh = P("fsdp", "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, "fsdp")
 MLP_IN_DF = P("fsdp", "tensor")
 MLP_OUT_FD = P("tensor", "fsdp")
+
+
+def without_axis(spec: P, axis: str) -> P:
+    """The spec of an array that is gathered over an axis."""
+    return P(*(None if part == axis else part for part in spec.partitions))
 
 
 # Gradients that travel once: over the axes in the `reduced` of a weight's spec its gradient stays

@@ -10,9 +10,12 @@ compiler's estimate of an instruction's cycles.
 
 import collections
 import dataclasses
+import functools
+import json
 import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 _BYTES = {"pred": 1, "f8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -44,6 +47,29 @@ class Instruction:
     def bytes(self) -> int:
         """Of its result."""
         return sum(_size_of(kind) * math.prod(shape) for kind, shape in self.types)
+
+
+Computations = dict[str, list[Instruction]]
+
+# What the text says of a result: an integer, the elements of a tuple by their place, or nothing.
+Known = int | Callable[[int], "Known"] | None
+_COMPUTED = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+_PASSED_ON = ("copy", "bitcast", "convert", "opt-barrier")
+_MOST_TURNS = 100_000  # of any loop; one that never ends is told by it
 
 
 def _size_of(kind: str) -> float:
@@ -109,9 +135,7 @@ def count(text: str) -> Work:
             if i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
                 _add_transfer(work, i, times, table)
             if i.opcode == "while":
-                condition = computations[i.attribute("condition")]
-                turns = _turns(i, condition, computations[i.attribute("body")])
-                add(i.attribute("body"), times * turns)
+                add(i.attribute("body"), times * turns(i, table, computations))
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
                 for called in _called(i):
                     add(called, times)
@@ -120,9 +144,9 @@ def count(text: str) -> Work:
     return work
 
 
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+def parse(text: str) -> tuple[Computations, str]:
     """The computations of a compiled program in the order of their texts, and the entry's name."""
-    computations: dict[str, list[Instruction]] = {}
+    computations: Computations = {}
     entry, current = "", []
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
@@ -144,38 +168,79 @@ def _called(i: Instruction) -> Iterator[str]:
             yield name
 
 
-def _turns(loop: Instruction, condition: list[Instruction], body: list[Instruction]) -> int:
-    """How often a loop runs: the constant that its condition compares the counter with, by the
-    counter's step. A loop that the compiler unrolled keeps the constant and takes longer steps.
+def turns(loop: Instruction, table: Mapping[str, Instruction], computations: Computations) -> int:
+    """How often a loop runs: the integers of its state are followed until its condition fails.
+
+    The number that a compiler writes beside a loop counts only where the text does not tell: a loop
+    that was unrolled or peeled later has other turns.
+
+    Args:
+      loop: a `while`.
+      table: the instructions of its computation by name.
+      computations: from `parse`.
+
+    Raises:
+      ValueError: neither says it.
     """
+
+    def of_state(name: str, state: Known) -> Known:
+        return _result(loop.attribute(name), computations, lambda number: state)
+
+    state = _values(table, computations, lambda number: None)(loop.operands()[0])
+    for count in range(_MOST_TURNS):
+        goes_on = of_state("condition", state)
+        if goes_on is None:
+            break
+        if not goes_on:
+            return count
+        state = of_state("body", state)
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
-    limits = [value for i in condition if (value := _constant(i)) is not None]
-    less = [i for i in condition if "direction=LT" in i.rest or i.opcode == "fusion"]
-    counters = [i.attribute("index") for i in condition if i.opcode == "get-tuple-element"]
-    step = _step(int(counters[0]), body) if len(counters) == 1 else None
-    if len(limits) != 1 or not less or not step:
-        raise ValueError(f"the loop {loop.name} does not say how often it runs")
-    return -(-limits[0] // step)
+    raise ValueError(f"the loop {loop.name} does not say how often it runs")
 
 
-def _step(counter: int, body: list[Instruction]) -> int | None:
-    """What a turn adds to an element of the loop's state; None where the text does not say."""
-    table = {i.name: i for i in body}
-    following = next(i for i in body if i.is_root).operands()[counter]
-    if table[following].opcode != "add":
-        return None
-    for name in table[following].operands():
-        while table[name].opcode == "copy":
-            name = table[name].operands()[0]
-        if (step := _constant(table[name])) is not None:
-            return step
-    return None
+def _result(name: str, computations: Computations, argument: Callable[[int], Known]) -> Known:
+    """What is known of a computation's result."""
+    table = {i.name: i for i in computations[name]}
+    root = next(i.name for i in computations[name] if i.is_root)
+    return _values(table, computations, argument)(root)
 
 
-def _constant(i: Instruction) -> int | None:
-    found = re.match(r"(\d+)\)", i.rest) if i.opcode == "constant" else None
-    return int(found[1]) if found else None
+def _values(
+    table: Mapping[str, Instruction],
+    computations: Computations,
+    argument: Callable[[int], Known],
+) -> Callable[[str], Known]:
+    """What is known of the results of a computation's instructions, by their names."""
+
+    @functools.cache
+    def value(name: str) -> Known:
+        if name not in table:
+            return None
+        i = table[name]
+        of = i.operands()
+        if i.opcode == "constant":
+            found = re.match(r"(-?\d+|true|false)\)", i.rest)
+            return json.loads(found[1]) if found else None
+        if i.opcode == "parameter":
+            return argument(int(i.rest.partition(")")[0]))
+        if i.opcode == "tuple":
+            return lambda at: value(of[at])
+        if i.opcode == "copy-start":
+            return lambda at: value(of[0])
+        if i.opcode in ("get-tuple-element", "copy-done"):
+            elements = value(of[0])
+            return elements and elements(int(i.attribute("index") or 0))
+        if i.opcode in _PASSED_ON:
+            return value(of[0])
+        if i.opcode in ("fusion", "call"):
+            called = i.attribute("calls") or i.attribute("to_apply")
+            return _result(called, computations, lambda number: value(of[number]))
+        compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
+        known = [value(operand) for operand in of] if compute else [None]
+        return None if None in known else compute(*known)
+
+    return value
 
 
 def dot_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:

@@ -87,7 +87,7 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
                 body = work_of(i.attribute("body"))
-                work.add(body, _turns(i, table, computations))
+                work.add(body, hlo.turns(i, table, computations))
                 link = max(link, work.seconds)
             elif i.opcode == "call":
                 work.add(work_of(i.attribute("to_apply")), 1)
@@ -111,41 +111,6 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
         return work
 
     return work_of(entry)
-
-
-def _turns(loop: hlo.Instruction, table: dict, computations: dict) -> int:
-    """How often a loop runs: as the compiler says, or by its counter's start, step and limit."""
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(known[1])
-    counter = re.search(r'known_induction_variable":\{"tuple_index":"(\d+)"', loop.rest)
-    body = {i.name: i for i in computations[loop.attribute("body")]}
-    at = int(counter[1]) if counter else 0
-    limit = _constants(computations[loop.attribute("condition")], computations)
-    start = _constants([_element(loop.operands()[0], at, table)], computations)
-    root = next(i.name for i in body.values() if i.is_root)
-    step = _constants([_element(root, at, body)], computations)
-    if not len(limit) == len(start) == len(step) == 1:
-        raise ValueError(f"the loop {loop.name} does not say how often it runs")
-    return -(-(limit[0] - start[0]) // step[0])
-
-
-def _element(of: str, at: int, table: dict[str, hlo.Instruction]) -> hlo.Instruction:
-    """What an element of a tuple is, before it was copied."""
-    made = table[table[of].operands()[at]]
-    while made.opcode in ("copy", "bitcast"):
-        made = table[made.operands()[0]]
-    return made
-
-
-def _constants(made: list[hlo.Instruction], computations: dict) -> list[int]:
-    """The integers in a computation and in what it calls."""
-    found = []
-    for i in made:
-        if i.opcode == "constant" and (value := re.match(r"(-?\d+)\)", i.rest)):
-            found.append(int(value[1]))
-        elif called := i.attribute("calls"):
-            found += _constants(computations[called], computations)
-    return found
 
 
 def _flops(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations: dict) -> float:

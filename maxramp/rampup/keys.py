@@ -14,7 +14,7 @@ import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
-from maxramp.keys.section import Keys, at_least, fraction, one_of, positive_or_open
+from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
 
 # Each of them makes a batch.
 _SIZES = (
@@ -80,9 +80,13 @@ class BatchKeys(CurveKeys):
     step_batch_size_schedule: str
     step_batch_size_unit: str = one_of("tokens", "samples")
     # by a rule
-    rampup_policy: str = one_of("", "seesaw")
+    rampup_policy: str = one_of("", "seesaw", "noise")
     rampup_ladder: Sequence[int]
     rampup_rounding: str = one_of("nearest", "below")
+    rampup_noise_factor: float = above_zero()
+    rampup_decision_samples: int = positive_or_open()
+    rampup_earliest: Sequence[int]
+    rampup_latest: Sequence[int]
     max_target_length: int = at_least(1)
     # what it runs on
     num_nodes: int = positive_or_open()

@@ -97,20 +97,23 @@ def refusal(
             f"{multiple}, or fewer micro batches"
         )
     if num_devices is None and keys.node_schedule != "fixed":
-        unit = Fraction(keys.devices_per_node, parallel)
+        unit, rows = Fraction(keys.devices_per_node, parallel), multiple
         what = f"divides it over {show(unit)} data-parallel ranks a node{pipeline}"
-        remedy = f"use a multiple of {show(max(Fraction(1), unit) * multiple)}, or fewer "
-        remedy += "devices_per_node"
+        fewest, other = min(keys.min_nodes, keys.nodes), "fewer devices_per_node"
         if keys.node_schedule == "nemo":
             rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
             what = f"gives each of {show(unit)} ranks a node whole micro batches of {rows}"
-            remedy = (
-                f"use a multiple of {show(max(Fraction(1), unit) * rows)}, a smaller "
-                "micro_batch_size, or node_schedule=best"
-            )
+            fewest, other = 1, "a smaller micro_batch_size, or node_schedule=best"
+        remedy = f"use a multiple of {show(max(Fraction(1), unit) * rows)}"
+        numbers = [n for n in range(fewest, keys.nodes + 1) if rows and n * unit % 1 == 0]
+        units = [int(n * unit) * rows for n in numbers]
+        below = max((batch // size * size for size in units), default=0)
+        if 0 < below < batch:
+            above = min(-(-batch // size) * size for size in units)
+            remedy += f" (the nearest are {below} and {above})"
         return ConfigError(
             f"stage {index} with a global batch of {batch}: no number of nodes from "
-            f"{keys.min_nodes} to num_nodes={keys.nodes} {what}; {remedy}"
+            f"{fewest} to num_nodes={keys.nodes} {what}; {remedy}, or {other}"
         )
     devices = num_devices or keys.num_devices
     ranks, rest = divmod(devices, parallel)

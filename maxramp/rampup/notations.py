@@ -7,15 +7,14 @@ This module imports no jax.
 """
 
 import dataclasses
-import decimal
 import math
 from fractions import Fraction
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
-from maxramp.rampup import seesaw
+from maxramp.rampup import ladder, seesaw
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.numbers import exact, show
+from maxramp.rampup.numbers import exact, parse_count, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,8 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
         return _megatron(keys)
     if keys.rampup_policy == "seesaw":
         return [Threshold(samples, batch) for samples, batch in seesaw.sizes(keys)]
+    if keys.rampup_policy:  # the first size; the others are decided as the run goes on
+        return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
         return [Threshold(0, keys.global_batch_size)]
     return _maxtext(keys)
@@ -76,7 +77,7 @@ def check(keys: BatchKeys) -> None:
     if keys.rampup_ladder and not keys.rampup_policy:
         raise ConfigError(
             f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not "
-            "given; use rampup_policy=seesaw, or leave it out"
+            "given; use rampup_policy=seesaw or noise, or leave it out"
         )
     if keys.per_device_batch_size <= 0 and keys.micro_batch_size == -1:
         raise ConfigError(
@@ -133,7 +134,7 @@ def check(keys: BatchKeys) -> None:
     elif keys.step_batch_size_schedule:
         _parse_schedule(keys)
     elif keys.rampup_policy:
-        seesaw.check(keys)
+        (seesaw.check if keys.rampup_policy == "seesaw" else ladder.check_noise)(keys)
 
 
 # --- MaxText -------------------------------------------------------------------------------------
@@ -263,8 +264,6 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
 
 # --- Megatron's list -----------------------------------------------------------------------------
 
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
     """(samples, global batch) pairs of a step_batch_size_schedule, checked."""
@@ -276,7 +275,7 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
         raise ConfigError(f'{key}="{keys.step_batch_size_schedule}" holds no threshold:batch pair')
     for entry in entries:
         threshold_text, colon, batch_text = entry.partition(":")
-        threshold = _count(threshold_text) if colon else None
+        threshold = parse_count(threshold_text) if colon else None
         if threshold is None or not batch_text.isascii() or not batch_text.isdigit():
             raise ConfigError(
                 f'{key}: "{entry}" is not threshold:batch, such as 250B:1536 (suffixes K, M, B, T)'
@@ -296,16 +295,6 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
             )
         pairs.append((samples, int(batch_text)))
     return pairs
-
-
-def _count(text: str) -> int | None:
-    """8.2M -> 8200000, exactly; None where it is no whole number."""
-    factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not digits.isascii() or not digits.replace(".", "", 1).isdigit():
-        return None
-    number = decimal.Context(prec=60).multiply(decimal.Decimal(digits), factor)
-    return int(number) if number == number.to_integral_value() else None
 
 
 def _megatron(keys: BatchKeys) -> list[Threshold]:

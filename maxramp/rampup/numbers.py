@@ -1,6 +1,19 @@
 """Numbers as they are written: exact, and shown as a person would."""
 
+import decimal
 from fractions import Fraction
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(text: str) -> int | None:
+    """8.2M -> 8200000, exactly; None where it is no whole number."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isascii() or not digits.replace(".", "", 1).isdigit():
+        return None
+    number = decimal.Context(prec=60).multiply(decimal.Decimal(digits), factor)
+    return int(number) if number == number.to_integral_value() else None
 
 
 def exact(value: float | int | Fraction) -> Fraction:

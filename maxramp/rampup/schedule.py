@@ -25,8 +25,8 @@ from fractions import Fraction
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.rampup import ladder, notations
 from maxramp.rampup import layout as layout_lib
-from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
@@ -64,6 +64,13 @@ class RampupBatchManager:
 
     The list may grow at its end, and only there; everything else is derived from it. A ramp that
     is decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
+
+    Attributes:
+      keys: the batch keys.
+      thresholds: of the stages.
+      stages: in order.
+      rungs: under rampup_policy=noise, the stages that are still to be decided: as they will lie on
+        the devices, from step -1 on.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class RampupBatchManager:
         first_step: int = 0,
         first_sample: int = 0,
         first_index: int = 0,
+        decided: Sequence[tuple[int, int]] = (),
         usable: Callable[[int], bool] = lambda devices: True,
         restart_passes: float = 0.0,
     ):
@@ -87,6 +95,8 @@ class RampupBatchManager:
           first_step, first_sample, first_index: where the schedule is taken up, and the number of
             the stage that it begins with. A run whose batch keys changed at a restart has steps and
             stages behind it that the keys of today would have made otherwise.
+          decided: (first sample, global batch size) of the rungs that a run with
+            rampup_policy=noise has taken (`adaptive.decided`).
           usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
             for `node_schedule` (`cost.PassCost`).
@@ -99,25 +109,35 @@ class RampupBatchManager:
         keys = BatchKeys.read(config)
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
-        thresholds = notations.thresholds(keys)
+        thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         nodes = -(-num_devices // keys.devices_per_node) if num_devices else 0
         walked = list(_walk(thresholds, first_step, first_sample))
+        rungs = _undecided(keys, thresholds)
+        sizes = [threshold for threshold, *_ in walked] + rungs
         if num_devices:
-            layouts = [layout_lib.spread(keys, t, nodes, num_devices) for t, *_ in walked]
+            layouts = [layout_lib.spread(keys, t, nodes, num_devices) for t in sizes]
+        elif keys.rampup_policy == "noise":
+            # The nodes of a size do not depend on when it will be decided.
+            expected = [Threshold(*pair) for pair in ladder.expected(keys)]
+            expected = notations.thresholds(keys) + expected
+            steps = [_steps_of_run(keys, *stage) for stage in _walk(expected, 0, 0)]
+            nodes_of = layout_lib.schedule_nodes(keys, expected, steps, usable, restart_passes)
+            by_size = {t.global_batch_size: x for t, x in zip(expected, nodes_of, strict=True)}
+            layouts = [by_size[t.global_batch_size] for t in sizes]
         else:
             layouts = layout_lib.schedule_nodes(
                 keys,
-                [threshold for threshold, *_ in walked],
+                sizes,
                 [_steps_of_run(keys, *stage) for stage in walked],
                 usable,
                 restart_passes,
             )
         self.keys, self.thresholds = keys, thresholds
-        self._settled: int | None = None  # all is decided
         self._refusals: dict[int, ConfigError] = {}
-        self.stages: list[Stage] = []
-        for index, ((threshold, step, sample, steps), layout) in enumerate(
-            zip(walked, layouts, strict=True), first_index
+        stages: list[Stage] = []
+        places = [stage[1:] for stage in walked] + [(-1, -1, None)] * len(rungs)
+        for index, (threshold, (step, sample, steps), layout) in enumerate(
+            zip(sizes, places, layouts, strict=True), first_index
         ):
             if layout is None:
                 self._refusals[index] = layout_lib.refusal(keys, index, threshold, num_devices)
@@ -125,7 +145,7 @@ class RampupBatchManager:
                 passes = threshold.accumulation or 1
                 size = Fraction(threshold.global_batch_size, devices * passes)
                 layout = layout_lib.Layout(nodes or keys.nodes, devices, size, passes)
-            self.stages.append(
+            stages.append(
                 Stage(
                     index=index,
                     first_step=step,
@@ -139,6 +159,8 @@ class RampupBatchManager:
                     devices=layout.devices,
                 )
             )
+        self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
+        self._settled = 0 if rungs else None  # all is decided
         self._first_steps = [stage.first_step for stage in self.stages]
         self._first_samples = [stage.first_sample for stage in self.stages]
 
@@ -189,6 +211,22 @@ class RampupBatchManager:
         self.stages.append(stage)
         self._first_samples.append(stage.first_sample)
         self._first_steps.append(first)
+
+    def grow(self, first_step: int) -> Stage:
+        """Takes the next of `rungs`, from a step on, as `add` does.
+
+        Returns:
+          The new stage.
+
+        Raises:
+          ValueError: as `add`.
+        """
+        sample = self.samples_before(first_step)
+        stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
+        self.add(stage)
+        self.rungs = self.rungs[1:]
+        self.thresholds = [*self.thresholds, Threshold(sample, stage.global_batch_size)]
+        return stage
 
     def stage_at_step(self, step: int) -> Stage:
         """The stage of 0-based optimizer step `step`."""
@@ -293,6 +331,14 @@ def _walk(
         yield threshold, step, sample, steps
         if steps is not None:
             step, sample = step + steps, sample + steps * threshold.global_batch_size
+
+
+def _undecided(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Threshold]:
+    """The rungs above the last threshold, under rampup_policy=noise."""
+    if keys.rampup_policy != "noise":
+        return []
+    last = thresholds[-1].global_batch_size
+    return [Threshold(-1, size) for size in keys.rampup_ladder if size > last]
 
 
 _LONG = 10**6  # steps that the last stage of a run without a length is planned with

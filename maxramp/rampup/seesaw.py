@@ -17,6 +17,7 @@ import itertools
 import math
 
 from maxramp.errors import ConfigError
+from maxramp.rampup import ladder
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import show
@@ -41,34 +42,15 @@ def check(keys: BatchKeys) -> None:
     Raises:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
-    ladder = list(keys.rampup_ladder)
-    shown = f"rampup_ladder={ladder}"
-    if len(ladder) < 2 or any(type(rung) is not int for rung in ladder) or ladder[0] < 1:
-        raise ConfigError(
-            f"{shown} must be a list of global batch sizes, from the first to the largest, such as "
-            "[256, 512, 1024] (rampup_policy=seesaw)"
-        )
-    for below, rung in itertools.pairwise(ladder):
-        if rung <= below:
-            raise ConfigError(f"{shown}: {rung} is not above {below}; sizes must increase")
-    if keys.samples_of_run == -1:
-        raise ConfigError(
-            f"steps={keys.steps} with rampup_policy=seesaw: how many steps the samples take is for "
-            "the ramp to decide; give total_samples or total_tokens"
-        )
-    if keys.learning_rate_by != "samples" or keys.learning_rate_schedule_steps != -1:
-        raise ConfigError(
-            f"learning_rate_by={keys.learning_rate_by} and learning_rate_schedule_steps="
-            f"{keys.learning_rate_schedule_steps} with rampup_policy=seesaw: the batch follows the "
-            "learning rate over all samples of the run; use samples and -1"
-        )
+    ladder.check(keys)
+    sizes = list(keys.rampup_ladder)
     lowest = keys.learning_rate_final_fraction
     for rung, size in _rungs_above_first(keys):
-        if ladder[0] / size <= lowest:
+        if sizes[0] / size <= lowest:
             raise ConfigError(
-                f"{shown}: the batch never grows to {rung}, as the learning rate falls to "
-                f"learning_rate_final_fraction={show(lowest)} of its peak and no further "
-                f"({ladder[0]} / {show(lowest)} = {ladder[0] / lowest:g} rows); leave {rung} out, "
+                f"rampup_ladder={sizes}: the batch never grows to {rung}, as the learning rate "
+                f"falls to learning_rate_final_fraction={show(lowest)} of its peak and no further "
+                f"({sizes[0]} / {show(lowest)} = {sizes[0] / lowest:g} rows); leave {rung} out, "
                 "or lower learning_rate_final_fraction"
             )
 

@@ -53,8 +53,7 @@ class Display:
 
     def start(self, ramp: RampupBatchManager) -> None:
         """Shows the live line, on a terminal; records of steps of `ramp` follow."""
-        self._ramp, self._steps = ramp, ramp.total_steps
-        self._last_stage = ramp.stage_at_step(self._steps - 1).index
+        self._ramp = ramp
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
@@ -66,6 +65,10 @@ class Display:
             )
             self._task = self._progress.add_task("compiling", total=ramp.total_samples)
             self._progress.start()
+
+    @property
+    def _last_stage(self) -> int:
+        return self._ramp.stage_at_step(self._ramp.total_steps - 1).index  # a ramp may grow
 
     def say(self, line: str) -> None:
         """Prints a line above the progress."""
@@ -115,7 +118,7 @@ class Display:
             self._progress.update(
                 self._task, completed=record["consumed_samples"], description=line
             )
-        elif record["step"] % self._log_period == 0 or record["step"] == self._steps - 1:
+        elif record["step"] % self._log_period == 0 or record["step"] == self._ramp.total_steps - 1:
             self.say(line.rstrip())
 
     def close(self) -> None:

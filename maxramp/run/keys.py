@@ -22,6 +22,7 @@ class RunKeys(Keys):
     log_period: int = at_least(1)
     enable_checkpointing: bool
     enable_tensorboard: bool
+    wandb_project: str
     abort_on_nan_loss: bool
     abort_on_inf_loss: bool
     skip_bad_steps: int

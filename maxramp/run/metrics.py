@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxramp.errors import TrainingError
 from maxramp.rampup.numbers import plain_number
@@ -113,19 +114,38 @@ class MetricsLog:
 
         self._push(metrics, finish)
 
-    def log_eval(self, step: int, consumed_samples: int, sums: tuple[jax.Array, jax.Array]) -> None:
-        """Takes over the sums of an evaluation just dispatched, after step `step`."""
+    def log_eval(
+        self,
+        step: int,
+        consumed_samples: int,
+        sums: Sequence[tuple[jax.Array, jax.Array]],
+        by_batch: bool,
+    ) -> None:
+        """Takes over an evaluation just dispatched, after step `step`.
 
-        def finish(read: dict[str, Any], seconds: float) -> Record:
+        Args:
+          step: the last before it.
+          consumed_samples: before it.
+          sums: cross-entropy and target tokens before its first batch and after each.
+          by_batch: whether to log those of every batch.
+        """
+
+        def finish(read: list[tuple[Any, Any]], seconds: float) -> Record:
+            cross_entropy, tokens = read[-1]
+            batches = {}
+            if by_batch:
+                of_batches = np.diff(np.asarray(read, np.float64), axis=0)
+                for name, column in zip(("cross_entropy", "tokens"), of_batches.T, strict=True):
+                    batches[f"eval_batch_{name}"] = column.tolist()
             return {
                 "step": step,
                 "consumed_samples": consumed_samples,
-                "eval_loss": float(read["cross_entropy"] / read["tokens"]),
-                "eval_tokens": int(read["tokens"]),
+                "eval_loss": float(cross_entropy / tokens),
+                "eval_tokens": int(tokens),
                 "eval_seconds": seconds,
-            }
+            } | batches
 
-        self._push({"cross_entropy": sums[0], "tokens": sums[1]}, finish)
+        self._push(list(sums) if by_batch else [sums[-1]], finish)
 
     def flush(self) -> None:
         """Waits for everything that is pending: the device has then done all that was asked."""
@@ -137,7 +157,7 @@ class MetricsLog:
             self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _push(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+    def _push(self, arrays: Any, finish: Callable) -> None:
         self._pending.append(self._reader.submit(self._record, arrays, finish))
         self._wait(keep=1)
 
@@ -145,7 +165,7 @@ class MetricsLog:
         while len(self._pending) > keep:
             self._pending.popleft().result()
 
-    def _record(self, arrays: dict[str, jax.Array], finish: Callable) -> None:
+    def _record(self, arrays: Any, finish: Callable) -> None:
         read = jax.device_get(arrays)
         now = time.perf_counter()  # the step's end, whatever the loop waits for meanwhile
         with self._writing:

@@ -87,6 +87,18 @@ def _block(steps: list[Record], signal: str, variance: str) -> Block:
     )
 
 
+def student(freedom: int, z: float = _Z) -> float:
+    """About what Student's t with so many degrees of freedom has in the place of a normal z."""
+    return z * (1 + (z**2 + 1) / (4 * freedom))
+
+
+def around(records: Sequence[Record], kind: str, first: int, last: int) -> Block | None:
+    """The noise scale over the steps that end in samples first + 1 .. last; None without 8."""
+    near = [r for r in records if first < r["consumed_samples"] <= last]
+    blocks = blocks_of(near, kind, 1)
+    return blocks[0] if blocks else None
+
+
 def ratio_of_means(
     y: np.ndarray, x: np.ndarray, weights: np.ndarray, z: float = _Z
 ) -> tuple[float | None, float, float | None]:
@@ -108,7 +120,7 @@ def ratio_of_means(
     means = np.array([(share * y).sum(), (share * x).sum()])
     deviations = np.stack([y, x]) - means[:, None]
     freedom = len(y) - 1
-    z *= 1 + (z**2 + 1) / (4 * freedom)  # about what Student's t has in its place
+    z = student(freedom, z)
     (yy, xy), (_, xx) = np.outer(means, means) - z**2 * len(y) / freedom * (
         (share * deviations) @ (share * deviations).T
     )

@@ -17,26 +17,31 @@ import numpy as np
 import yaml
 from jax.experimental import multihost_utils
 
+from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Schedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.data.files.storage import write_whole
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import agreement
 from maxramp.parallel.locking import lock
+from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
+from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.tensorboard import TensorBoardWriter
+from maxramp.run.weights_and_biases import WandbWriter
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
-_OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png")  # or cut at a start
+# Or cut at a start.
+_OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", decisions.FILE)
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = "# Written by maxramp; the next start replaces this file unless you edit it ({:08x}).\n"
 
@@ -75,7 +80,7 @@ class Output:
         if jax.process_count() > 1:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
-        self._files: list[JsonlWriter | TensorBoardWriter] = []
+        self._files: list[JsonlWriter | TensorBoardWriter | WandbWriter] = []
 
     def _take_folder(self) -> None:
         """Makes the folder and locks it for this run; the system takes the lock off at its end."""
@@ -192,8 +197,54 @@ class Output:
                 consumed = ramp.samples_before(first_step)
                 folder = self.folder / "tensorboard"
                 self._files.append(TensorBoardWriter(folder, first_step, consumed))
+            if project := self._keys.wandb_project:
+                config = parse(self._config_text)
+                self._files.append(WandbWriter(project, self.folder, config, self.warn))
         except OSError as error:
             raise self._refusal(error) from None
+
+    def history(self, schedule: Schedule) -> list[Record]:
+        """The records of earlier starts that decide how the ramp grows, the same everywhere."""
+        if not schedule.ramp.rungs:
+            return []
+        records = read_records(self.folder / "metrics.jsonl") if self._is_first else []
+        return agreement.all_gather_json(recent(records, schedule))[0]
+
+    def record_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
+        """Makes a decision binding: on disk when this returns.
+
+        Raises:
+          TrainingError: it cannot be written.
+        """
+        if not self._is_first:
+            return
+        try:
+            known = {d["global_batch_size"]: d for d in decisions.read(self.folder)}
+            first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
+            before = [  # of a run that this one goes on from, no more is known
+                known.get(size, {"first_sample": sample, "global_batch_size": size})
+                for sample, size in taken
+            ]
+            decisions.write(self.folder, [*before, decision.to_json()], first[1])
+        except OSError as error:
+            raise TrainingError(f"a decision about the batch was not written: {error}") from None
+        why = (
+            "its latest sample is reached"
+            if decision.reason == "latest"
+            else f"the noise scale asks for {decision.lower:.4g} rows or more"
+        )
+        self.say(
+            f"ramp     batch {decision.global_batch_size} from step {decision.first_step} (sample "
+            f"{decision.first_sample:,}) on: {why}"
+        )
+
+    def write_plan(self, ramp: RampupBatchManager) -> None:
+        """Writes plan.json, of a ramp that has grown."""
+        if self._is_first:
+            try:
+                _write_json(self.folder / "plan.json", plan_json(ramp))
+            except OSError as error:  # decisions.json says the same, and is there
+                self.warn(str(self._refusal(error)))
 
     def flush(self) -> None:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
@@ -260,6 +311,9 @@ class Output:
         )
         if corpus.packed and (cost := cost_of_packing(model.layers.attention.implementation)):
             self.say(f"packing  {cost}")
+        if ramp.rungs:
+            rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
+            self.say(f"ramp     decided as the run goes on: batch {rungs}")
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
         if step := schedule.first_step:

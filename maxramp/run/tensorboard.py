@@ -45,7 +45,7 @@ _GROUPS = {
         "eval_seconds",
     ),
 }
-_TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
+TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
 _BUFFER_BYTES = 8192  # of events that are written together
 
 
@@ -105,7 +105,7 @@ class _Events:
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
         values = [
-            summary_pb2.Summary.Value(tag=_TAGS.get(name, name), simple_value=number)
+            summary_pb2.Summary.Value(tag=TAGS.get(name, name), simple_value=number)
             for name, number in numbers.items()
         ]
         summary = summary_pb2.Summary(value=values)
@@ -179,9 +179,9 @@ def _cut(folder: pathlib.Path, first: int) -> None:
             continue
         kept = [(event, end) for event, end in events if event.step < first]
         values = [value for event, _ in kept for value in event.summary.value]
-        if any(value.tag in _TAGS for value in values):
+        if any(value.tag in TAGS for value in values):
             for value in values:
-                value.tag = _TAGS.get(value.tag, value.tag)
+                value.tag = TAGS.get(value.tag, value.tag)
             write_whole(path, b"".join(_framed(event) for event, _ in kept))
             continue
         with path.open("r+b") as file:

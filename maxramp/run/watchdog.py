@@ -4,7 +4,7 @@ import faulthandler
 import sys
 import threading
 
-from maxramp.errors import EXIT_LOST
+from maxramp.errors import EXIT_LOST, START_AGAIN
 from maxramp.parallel import lifeline
 
 
@@ -42,8 +42,7 @@ class Watchdog:
                 faulthandler.dump_traceback(all_threads=True)
                 print(
                     f"error: no progress for hang_timeout_seconds={self._timeout:g}: this process, "
-                    "its storage or a peer hangs (above, where its threads stand); start again to "
-                    "go on from the last checkpoint",
+                    f"its storage or a peer hangs (above, where its threads stand); {START_AGAIN}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -550,6 +550,7 @@ def test_no_checkpoint_there(tmp_path, capsys):
 # --- A new run from another's checkpoint ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     """load_full_state_path: the rows and losses of the run that was never cut in two."""
     keys = [*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "eval_interval=-1"]

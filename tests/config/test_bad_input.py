@@ -188,7 +188,7 @@ CASES = {
     "weights in float16": keys("weight_dtype=float16", "use weight_dtype=bfloat16"),
     "schedule": keys("lr_schedule_type=linear", "lr_schedule_type=linear", "cosine, wsd"),
     "remat": keys("remat_policy=some", "remat_policy=some", "minimal"),
-    "dataset": keys("dataset_type=hf", "dataset_type=hf", "text, synthetic"),
+    "dataset": keys("dataset_type=tfds", "dataset_type=tfds", "text, synthetic"),
     "hardware": keys("hardware=cuda", "hardware=cuda", "gpu"),
     "one activation": keys("mlp_activations=[silu]", "mlp_activations=['silu']", "two"),
     "unknown activation": keys("mlp_activations=[tanh,linear]", "tanh", "silu, gelu"),

@@ -280,6 +280,7 @@ def test_nothing_is_left_open():
         "total_tokens",
         "global_batch_size",
         "micro_batch_size",
+        "rampup_decision_samples",
         "learning_rate_schedule_steps",
         "planned_tflops_per_device",
         "device_memory_gib",
@@ -331,7 +332,7 @@ def test_written_config_gives_itself_again(tmp_path, arguments):
 @pytest.mark.parametrize(
     "name", ["base_output_directory", "load_parameters_path", "load_full_state_path"]
 )
-@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x", "file:///x"])
+@pytest.mark.parametrize("address", ["gs://bucket/x", "gs:/bucket/x", "file:///x"])
 def test_the_address_of_a_storage_is_no_path(name, address):
     with pytest.raises(ConfigError, match=f"^{name}={address} .*mount the storage"):
         load([BASE, f"{name}={address}"])

@@ -45,10 +45,10 @@ def test_the_last_of_a_key_counts():
 
 def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
     """On the command line or by the file above; what is left is looked at."""
-    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_path: c4\n")
-    (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_path: ""\n')
+    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_data_dir: c4\n")
+    (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_data_dir: ""\n')
     values, notes = load("quantization=int4", "quantization=", config=tmp_path / "mine.yml")
-    assert values == {"steps": 150001} and "hf_path, quantization" in "".join(notes)
+    assert values == {"steps": 150001} and "hf_data_dir, quantization" in "".join(notes)
     assert refusal("quantization=", "quantization=int4").startswith("quantization=int4 (MaxText's)")
     assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: quantizatio")
 
@@ -252,7 +252,7 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     assert values == {"checkpoint_period": 10000, "vocab_size": 32000, "learning_rate": 3e-5}
     assert len(notes) == 1
     assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
-    assert refusal("train_split=tiny", config=path).startswith("train_split=tiny (MaxText's): data")
+    assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")
 
 
 def test_the_table_fits_the_keys():

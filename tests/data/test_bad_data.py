@@ -418,6 +418,7 @@ PREPARE = {
     "key": ("{f}/good.jsonl --output {o} tokenizer_typ=bytes", ("did you mean tokenizer_type",)),
     "key of training": ("{f}/good.jsonl --output {o} steps=3", ("steps=3", "tokenizer_path")),
     "far output": ("{f}/good.jsonl --output gs://bucket/a", ("gs://bucket/a", "local")),
+    "far output of one slash": ("{f}/good.jsonl --output gs:/bucket/a", ("gs:/bucket/a", "local")),
     "file for output": ("{f}/good.jsonl --output {f}/good.bin", ("{f}/good.bin", "write")),
     "prepared input": ("{f}/set_good --output {o}", ("{f}/set_good", "prepared set")),
     "text and tokens": ("{f}/good.jsonl {f}/good.bin --output {o}", ("INPUT", "tokens")),

@@ -368,9 +368,8 @@ def test_rows_of_records_and_of_streams(tmp_path):
     assert not opened.documents
     assert [opened.train[0].items[i].tolist() for i in range(50)] == rows
     stream = write_megatron(tmp_path / "m", [[row] for row in rows])
-    opened = corpus(
-        tmp_path / "m", "eval_fraction=0", "eval_interval=-1"
-    )  # by the name that both files share
+    keys = ("separate_documents=False", "eval_fraction=0", "eval_interval=-1")
+    opened = corpus(tmp_path / "m", *keys)  # by the name that both files share
     assert not opened.documents and len(opened.train[0].items) == (len(stream) - 1) // 16
     assert opened.train[0].items[3].tolist() == stream[48:65]
     elsewhere = pickle.dumps(opened.train[0].items)

@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import multiprocessing
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import environment, make_config, make_mesh
 
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
 from maxramp.data.relay import Expansion
+from maxramp.data.shared_ramp import SharedRamp
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -120,3 +124,31 @@ def test_a_ramp_that_outgrows_the_data_is_refused(known):
         ramp.add(dataclasses.replace(known.stages[1], steps=None, samples=None))
         with pytest.raises(ConfigError, match="steps=13 takes 168 rows, .* use num_epoch=2"):
             loader.batch(1)
+
+
+KILLED = """
+import os, signal
+from maxramp.data.shared_ramp import SharedRamp
+from maxramp.rampup.schedule import RampupBatchManager
+keys = {"global_batch_size": 8, "micro_batch_size": 8, "steps": 3}
+shared = SharedRamp(RampupBatchManager(keys, 1))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(known, tmp_path, monkeypatch):
+    """And nothing of one that is at work."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "maxramp-of-a-person").mkdir()
+    (tmp_path / "maxramp-of-a-person" / "ramp").touch()
+    at_work = SharedRamp(known)
+    there = set(tmp_path.iterdir())
+    killed = subprocess.run([sys.executable, "-c", KILLED], env=environment())
+    assert killed.returncode == -signal.SIGKILL
+    assert len(set(tmp_path.iterdir()) - there) == 1
+    following = SharedRamp(known)
+    assert at_work.at(STEPS - 1).total_steps == following.at(STEPS - 1).total_steps == STEPS
+    for shared in (at_work, following):
+        shared.close()
+    assert set(tmp_path.iterdir()) == {tmp_path / "maxramp-of-a-person"}

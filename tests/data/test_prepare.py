@@ -23,6 +23,7 @@ from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
 from maxramp.data.files import prepared
+from maxramp.data.marks import START
 from maxramp.data.sources import open_corpus
 
 pytest.importorskip("tokenizers")
@@ -93,16 +94,16 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         rows = opened.train[0].items
         assert not opened.documents and len(rows) + len(opened.held_out) == (len(stream) - 1) // 16
         for i in (0, 1, len(rows) // 2, len(rows) - 1):
-            assert rows[i].tolist() == stream[i * 16 : i * 16 + 17]
+            assert (rows[i] % START).tolist() == stream[i * 16 : i * 16 + 17]
         last = len(opened.held_out) - 1
-        assert opened.held_out[last].tolist()[0] == stream[(len(rows) + last) * 16]
+        assert opened.held_out[last][0] % START == stream[(len(rows) + last) * 16]
         hashes.add(opened.hash)
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
                 copy.write(path.read_bytes())
         remote = f"grain_train_files=memory://{folder.name}"
         far = open_corpus(make_config(keys[0], remote, keys[2]).data)
-        assert far.train[0].items[7].tolist() == stream[7 * 16 : 8 * 16 + 1]
+        np.testing.assert_array_equal(far.train[0].items[7], rows[7])
     assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
     short = ("steps=4", "enable_rampup_batch_size=False", "per_device_batch_size=8")
@@ -177,6 +178,9 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
     for name in ("crawl/*.jsonl", "link/shard-*.jsonl", "crawl/more/*.json", "crawl/link.jsonl"):
         assert "holds the input" in refused(name, crawl)
         assert "holds the input" in refused(name, tmp_path / "link")
+    url = f"file://{crawl}/*.jsonl"
+    assert prepare_lib.main([url, "--output", str(crawl)]) == 2
+    assert "holds the input" in capfd.readouterr().err
     for name in ("shard-00000.json", "shard-00000.bin", "tokenizer.json"):
         (tmp_path / name[-4:]).mkdir(exist_ok=True)
         (tmp_path / name[-4:] / name).write_text("[1]")
@@ -194,7 +198,8 @@ def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3)
     output.mkdir()
-    (output / "notes.txt").write_text("a file that needs no name of ours")
+    for name in ("notes.txt", "shard-00000.jsonl", "shard-00000.bin.old"):
+        (output / name).write_text("a file that needs no name of ours")
     bad = [str(source), "--output", str(output), f"tokenizer_path={tmp_path}/none.json"]
     assert prepare_lib.main(bad) == 2
     (output / "shard-00000.bin").write_text("of another tool")
@@ -413,11 +418,11 @@ def test_killed_at_any_moment(tmp_path):
 KILLED_AT_COUNTING = """
 import os, signal, sys
 from maxramp import prepare
-from maxramp.data import shards
+from maxramp.data import preparation
 def count(*more):
-    shards._counts.get_lock().acquire()
+    preparation._counts.get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
-shards._count = count
+preparation._count = count
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """

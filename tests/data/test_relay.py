@@ -17,10 +17,11 @@ from maxramp.training.step import eval_step
 PROCESSES = 4
 
 
-@pytest.mark.parametrize("factor", (2, 4))
-def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor):
+@pytest.mark.parametrize("factor, stages", [(2, 1), (4, 1), (2, 2)])
+def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     """Eight devices as those of four processes; the sum of a loss shows how it was compiled."""
-    config = make_config("per_device_batch_size=2", "enable_rampup_batch_size=False")
+    keys = ("per_device_batch_size=2", f"ici_pipeline_parallelism={stages}")
+    config = make_config(*keys, "enable_rampup_batch_size=False")
     mesh = make_mesh(config)
     processes = [place * PROCESSES // mesh.size for place in range(mesh.size)]
     monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)

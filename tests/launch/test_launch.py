@@ -129,6 +129,7 @@ def gone(launched: Launched) -> bool:
     return not launched.trainers()
 
 
+@pytest.mark.slow
 def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_dir):
     """1, 2, 4 processes; one of two is killed in mid-stage: the rows are those of one process."""
     launched = Launched(arguments(tmp_path, cache_dir, f"run_name={NASTY}"), tmp_path / NASTY)
@@ -142,6 +143,20 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
     assert rows_of(tmp_path / NASTY) == rows_of(uninterrupted)
     assert gone(launched)
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
+
+
+@pytest.mark.slow
+def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
+    """Two stages on the devices of one node, then on two nodes, of which one is killed."""
+    keys = ("ici_pipeline_parallelism=2", "num_nodes=2", "devices_per_node=2")
+    keys += ("per_device_batch_size=1", "run_name=stages")
+    launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "stages")
+    os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGKILL)
+    assert launched.end() == 0, launched.text()
+    jobs = [x.split()[1] for x in launched.text().splitlines() if x.startswith("launch   ")]
+    assert jobs == ["1", "2", "exit", "2"], launched.text()
+    assert rows_of(tmp_path / "stages") == rows_of(uninterrupted)
+    assert gone(launched)
 
 
 @pytest.mark.slow
@@ -499,6 +514,7 @@ def test_two_processes_with_one_number(meeting):
     assert [each.result(20) for each in (waiting, later, second)] == [None] * 3
 
 
+@pytest.mark.slow
 def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):
     """Two folders of the same job stand for two hosts' own disks."""
     port = free_port()

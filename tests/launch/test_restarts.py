@@ -7,6 +7,7 @@ that train.
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from conftest import BASE, TINY
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
+from maxramp.errors import ConfigError
 from maxramp.launch import local, slurm
 from maxramp.launch.jobs import Run
 
@@ -141,6 +143,22 @@ def test_under_slurm(name, tmp_path):
         assert following == "1-nodes.sh"
     assert (done.returncode, ends(tmp_path)) == (expected[-1], expected), done
     assert ("gave up after max_restarts=2" in done.stdout) == (expected[-1] in (1, 76))
+
+
+def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
+    """The run may be in it."""
+    run = scripted(tmp_path, [(0, NO)])
+    monkeypatch.setenv("NEXT", str(tmp_path / "next"))
+    monkeypatch.setenv("PATH", under_slurm(tmp_path, run)["PATH"])
+    down = "Unable to contact slurm controller (connect failure)"
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho 'squeue: error: {down}' >&2\nexit 1\n")
+    for ask in (lambda: slurm.submit(run, False), lambda: slurm.print_status(run)):
+        with pytest.raises(ConfigError, match=rf"squeue .*: {re.escape(down)}$"):
+            ask()
+    assert not (tmp_path / "next").exists()
+    squeue.write_text("#!/bin/sh\n")
+    assert slurm.submit(run, False) == 0 and (tmp_path / "next").exists()
 
 
 @pytest.mark.parametrize("checkpoint, restarts", [(NO, "2"), (10, "0")])

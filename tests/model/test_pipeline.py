@@ -4,16 +4,18 @@ Shapes: R rows of a step, S tokens of a row and the one after it.
 """
 
 import functools
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import BASE, ROOT, TINY, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxramp.config.load import load
 from maxramp.data.batch import take_apart
 from maxramp.data.marks import START
 from maxramp.errors import ConfigError
@@ -21,6 +23,7 @@ from maxramp.model import blocks, pipeline
 from maxramp.model.layers import dense
 from maxramp.model.size import pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
+from maxramp.plan import make_plan
 from maxramp.planning import hlo
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.objective import next_token_prediction, segments
@@ -28,7 +31,6 @@ from maxramp.training.state import init_state
 from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32
-QUICK = {"xla_backend_optimization_level": 0}
 # The largest difference of an array, in units of its largest element.
 TOLERANCE = 1e-5
 
@@ -55,7 +57,7 @@ def place(config, mesh, accumulation, packed):
 
 def first_state(config):
     """Weights as they are born, with layers in the pipeline's order."""
-    return jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+    return jax.jit(functools.partial(init_state, config.recipe))()
 
 
 def by_name(model):
@@ -81,8 +83,8 @@ def trained(*arguments, devices=8, accumulation=1, packed=False):
         state = first_state(config)
         batch = place(config, mesh, accumulation, packed)
         # One program after the other: in one, collectives of both would wait for each other.
-        sums = jax.device_get(jax.jit(evaluate, compiler_options=QUICK)(state.model, batch))
-        after, metrics = jax.jit(step, compiler_options=QUICK)(state, batch)
+        sums = jax.device_get(jax.jit(evaluate)(state.model, batch))
+        after, metrics = jax.jit(step)(state, batch)
         metrics = jax.device_get(metrics)
         return by_name(state.model), by_name(after.model), (metrics, sums)
 
@@ -159,12 +161,14 @@ def test_a_tied_embedding():
 
 
 @pytest.mark.slow
-def test_a_kernel(monkeypatch):
-    """Splash attention, interpreted, with the segments of the micro batch that a stage is at."""
+@pytest.mark.parametrize("kernel, length", [("splash", 128), ("packed", 32)])
+def test_a_kernel(monkeypatch, kernel, length):
+    """Those of TPUs and of GPUs, interpreted, with the segments of the micro batch that a stage is
+    at. cuDNN's cannot be; tests/planning/test_pipelines.py compiles it."""
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
-    small += ("max_target_length=128",)
+    small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
-    monkeypatch.setattr(blocks, "select", lambda keys, platform: "splash_interpreted")
+    monkeypatch.setattr(blocks, "select", lambda keys, platform: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "remat_policy=minimal")
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
 
@@ -185,7 +189,7 @@ def test_micro_batches_are_added_in_float32():
         weights_LDF = jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage"))
         # Backward the last row comes first.
         x_BTD = jax.reshard(jnp.ones((16, 1, 1), jnp.bfloat16).at[-1].set(256), X_BTD)
-        gradient = jax.jit(jax.grad(total), compiler_options=QUICK)(weights_LDF, x_BTD)
+        gradient = jax.jit(jax.grad(total))(weights_LDF, x_BTD)
     assert gradient.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), [272, 272])
 
@@ -297,6 +301,49 @@ REFUSED = {
         ("stage 0", "use a micro_batch_size of 2"),
     ),
 }
+
+
+# The table in docs/running.md of what works with a pipeline: where each line is tested.
+COMPOSES = {
+    "data, fsdp, tensor": ["model/test_pipeline.py test_one_update_on_any_mesh"],
+    "stages inside a slice (`ici_`) and between slices (`dcn_`)": [
+        "planning/test_pipelines.py test_what_a_step_does_and_sends"
+    ],
+    "gradient accumulation, ramps, `stop_at_stage_end`, node schedules, launches": [
+        "model/test_pipeline.py test_one_update_on_any_mesh",
+        "planning/test_plan.py test_other_stages_at_every_stop",
+        "launch/test_launch.py test_a_pipeline_grows",
+    ],
+    "`expansion_factor_real_data`": [
+        "data/test_relay.py test_rows_that_travelled_give_the_same_bits"
+    ],
+    "packed rows, all attention kernels": ["model/test_pipeline.py test_a_kernel"],
+    "`remat_policy`, `scan_layers`": ["model/test_pipeline.py test_one_update_on_any_mesh"],
+    "`log_gradient_noise_scale`": ["model/test_pipeline.py test_refused_in_one_line"],
+    "context, expert": ["config/test_overrides.py test_what_would_train_otherwise_is_refused"],
+}
+
+
+def test_every_line_of_the_table_has_a_test():
+    text = (ROOT / "docs" / "running.md").read_text().partition("| with a pipeline | works |")[2]
+    table = itertools.takewhile(lambda line: line.startswith("|"), text.splitlines()[2:])
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table] == [*COMPOSES]
+    for file, name in (test.split() for tests in COMPOSES.values() for test in tests):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
+NEAREST = {"fixed": "16 or 32", "best": "16 and 24", "nemo": "16 and 24"}
+
+
+@pytest.mark.parametrize("schedule", NEAREST)
+def test_a_plan_names_the_nearest_sizes(schedule):
+    """Four ranks a node, two rows each: multiples of 8 on one node, of 16 on two."""
+    given = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "micro_batch_size=2")
+    given += ("rampup_batch_size=[16,4,100]", "global_batch_size=32", "steps=100", "num_nodes=2")
+    given += ("devices_per_node=4", f"node_schedule={schedule}")
+    with pytest.raises(ConfigError, match="stage 1 with a global batch of 20") as error:
+        make_plan(load([BASE, *TINY, *given]))
+    assert NEAREST[schedule] in str(error.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)

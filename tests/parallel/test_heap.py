@@ -31,7 +31,7 @@ if "prepare" in sys.argv:
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         thread.join()
 faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
-for _ in range(16):
+for _ in range(8):
     jax.block_until_ready(compiled(x))
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(size // resource.getpagesize(), *(b - a for a, b in zip(faults, faults[1:])))
@@ -54,6 +54,7 @@ def faults(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, list[int
     return pages, found
 
 
+@pytest.mark.slow
 def test_without_keep_every_step_takes_its_pages_from_the_system():
     pages, found = faults()
     assert min(found) > pages / 2
@@ -70,6 +71,7 @@ def test_prepared_pages_are_there_at_the_first_step():
     assert found[0] < pages / 20
 
 
+@pytest.mark.slow
 def test_a_step_of_much_of_the_memory_is_left_to_the_system():
     pages, found = faults("keep", "too large")
     assert min(found) > pages / 2

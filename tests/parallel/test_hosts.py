@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import BASE, ROOT, TINY, environment, run
 
 from maxramp.config.load import load
+from maxramp.data.files.megatron import MegatronWriter
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import read_records
 
@@ -42,6 +44,10 @@ def data(tmp_path_factory):
     lines = [json.dumps({"text": text}) + "\n" for text in words]
     (folder / "with" / "a.jsonl").write_text("".join(lines[::2]))
     (folder / "with" / "b.jsonl").write_text("".join(lines[1::2]))
+    for name, part in (("a", words[::2]), ("b", words[1::2])):
+        with MegatronWriter(str(folder / "with" / name), np.dtype("uint16")) as writer:
+            writer.add([np.frombuffer(text.encode(), np.uint8) for text in part])
+            writer.finish()
     return folder
 
 
@@ -218,10 +224,14 @@ PACKINGS = [
     for packing in ("concat_then_split", "best_fit", "none")
     for evaluated in (".1 of them", "a file of its own")
 ]
+PACKINGS.append(("by the index of a set", ".1 of them"))
 
 
 def mixture(packing, evaluated):
     """The keys of a mixture of documents, packed and evaluated in one of the ways."""
+    if packing == "by the index of a set":
+        files = MIXTURE[1].replace("a.jsonl", "a.bin").replace("b.jsonl", "b.bin")
+        return MIXTURE[0], files, MIXTURE[2], "text_files="
     text = (*MIXTURE, f"packing={packing != 'none'}", "text_files=")
     text += ("grain_eval_files=b.jsonl",) if evaluated == "a file of its own" else ()
     return text + ((f"grain_packing_type={packing}",) if packing != "none" else ())
@@ -324,6 +334,7 @@ def noise(records):
 NOISE = "log_gradient_noise_scale=True"
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
     """One process of two devices, and two of which one reads: packed text, bit for bit."""
     # To compile less.

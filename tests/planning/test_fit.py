@@ -39,12 +39,10 @@ def test_the_edge_is_found_with_few_compiles(needed, questions, most):
 
 
 @pytest.fixture(scope="module")
-def quick():
-    """One device of this process, and a compiler that optimizes little."""
+def one_device():
+    """One device of this process."""
     here = machines.here()
-    return dataclasses.replace(
-        here, devices=here.devices[:1], options={"xla_backend_optimization_level": 0}
-    )
+    return dataclasses.replace(here, devices=here.devices[:1])
 
 
 def arguments_of(config, machine, limit):
@@ -52,10 +50,10 @@ def arguments_of(config, machine, limit):
 
 
 @pytest.mark.slow
-def test_what_fits_of_this_machine(quick):
+def test_what_fits_of_this_machine(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
-    lines = largest_batch(config.recipe, *arguments_of(config, quick, 0.004)).splitlines()
+    lines = largest_batch(config.recipe, *arguments_of(config, one_device, 0.004)).splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
     ).groups()
@@ -67,19 +65,19 @@ def test_what_fits_of_this_machine(quick):
     assert int(size) <= int(others[0]) <= int(others[1])
 
 
-def test_nothing_fits(quick):
+def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
-        largest_batch(config.recipe, *arguments_of(config, quick, 0.0001))
+        largest_batch(config.recipe, *arguments_of(config, one_device, 0.0001))
 
 
 @pytest.mark.slow
-def test_the_ways_of_a_batch_by_speed(quick):
+def test_the_ways_of_a_batch_by_speed(one_device):
     """Each policy's two largest micro batches, with a machine whose time is made up."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
     ramp = RampupBatchManager(config.batch, 1)
     rate = LearningRate.of(config.schedule, ramp)
-    timed = dataclasses.replace(quick, work=lambda text: {"step_seconds": 1 / len(text)})
+    timed = dataclasses.replace(one_device, work=lambda text: {"step_seconds": 1 / len(text)})
     ways = by_speed(
         pods(config.recipe, rate, make_mesh(config), timed, 1.0, config.batch), ramp.stages[0]
     )

@@ -159,24 +159,61 @@ PROGRAM = """
 
 ENTRY %main (a: f32[8,4]) -> f32[8,4] {
   %a.4 = f32[8,4]{1,0} parameter(0)
+  %i.4 = s32[] constant(0)
+  %s.4 = (s32[], f32[8,4]{1,0}) tuple(%i.4, %a.4)
   %l.4 = (s32[], f32[8,4]{1,0}) while(%s.4), condition=%cond, body=%body
   ROOT %g.4 = f32[8,16]{1,0} all-gather-start(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}
 }
 """
 
 
-@pytest.mark.parametrize("step, turns", [(1, 5), (2, 3)])
-def test_the_reader_of_programs(step, turns):
-    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4; unrolled by two,
-    three turns."""
-    work = hlo.count(PROGRAM.replace("constant(1)", f"constant({step})"))
-    assert work.flops == turns * 2 * 8 * 4 * 4 and work.cycles == 7 * turns
-    reduced = turns * 2 * 128 * 3 / 4
+def changed(*changes: tuple[str, str]) -> str:
+    text = PROGRAM
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+def test_the_reader_of_programs():
+    """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4."""
+    work = hlo.count(PROGRAM)
+    assert work.flops == 5 * 2 * 8 * 4 * 4 and work.cycles == 7 * 5
+    reduced = 5 * 2 * 128 * 3 / 4
     assert work.collective_bytes == {"all-reduce": reduced, "all-gather": 128 * 3}
     assert work.waited_bytes == reduced
 
 
-@pytest.mark.parametrize("change", [("constant(5)", "parameter(1)"), ("add(", "multiply(")])
+SAYS_9 = ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
+LOOPS = {
+    "unrolled by two, and counted before": (3, SAYS_9, ("constant(1)", "constant(2)")),
+    "its first turns peeled": (3, ("constant(0)", "constant(2)")),
+    "down to a number": (
+        *(4, ("constant(0)", "constant(8)"), ("constant(1)", "constant(-1)")),
+        *(("constant(5)", "constant(4)"), ("direction=LT", "direction=GT")),
+    ),
+    "a start that was copied": (
+        5,
+        ("tuple(%i.4,", "tuple(%j.4,"),
+        ("  %s.4", "  %b.4 = (s32[], s32[], u32[]) copy-start(%i.4)\n  %s.4"),
+        ("  %s.4", "  %j.4 = s32[] copy-done(%b.4)\n  %s.4"),
+    ),
+    "a counter that was copied": (
+        5,
+        ("tuple(%next.3,", "tuple(%kept.3,"),
+        ("  ROOT %o.3", "  %kept.3 = s32[] copy(%next.3)\n  ROOT %o.3"),
+    ),
+    "a limit that the compiler alone knows": (9, SAYS_9, ("constant(5)", "custom-call()")),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_how_often_loops_run(loop):
+    turns, *changes = LOOPS[loop]
+    assert hlo.count(changed(*changes)).cycles == 7 * turns
+
+
+@pytest.mark.parametrize("change", [("constant(5)", "custom-call()"), ("add(", "divide(")])
 def test_a_loop_that_does_not_say_how_often_it_runs(change):
-    with pytest.raises(ValueError, match="does not say how often"):
-        hlo.count(PROGRAM.replace(*change))
+    with pytest.raises(ValueError, match="loop l.4 does not say how often"):
+        hlo.count(changed(change))

@@ -204,6 +204,23 @@ def test_every_shipped_schedule_plans(name, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_ramp_that_decides_while_it_runs(capsys):
+    """As early and as late as it may be, and between them the stages of the table."""
+    keys = ["rampup_policy=noise", "rampup_ladder=[8,16,32]", "total_samples=20000"]
+    keys += ["devices_per_node=1", "rampup_latest=[9000,15000]"]
+    plan = make_plan(load([BASE, *keys]))
+    bounds = plan["adaptive"]
+    assert bounds["earliest"]["steps"] < plan["total_steps"] < bounds["latest"]["steps"]
+    assert bounds["expected"]["steps"] == plan["total_steps"]
+    for name in ("earliest", "expected", "latest"):
+        assert [size for _, size in bounds[name]["batches"]] == [8, 16, 32]
+    places = [[n for n, _ in bounds[name]["batches"][1:]] for name in ("earliest", "latest")]
+    assert places[0][0] >= 1000 and places[1][0] >= 9000  # after the warm-up of 5%
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    assert "every rung as early as it may be" in printed and "as late as it may be" in printed
+
+
 def test_the_learning_rate_does_not_bend():
     """A ramp's curve over samples is the curve of the constant batch that it ends at."""
     ramped = make_config("steps=-1", "total_samples=40000", devices=1)
@@ -329,6 +346,60 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
         assert x["learning_rate"] == y["learning_rate"]
 
 
+@pytest.mark.slow
+def test_other_stages_at_every_stop(tmp_path, cache_dir):
+    """Two stages, two circular ones beside tensor, four, with evaluations: one run without any."""
+    given = dict(key.split("=", 1) for key in GROWING)
+    given |= {"base_num_decoder_layers": "4", "eval_interval": "10", "eval_steps": "2"}
+    line = [BASE, *(f"{name}={value}" for name, value in given.items())]
+    line += [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
+    whole = run(*line, "run_name=whole", "eval_per_device_batch_size=8")
+    assert whole.returncode == 0, whole.stderr
+    starts = (
+        (2, "ici_pipeline_parallelism=2 num_pipeline_microbatches=4"),
+        (4, "ici_pipeline_parallelism=2 ici_tensor_parallelism=2 num_pipeline_repeats=2"),
+        (8, "ici_pipeline_parallelism=4 remat_policy=full"),
+    )
+    for devices, keys in starts:
+        keys = (*keys.split(), f"eval_per_device_batch_size={8 // devices}")
+        done = run(*line, "run_name=staged", "stop_at_stage_end=True", *keys, devices=devices)
+        expected = 0 if devices == 8 else EXIT_STAGE_END
+        assert (done.returncode, done.stderr) == (expected, ""), done.stderr
+    a, b = (read_records(tmp_path / name / "metrics.jsonl") for name in ("staged", "whole"))
+    assert [r["step"] for r in a] == [r["step"] for r in b]
+    for x, y in zip(a, b, strict=True):
+        for name in ("stage", "global_batch_size", "batch_fingerprint", "consumed_samples"):
+            assert x.get(name) == y.get(name)
+        for name in {"loss", "eval_loss"} & y.keys():
+            assert x[name] == pytest.approx(y[name], rel=2e-4)
+
+
+def test_the_bubble_and_what_makes_it_small():
+    """Of 8 micro batches through 4 stages 3 turns of 11 are idle; 28 make it 3 of 31, and their
+    share of a stage, 7 rows, divides the passes of some stages alone."""
+    given = ("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "devices_per_node=8")
+    given += ("base_num_decoder_layers=4", "node_schedule=fixed", "num_nodes=1", "steps=1000")
+
+    def plan(schedule, rows):
+        keys = (*given, f"micro_batch_size={rows}", f"step_batch_size_schedule={schedule}")
+        return make_plan(load([BASE, *TINY, *keys, "step_batch_size_unit=samples"]))
+
+    found = plan("0:112 1120:128", 16)
+    assert [s["pipeline_bubble"] for s in found["stages"]] == pytest.approx([3 / 11] * 2)
+    assert found["smaller_bubble"] == {
+        "num_pipeline_microbatches": 28,
+        "rows_multiple": 7,
+        "not_in_stages": [1],
+    }
+    # 8 rows of a pass divide into 8 parts: 32 micro batches.
+    assert plan("0:64 640:128", 8)["smaller_bubble"] == {
+        "num_pipeline_microbatches": 32,
+        "rows_multiple": 8,
+        "not_in_stages": [],
+    }
+
+
+@pytest.mark.slow
 def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
     line = [

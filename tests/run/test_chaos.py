@@ -15,6 +15,8 @@ from conftest import ROOT, environment
         ["--kills=5", "--seed=1", "--same-shape"],
         ["--kills=25", "--seed=2"],
         ["--kills=6", "--seed=3", "--pipelines"],
+        ["--kills=8", "--seed=4", "--adaptive"],
+        ["--kills=5", "--seed=5", "--adaptive", "--same-shape"],
     ],
 )
 def test_nothing_is_lost(tmp_path, cache_dir, options):

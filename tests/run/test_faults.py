@@ -138,7 +138,7 @@ def assert_all_is_saved(job: Job):
 # --- Signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)])
 def test_a_signal_saves(tmp_path, cache_dir, number):
     with Job(tmp_path, cache_dir) as job:
         job.train_to(30)
@@ -335,7 +335,8 @@ def test_a_full_disk_is_outlived(mount, cache_dir):
         assert left == {str(step) for step in job.checkpoints}, "failed saves leave nothing"
 
 
-@pytest.mark.parametrize("fault", [pytest.param("full", marks=SLOW), "in the way"])
+@SLOW
+@pytest.mark.parametrize("fault", ["full", "in the way"])
 def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
     folder, _ = mount
     more = (f"base_output_directory={folder}", "max_failed_saves=2", "checkpoint_period=200")

@@ -187,6 +187,7 @@ def assert_same_run(folder: pathlib.Path, expected: pathlib.Path):
     assert evals[0] == evals[1]
 
 
+@pytest.mark.slow
 def test_stopped_in_every_stage_it_is_the_same_run(uninterrupted, tmp_path, cache_dir):
     """SIGTERM at a random step of each stage: saved, exit status 76, and the rest is bit-equal."""
     rng = random.Random(1)

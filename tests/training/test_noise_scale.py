@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import OPTIMIZED, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
@@ -24,7 +24,6 @@ from maxramp.training.step import make_train_step, train_step
 
 LENGTH, VOCAB, ROWS = 16, 264, 32
 LOG = "log_gradient_noise_scale=True"
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def config_of(*arguments, devices=8):
@@ -45,15 +44,15 @@ def place(batch_ABS, mesh):
 
 
 @functools.cache
-def trained(*arguments, accumulation=4, devices=8, quick=True):
+def trained(*arguments, accumulation=4, devices=8, optimized=False):
     """(weights, metrics) after each of three steps."""
     config = config_of(*arguments, devices=devices)
     mesh = make_mesh(config)
     rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+        state = jax.jit(functools.partial(init_state, config.recipe))()
         step = jax.jit(
-            make_train_step(config.recipe, rate), compiler_options=QUICK if quick else None
+            make_train_step(config.recipe, rate), compiler_options=OPTIMIZED if optimized else None
         )
         states, metrics = [state], []
         for rows in random_rows(3, accumulation, ROWS // accumulation):
@@ -91,7 +90,7 @@ def gradients_of_rows(step):
     tokens = []
     with jax.set_mesh(make_mesh(config)):
         objective = next_token_prediction(config.objective)
-        gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=QUICK)
+        gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
             g, (_, count) = gradient(model, Batch(jnp.asarray(row_S)[None]))
             tokens.append(float(count))
@@ -126,8 +125,8 @@ def test_of_the_model_by_definition(copies):
 
 def test_training_keeps_its_bits():
     """With and without: the same weights, optimizer and losses, to the last bit."""
-    plain, without = trained(devices=2, quick=False)
-    logged, found = trained(LOG, devices=2, quick=False)
+    plain, without = trained(devices=2, optimized=True)
+    logged, found = trained(LOG, devices=2, optimized=True)
     jax.tree.map(np.testing.assert_array_equal, logged, plain)
     for a, b in zip(found, without, strict=True):
         for name in b:
@@ -141,7 +140,7 @@ def test_meshes_and_splits():
     """No mesh changes an estimate, but that copies of the weights are groups of their own; and no
     split one of the norms, of which the rows are the groups, and which alone is there without."""
     _, one = trained(LOG, devices=1)
-    _, spread = trained(LOG, devices=2, quick=False)
+    _, spread = trained(LOG, devices=2, optimized=True)
     _, mixed = trained(LOG, *MIXED)
     _, unsplit = trained(LOG, devices=1, accumulation=1)
     names = {name for name in one[1] if "noise_" in name}
@@ -174,8 +173,8 @@ def test_truth_lies_in_the_interval():
     )
     pairs = []
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
-        step = jax.jit(step, compiler_options=QUICK)
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        step = jax.jit(step)
         for _ in range(200):
             rows = rng.choice(VOCAB, (4, 8, LENGTH + 1), p=p).astype(np.int32)
             _, found = step(state, place(rows, mesh))

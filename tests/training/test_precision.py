@@ -47,7 +47,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         values = np.ones(x.shape) if "scale_D" in str(path) else random.normal(0, 0.2, x.shape)
         return jax.device_put(values.astype(x.dtype), NamedSharding(mesh, x.sharding.spec))
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @jax.jit
     def gradient(model, rows_RS):
         return jax.grad(next_token_prediction(config.objective), has_aux=True)(
             model.cast(), Batch(rows_RS)

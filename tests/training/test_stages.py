@@ -129,7 +129,7 @@ def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, c
 @pytest.mark.parametrize(
     "which, when",
     [
-        (4, "pass"),  # stage 2, in the middle of stage 0
+        pytest.param(4, "pass", marks=pytest.mark.slow),  # stage 2, in the middle of stage 0
         (3, AT_ITS_END),  # stage 1, when the loop already waits for it
     ],
 )

@@ -41,9 +41,6 @@ SGD = ("opt_type=sgd", "learning_rate=1")  # changes as large as Adam's
 # scale of its own.
 ADAM = ("adam_eps=1e-3",)
 
-# For what XLA would optimize longer than it runs: the drawing of weights, and the reference.
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 def make_config(*arguments, devices=DEVICES):
     """The tiny model at a constant batch of ROWS, and at its peak learning rate from the start."""
@@ -64,7 +61,7 @@ def place(batch_ABS, mesh):
 def initial_state(config):
     """The first state, on the config's mesh."""
     with jax.set_mesh(make_mesh(config)):
-        return jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+        return jax.jit(functools.partial(init_state, config.recipe))()
 
 
 @functools.cache
@@ -264,7 +261,7 @@ def reference_training(w, rows_NRS, kv_heads, z_loss, clip, eps):
         cross_entropy, z, tokens = reference_sums(w, rows_RS, kv_heads)
         return (cross_entropy + z_loss * z) / tokens, cross_entropy / tokens
 
-    gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=QUICK)
+    gradient = jax.jit(jax.grad(objective, has_aux=True))
     metrics = {"loss": [], "grad_norm": []}
     w = first = {name: x.astype(np.float64) for name, x in w.items()}
     m, v = ({name: np.zeros_like(x) for name, x in w.items()} for _ in range(2))

@@ -17,27 +17,21 @@ class ArrayRecordFile(RecordFile):
     def __len__(self) -> int:
         return self._reader.num_records()
 
-    def __getitem__(self, index: int) -> Record:
+    def _record(self, index: int) -> Record:
         try:
             (data,) = self._reader.read([index])
         except (RuntimeError, IndexError) as error:
             what = str(error).partition(";")[0][:150]
             raise ConfigError(f"{self.where(index)}: cannot be read ({what}); torn?") from None
-        return self._value(data, index)
-
-    def _value(self, data: bytes, index: int) -> Record:
-        try:
-            value = self._feature(data)
-            if value is None and self.tokens:
-                if len(data) % 4:
-                    raise BadRecord(
-                        f"its {len(data)} bytes are no int32 token ids (4 bytes each); "
-                        "tokenize_train_data=True reads text"
-                    )
-                value = np.frombuffer(data, "<i4")
-            return self._checked(data if value is None else value)
-        except BadRecord as bad:
-            raise ConfigError(f"{self.where(index)}: {bad}") from None
+        value = self._feature(data)
+        if value is None and self.tokens:
+            if len(data) % 4:
+                raise BadRecord(
+                    f"its {len(data)} bytes are no int32 token ids (4 bytes each); "
+                    "tokenize_train_data=True reads text"
+                )
+            value = np.frombuffer(data, "<i4")
+        return self._checked(data if value is None else value)
 
     def _feature(self, data: bytes) -> Any:
         """The column of a tf.train.Example; None if the record is none."""

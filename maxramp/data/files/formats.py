@@ -21,6 +21,7 @@ from maxramp.data.files.records import (
     Piece,
     Record,
     RecordFile,
+    attempt,
     decode_text,
     not_utf8,
     shown,
@@ -29,6 +30,7 @@ from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
 
 _BLANK = (b"\n", b"\r\n")
+LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
 
 SUFFIXES = {
     "arrayrecord": (".array_record", ".arrayrecord", ".riegeli"),
@@ -63,15 +65,12 @@ class TextFile(RecordFile):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> Record:
+    def _record(self, index: int) -> Record:
         if self.tokens:
             raise ConfigError(
                 f"{self.path}: a text file holds no token ids; use tokenize_train_data=True"
             )
-        try:
-            return decode_text(storage.read_bytes(self.path))
-        except BadRecord as bad:
-            raise ConfigError(f"{self.path}: {bad}") from None
+        return decode_text(storage.read_bytes(self.path))
 
     def where(self, index: int) -> str:
         """The file."""
@@ -81,41 +80,51 @@ class TextFile(RecordFile):
 class JsonLines(RecordFile):
     """A JSON object a line; blank lines are none. Compressed files are read by streams."""
 
+    unit = "byte"
+
     def split(self, size: int) -> list[Piece]:
         """Ranges of bytes; a compressed file is one."""
         total = storage.size_of(self.path)
         step = total if self._compression else size
         return [(a, min(a + step, total), min(step, total - a)) for a in range(0, total, step or 1)]
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
+    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
         """The lines that begin in bytes [start, stop); of a compressed file, all."""
         with self._open() as file:
             position = 0
             if start:  # a line that begins before `start` belongs to the piece before
                 file.seek(start - 1)
-                position = start - 1 + len(file.readline())
+                position = start - 1 + self._read_line(file)[1]
             while self._compression or position < stop:
                 try:
-                    line = file.readline()
+                    line, size = self._read_line(file)
                 except (OSError, EOFError, zlib.error) as error:
                     raise ConfigError(self._torn(error)) from None
                 if not line:
                     return
                 if line not in _BLANK:
-                    yield self._parse(line, position)
-                position += len(line)
+                    yield attempt(position, self._parse, line, size)
+                position += size
 
     def __len__(self) -> int:
         return len(self._index[1]) - 1
 
-    def __getitem__(self, index: int) -> Record:
+    def _record(self, index: int) -> Record:
         data, starts = self._index
-        line = data[int(starts[index]) : int(starts[index + 1])]
-        return self._parse(line.tobytes(), int(starts[index]))
+        start, stop = int(starts[index]), int(starts[index + 1])
+        return self._parse(data[start : min(stop, start + LONGEST_LINE)].tobytes(), stop - start)
 
     def where(self, index: int) -> str:
         """The file and the number of the line, from 1 on."""
-        return self._line(int(self._index[1][index]))
+        return self.where_place(int(self._index[1][index]))
+
+    def where_place(self, place: int) -> str:
+        """The same of the line at a byte; it is counted, which only errors need."""
+        count = 1
+        with self._open() as file:
+            while place > 0 and (block := file.read(min(place, 1 << 20))):
+                count, place = count + block.count(b"\n"), place - len(block)
+        return f"{self.path}: line {count}"
 
     @functools.cached_property
     def _compression(self) -> str:
@@ -128,7 +137,17 @@ class JsonLines(RecordFile):
         if self._compression == "zstd":
             arrow = optional("pyarrow", "pyarrow", self.path)
             return io.BufferedReader(arrow.CompressedInputStream(file, "zstd"), 1 << 20)
-        return file
+        return io.BufferedReader(file, 1 << 20) if storage.is_remote(self.path) else file
+
+    @staticmethod
+    def _read_line(file: BinaryIO) -> tuple[bytes, int]:
+        """The next line, of an over-long one its beginning, and its size."""
+        line = part = file.readline(LONGEST_LINE)
+        size = len(line)
+        while size >= LONGEST_LINE and part and not part.endswith(b"\n"):
+            part = file.readline(1 << 20)
+            size += len(part)
+        return line, size
 
     @functools.cached_property
     def _index(self) -> tuple[Any, np.ndarray]:
@@ -158,28 +177,19 @@ class JsonLines(RecordFile):
             blank[short] = data[first[short]] == byte
         return data, np.append(first[~blank], len(data))
 
-    def _parse(self, line: bytes, position: int) -> Record:
+    def _parse(self, line: bytes, size: int) -> Record:
+        if size > LONGEST_LINE:
+            raise BadRecord(f"has {size:,} bytes, more than the {LONGEST_LINE:,} of a line")
         try:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                what = getattr(error, "msg", None) or str(error)
-                raise BadRecord(f"is not JSON ({what}); cut off?") from None
-            if not isinstance(record, dict):
-                raise BadRecord(f"is no JSON object but {shown(record)}")
-            if self.column not in record:
-                raise self._missing(record)
-            return self._checked(record[self.column])
-        except BadRecord as bad:
-            raise ConfigError(f"{self._line(position)}: {bad}") from None
-
-    def _line(self, position: int) -> str:
-        """A line by its number, which only errors need."""
-        count = 1
-        with self._open() as file:
-            while position > 0 and (block := file.read(min(position, 1 << 20))):
-                count, position = count + block.count(b"\n"), position - len(block)
-        return f"{self.path}: line {count}"
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            what = getattr(error, "msg", None) or str(error)
+            raise BadRecord(f"is not JSON ({what}); cut off?") from None
+        if not isinstance(record, dict):
+            raise BadRecord(f"is no JSON object but {shown(record)}")
+        if self.column not in record:
+            raise self._missing(record)
+        return self._checked(record[self.column])
 
     def _torn(self, error: Exception) -> str:
         if reason := getattr(error, "strerror", None):  # the system's, not the decompressor's
@@ -223,37 +233,33 @@ class ParquetFile(RecordFile):
                 start, held = index + 1, 0
         return pieces
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
+    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
         """The rows of row groups [start, stop)."""
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
             batches = file.iter_batches(1024, list(range(start, stop)), [self.column])
             while batch := self._guarded(lambda: next(batches, None)):
                 for scalar in batch.column(0):
-                    yield self._value(scalar, index)
+                    yield attempt(index, self._value, scalar)
                     index += 1
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> Record:
+    def _record(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
         column = _ROW_GROUPS.get((self.path, self.column, group), lambda: self._column(group))
-        return self._value(column[index - int(self._starts[group])], index)
+        return self._value(column[index - int(self._starts[group])])
 
     def _column(self, group: int) -> Any:
         with self._open(self._metadata) as file:
             return self._guarded(lambda: file.read_row_group(group, [self.column]).column(0))
 
-    def _value(self, scalar: Any, index: int) -> Record:
+    def _value(self, scalar: Any) -> Record:
         try:
-            try:
-                value = scalar.as_py()
-            except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
-                raise not_utf8(error) from None
-            return self._checked(value)
-        except BadRecord as bad:
-            raise ConfigError(f"{self.where(index)}: {bad}") from None
+            return self._checked(scalar.as_py())
+        except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
+            raise not_utf8(error) from None
 
     def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)

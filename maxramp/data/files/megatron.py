@@ -23,6 +23,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _BLOCK = 1 << 20  # sequences looked at together
+_SPARSE = 128  # of so many documents the start of one is kept in memory
 
 
 class MegatronFile(RecordFile):
@@ -69,10 +70,34 @@ class MegatronFile(RecordFile):
         document = int(np.searchsorted(self._borders, sequence, "right")) - 1
         return f"{self.path}.bin: document {document}, token {position}"
 
-    def __len__(self) -> int:
-        return len(self._borders) - 1
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents begin in tokens [start, stop) of the stream: int64, ascending.
 
-    def __getitem__(self, index: int) -> np.ndarray:
+        An empty document begins where the next one does. The index is read on access, so that a
+        row costs the same in a file of a billion documents.
+        """
+        first, last = np.searchsorted(self._sparse_starts, (start, stop))
+        sequences = self._borders[max(0, first - 1) * _SPARSE : min(last * _SPARSE, len(self))]
+        starts = self._starts_of(sequences)
+        begin, end = np.searchsorted(starts, (start, stop))
+        return starts[begin:end]
+
+    @functools.cached_property
+    def _sparse_starts(self) -> np.ndarray:
+        """First token of every _SPARSE-th document."""
+        return self._starts_of(self._borders[:-1:_SPARSE])
+
+    def _starts_of(self, sequences: np.ndarray) -> np.ndarray:
+        """First token of each of these sequences; of the one past the last, the stream's end."""
+        there = np.searchsorted(sequences, self._header[1])  # empty documents may stand at the end
+        starts = np.full(len(sequences), self.num_tokens)
+        starts[:there] = self._pointers[sequences[:there]] // self.dtype.itemsize
+        return starts
+
+    def __len__(self) -> int:
+        return max(0, self._header[2] - 1)
+
+    def _record(self, index: int) -> np.ndarray:
         first, last = (int(x) for x in self._borders[index : index + 2])
         return self.tokens_between(int(self._starts[first]), int(self._starts[last]))
 
@@ -151,11 +176,11 @@ class MegatronFile(RecordFile):
     def _sizes(self) -> np.ndarray:
         return self._field(0, self._header[1], "<i4")
 
-    @property
+    @functools.cached_property
     def _pointers(self) -> np.ndarray:
         return self._field(4 * self._header[1], self._header[1], "<i8")
 
-    @property
+    @functools.cached_property
     def _borders(self) -> np.ndarray:
         return self._field(12 * self._header[1], self._header[2], "<i8")
 
@@ -195,6 +220,21 @@ class TokenStream:
             start, index = last, index + 1
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
+    @property
+    def num_documents(self) -> int:
+        """Documents of all files, empty ones as well."""
+        return sum(map(len, self._files))
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents begin in tokens [start, stop), as in `MegatronFile`."""
+        first = int(np.searchsorted(self._starts, start, "right")) - 1
+        last = int(np.searchsorted(self._starts, stop, "left"))
+        found = []
+        for file, offset in zip(self._files[first:last], self._starts[first:last], strict=True):
+            begin, end = max(0, start - int(offset)), min(file.num_tokens, stop - int(offset))
+            found.append(offset + file.document_starts(begin, end))
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
     def where(self, position: int) -> str:
         """The file and the document of a token, for a person."""
         index = int(np.searchsorted(self._starts, position, "right")) - 1
@@ -223,11 +263,14 @@ class MegatronWriter:
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
         """Appends the tokens of documents."""
-        tokens = np.concatenate(documents)
+        self.extend(np.concatenate(documents), np.fromiter(map(len, documents), np.int32))
+
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
+        """Appends documents by their tokens, one after another, and their lengths, int32."""
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
-        self._data.write(tokens.astype(self._dtype).data)
-        self._sizes.extend(map(len, documents))
+        self._data.write(tokens.astype(self._dtype, copy=False).data)
+        self._sizes.frombytes(np.ascontiguousarray(sizes, np.int32).tobytes())
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ in order without an index; the pieces of a file cover it once.
 """
 
 import abc
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,18 @@ Record = str | np.ndarray
 Piece = tuple[int, int, int]
 
 
+class BadRecord(Exception):
+    """What is wrong with a record; who knows the file and the record's place adds them."""
+
+    def __init__(self, reason: str, place: int = -1):
+        super().__init__(reason)
+        self.place = place  # in the file, in its `unit`
+
+
 class RecordFile(abc.ABC):
     """The records of one file. Handles are opened when first needed and stay in their process."""
+
+    unit = "record"  # what a place in the file counts
 
     def __init__(self, path: str, column: str, tokens: bool):
         """
@@ -35,6 +46,17 @@ class RecordFile(abc.ABC):
         """The file that holds the records themselves."""
         return self.path
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return storage.size_of(self.data_path)
+
+    @property
+    def stamp(self) -> tuple[Any, ...]:
+        """What changes when the file does, or what is read of it."""
+        path = self.data_path
+        return os.path.basename(path), self.num_bytes, storage.changed_at(path), self.column
+
     def check(self) -> None:
         """Refuses a file that cannot be trained on.
 
@@ -46,24 +68,35 @@ class RecordFile(abc.ABC):
 
     def split(self, size: int) -> list[Piece]:
         """Pieces of about `size` bytes."""
-        count, total = len(self), storage.size_of(self.data_path)
+        count, total = len(self), self.num_bytes
         step = max(1, count * size // max(1, total))
         ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
         return [(first, last, total * (last - first) // count) for first, last in ranges]
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        """The records of a piece, in order."""
-        return (self[index] for index in range(start, stop))
+    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
+        """The records of a piece, in order; in the place of a wrong one, what is wrong with it."""
+        return (attempt(index, self._record, index) for index in range(start, stop))
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
+    def __getitem__(self, index: int) -> Record:
+        try:
+            return self._record(index)
+        except BadRecord as bad:
+            raise ConfigError(f"{self.where(index)}: {bad}") from None
+
     @abc.abstractmethod
-    def __getitem__(self, index: int) -> Record: ...
+    def _record(self, index: int) -> Record:
+        """A record by its number; raises BadRecord."""
 
     def where(self, index: int) -> str:
-        """The file and a record of it, for a person."""
+        """The file and a record of it by its number, for a person."""
         return f"{self.path}: record {index}"
+
+    def where_place(self, place: int) -> str:
+        """The same by the place of a BadRecord that `read` gave."""
+        return self.where(place)
 
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)
@@ -115,8 +148,12 @@ class RecordFile(abc.ABC):
         )
 
 
-class BadRecord(Exception):
-    """What is wrong with a record; who knows the file and the record's number adds them."""
+def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | BadRecord:
+    """What `parse` makes of a record, or what is wrong with it, at its place in the file."""
+    try:
+        return parse(*given)
+    except BadRecord as bad:
+        return BadRecord(str(bad), place)  # without the frames, which hold the record
 
 
 def shown(value: Any) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 from maxramp.errors import ConfigError
 
 
-def optional(module: str, package: str, purpose: str) -> ModuleType:
-    """Imports a module that only some data needs.
+def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Imports a module that only some data needs, of a package that an extra of ours has too.
 
     Raises:
       ConfigError: it is not installed, with the line that installs it.
@@ -27,7 +27,7 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
     except ImportError:
         raise ConfigError(
             f"{purpose} needs the package {package}: python -m pip install {package} (or "
-            "'maxramp[data]')"
+            f"'maxramp[{extra}]')"
         ) from None
 
 
@@ -136,10 +136,13 @@ class _RemoteBytes:
 def write_whole(path: pathlib.Path, data: bytes) -> None:
     """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
 
+    Several processes may write the same file; the last one's stays.
+
     Raises:
       OSError: with a file's name, which a failed write does not have.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")  # hidden: TensorBoard reads what it sees
+    # Hidden, because TensorBoard reads what it sees; and no other process writes to it.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:
             file.write(data)

@@ -1,0 +1,345 @@
+"""Does a ramp pay? Held-out loss against optimizer steps, of tuned constants and of ramps.
+
+The protocol, fixed before the runs. Every run trains on the same tokens, rows of 128 bytes of
+Python's sources, with a cosine to a tenth of the peak after 5% of warm-up, and is evaluated on
+every held-out row. The seed is that of the weights and of the order of rows.
+
+  Pilot   Constants of 8, 16, 32 and 64 rows, seed 0. The learning rate of each is tuned on a grid
+          of factors of 2 around 3e-3 * sqrt(rows / 16), extended until the best is inside it. B0
+          is the largest constant within 0.005 nats of the best: the smallest sensible batch.
+  A       the constant B0, at its tuned rate
+  B       the constant with as many steps as F takes, its rate tuned in the same way
+  C       the constant 4 B0, rate tuned
+  D       a hand-made ramp: B0, doubled at 1/4, 1/2 and 3/4 of the samples
+  E       rampup_policy=noise on B0, 2 B0, 4 B0, 8 B0; its factor is what maxramp.branch finds half
+          way through A with seed 0, at its lower end, over the noise scale there
+  F       rampup_policy=seesaw, ladder of factors of sqrt(2) from B0 to 8 B0
+
+D, E and F take A's rate times sqrt(batch / B0). A, B and F run with all seeds, C, D and E with the
+first three. Differences are paired by seed: same rows, same weights at the start.
+
+Claims, made before the runs: F takes at least 40% fewer steps than A and is equal to it, which is
+to say that the 90% t-interval of the mean difference lies within +-0.01 nats; and a ramp pays only
+if it ends below the line through the tuned constants, that is if F is below B, of as many steps.
+
+It is made for 2 quiet cores and 90 minutes. Stop it whenever you like: the same command continues.
+
+python benchmarks/ramp_pays.py [--tokens 4M] [--seeds 5] [--constants 8,16,32,64] [--most_rates 6]
+                               [--folder DIR] [--plot FILE] [--json FILE] [key=value ...]
+"""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from figures import ROOT, parser, save
+
+from maxramp.rampup.numbers import parse_count
+from maxramp.run.metrics import read_records
+
+ROW = 128
+MODEL = {
+    "base_emb_dim": 64,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 1,
+    "head_dim": 32,
+    "base_mlp_dim": 192,
+    "base_num_decoder_layers": 2,
+    "max_target_length": ROW,
+    "num_epoch": 4,
+    "eval_interval": 10**9,  # at the end
+    "eval_steps": -1,
+    "eval_per_device_batch_size": 32,
+    "per_device_batch_size": 64,
+    "checkpoint_stage_ends": False,
+    "enable_tensorboard": False,
+    "log_period": 10**9,
+}
+FEW_SEEDS = 3
+EQUAL = 0.01  # nats
+_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+
+
+class Experiment:
+    """Runs below a folder, each by the name of its keys; what is there is not run again."""
+
+    def __init__(self, folder: pathlib.Path, samples: int, keys: list[str], expected: int):
+        self.folder, self.samples, self._expected = folder, samples, expected
+        self._keys = dict(key.split("=", 1) for key in keys)
+        self._began, self._asked = time.monotonic(), set()
+        folder.mkdir(parents=True, exist_ok=True)
+        made_with = {"samples": samples, "model": MODEL, "keys": self._keys}
+        note = folder / "protocol.json"
+        if note.exists() and json.loads(note.read_text()) != json.loads(json.dumps(made_with)):
+            sys.exit(f"error: {folder} holds runs of other keys (protocol.json); give --folder")
+        note.write_text(json.dumps(made_with))
+
+    def run(self, arm: str, seed: int, rate: float, batch: dict[str, Any]) -> dict[str, Any]:
+        """Trains a run to its end if it is not there; returns its loss and its steps."""
+        folder = self.folder / f"{arm} rate {rate:.3g} seed {seed}"
+        found = self._result(folder)
+        self._asked.add(folder)
+        if found is None:
+            minutes = (time.monotonic() - self._began) / 60
+            place = f"run {len(self._asked)} of about {self._expected}"
+            print(f"{minutes:5.1f} min  {place}: {folder.name}", end="", flush=True)
+            keys = MODEL | {
+                "base_output_directory": self.folder,
+                "run_name": folder.name,
+                "total_samples": self.samples,
+                "learning_rate": repr(rate),
+                "init_weights_seed": seed,
+                "data_shuffle_seed": seed,
+                "checkpoint_period_samples": max(1, self.samples // 2),
+                "checkpoint_period": -1,
+                "log_gradient_noise_scale": arm == "A" and seed == 0,
+            }
+            self._train(keys | batch | self._keys, folder)
+            found = self._result(folder)
+            if found is None:
+                sys.exit(f"\nerror: {folder} ended without an evaluation")
+            print(f": loss {found['loss']:.4f} in {found['steps']:,} steps", flush=True)
+        return found
+
+    def factor(self, a: dict[str, Any], sizes: list[int]) -> float:
+        """The largest batch that surely costs nothing over the noise scale, half way through A."""
+        folder = pathlib.Path(a["folder"])
+        step = min(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+        command = [*_bound(), "maxramp.branch", str(folder), "--at", str(step)]
+        command += ["--sizes", ",".join(map(str, sizes)), "--json"]
+        done = subprocess.run(
+            [*command, "checkpoint_period_samples=-1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=_environment(),
+        )
+        if done.returncode:
+            sys.exit(f"error: {' '.join(command)} ended with {done.returncode}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        noise = result["noise"].get("norms_noise_scale")
+        if noise is None:  # a run of a few steps has no signal
+            return 1.0
+        return (result["surely"] or result["largest"]) / noise["noise_scale"]
+
+    def _train(self, keys: dict[str, Any], folder: pathlib.Path) -> None:
+        command = [*_bound(), "maxramp.train", str(ROOT / "configs" / "base.yml")]
+        command += [f"{name}={value}" for name, value in keys.items()]
+        with (self.folder / f"{folder.name}.txt").open("w") as printed:
+            status = subprocess.run(
+                command, stdout=printed, stderr=subprocess.STDOUT, env=_environment()
+            ).returncode
+        if status:
+            last = pathlib.Path(printed.name).read_text().strip().splitlines()[-1:]
+            sys.exit(f"\nerror: {folder.name}: status {status}: {' '.join(last)}")
+
+    def _result(self, folder: pathlib.Path) -> dict[str, Any] | None:
+        records = read_records(folder / "metrics.jsonl")
+        ends = [r for r in records if "eval_loss" in r and r["consumed_samples"] >= self.samples]
+        if not ends:
+            return None
+        return {
+            "loss": ends[-1]["eval_loss"],
+            "steps": ends[-1]["step"] + 1,
+            "folder": str(folder),
+            "seconds": sum(r.get("step_seconds", 0.0) for r in records),
+        }
+
+
+def _bound() -> list[str]:
+    """A module's command that ends when this one does, so that the next start finds no other."""
+    here = [sys.executable, "-m"]
+    return [*here, "maxramp.launch.bound", str(os.getpid()), *here]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def tuned(experiment: Experiment, rows: int, most: int) -> dict[str, Any]:
+    """The best of at most so many learning rates of a constant batch with seed 0.
+
+    Returns:
+      Its rate, rows, loss and steps.
+    """
+    middle, losses = 3e-3 * math.sqrt(rows / 16), {}
+    grid = [-1, 0, 1]
+    while True:
+        for power in grid:
+            if power not in losses:
+                run = experiment.run(
+                    f"pilot {rows}", 0, middle * 2.0**power, {"global_batch_size": rows}
+                )
+                losses[power] = run
+        best = min(losses, key=lambda power: losses[power]["loss"])
+        if min(losses) < best < max(losses) or len(losses) >= most:
+            return losses[best] | {"rate": middle * 2.0**best, "rows": rows}
+        grid = [min(losses) - 1] if best == min(losses) else [max(losses) + 1]
+
+
+def paired(runs: list[dict], others: list[dict]) -> dict[str, Any]:
+    """Mean difference of the losses by seed, and its 90% t-interval."""
+    apart = np.array([a["loss"] - b["loss"] for a, b in zip(runs, others, strict=False)])
+    mean, n = float(apart.mean()), len(apart)
+    if n < 2:
+        return {"mean": mean, "low": None, "high": None, "seeds": n}
+    half = _T90.get(n - 1, 1.645) * float(apart.std(ddof=1)) / math.sqrt(n)
+    return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": n}
+
+
+def experiment_of(
+    experiment: Experiment, constants: list[int], seeds: int, most_rates: int
+) -> dict[str, Any]:
+    """Runs the protocol; returns its figures."""
+    pilot = [tuned(experiment, rows, most_rates) for rows in constants]
+    best = min(run["loss"] for run in pilot)
+    a = max((run for run in pilot if run["loss"] <= best + 0.005), key=lambda run: run["rows"])
+    b0, rate = a["rows"], a["rate"]
+    print(f"B0 = {b0} rows at {rate:.3g}", flush=True)
+    scaling = {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
+    seesaw = {
+        "rampup_policy": "seesaw",
+        "rampup_ladder": str([round(b0 * 2 ** (i / 2)) for i in range(7)]),
+    }
+    quarter = experiment.samples // 4
+    doubling = " ".join(f"{i * quarter}:{b0 * 2**i}" for i in range(4))
+
+    few = min(FEW_SEEDS, seeds)
+    arms = {
+        name: [experiment.run(name, seed, arm_rate, batch) for seed in range(count)]
+        for name, count, arm_rate, batch in (
+            ("A", seeds, rate, {"global_batch_size": b0}),
+            ("F", seeds, rate, seesaw),
+            (
+                "D",
+                few,
+                rate,
+                {"step_batch_size_schedule": doubling, "step_batch_size_unit": "samples"} | scaling,
+            ),
+        )
+    }
+    larger = tuned(experiment, 4 * b0, most_rates)
+    as_long = tuned(experiment, round(experiment.samples / arms["F"][0]["steps"]), most_rates)
+    factor = experiment.factor(arms["A"][0], [b0 * 2**i for i in range(4)])
+    noise = {
+        "rampup_policy": "noise",
+        "rampup_ladder": str([b0 * 2**i for i in range(4)]),
+        "rampup_noise_factor": repr(factor),
+    }
+    for name, count, constant in (("B", seeds, as_long), ("C", few, larger)):
+        batch = {"global_batch_size": constant["rows"]}
+        arms[name] = [experiment.run(name, s, constant["rate"], batch) for s in range(count)]
+    arms["E"] = [experiment.run("E", seed, rate, noise) for seed in range(few)]
+
+    against_a = {name: paired(runs, arms["A"]) for name, runs in arms.items() if name != "A"}
+    f, f_b = against_a["F"], paired(arms["F"], arms["B"])
+    fewer = 1 - arms["F"][0]["steps"] / arms["A"][0]["steps"]
+    equal = f["low"] is not None and f["low"] > -EQUAL and f["high"] < EQUAL
+    return {
+        "tokens": experiment.samples * ROW,
+        "B0": b0,
+        "learning_rate": rate,
+        "noise_factor": factor,
+        "constants": sorted([*pilot, larger, as_long], key=lambda run: run["rows"]),
+        "arms": arms,
+        "against_A": against_a,
+        "F_against_B": f_b,
+        "claims": {
+            "F: fewer steps than A": fewer,
+            "F: at least 40% fewer steps, and equal to A": bool(fewer >= 0.4 and equal),
+            "F is below B, at equal steps": f_b["high"] is not None and f_b["high"] < 0,
+        },
+    }
+
+
+def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Steps against held-out loss: a line through the tuned constants, arms as points.
+
+    An arm lies at A's loss with seed 0 plus its paired difference to A, with the 90% interval.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    by_rows = {run["rows"]: run for run in figures["constants"]}
+    line = sorted(by_rows.values(), key=lambda run: run["steps"])
+    axes.plot(
+        [run["steps"] for run in line],
+        [run["loss"] for run in line],
+        color="tab:gray",
+        marker="o",
+        label="constants, each at its best learning rate (seed 0)",
+    )
+    for run in line:
+        axes.annotate(f"{run['rows']}", (run["steps"], run["loss"]), fontsize="small")
+    names = {"A": "A: B0", "B": "B: as many steps as F", "C": "C: 4 B0", "D": "D: doubling by hand"}
+    names |= {"E": "E: noise scale", "F": "F: Seesaw"}
+    for color, name in zip(("black", "tab:brown", "tab:olive", "tab:green", "tab:blue", "tab:red"),
+                           sorted(figures["arms"]), strict=True):  # fmt: skip
+        runs = figures["arms"][name]
+        # As the line is of seed 0: A's loss there, and the difference to A of all seeds.
+        apart = figures["against_A"].get(name, {"mean": 0.0, "low": None, "high": None})
+        half = 0.0 if apart["low"] is None else (apart["high"] - apart["low"]) / 2
+        axes.errorbar(
+            np.mean([run["steps"] for run in runs]),
+            figures["arms"]["A"][0]["loss"] + apart["mean"],
+            yerr=half,
+            fmt="s",
+            color=color,
+            capsize=3,
+            label=f"{names[name]} ({len(runs)} seed{'s' * (len(runs) > 1)})",
+        )
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("loss on held-out text (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    options = parser("ramp_pays", __doc__)
+    options.add_argument("--tokens", default="4M", help="of every run (4M)")
+    options.add_argument("--seeds", type=int, default=5, help="of arms A, B and F (5)")
+    options.add_argument("--constants", default="8,16,32,64", help="rows of the pilot (8,16,32,64)")
+    options.add_argument(
+        "--most_rates", type=int, default=6, help="learning rates tried for a constant, at most (6)"
+    )
+    options.add_argument("--folder", type=pathlib.Path, default=ROOT / "output" / "ramp_pays")
+    options.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "ramp_pays.png")
+    options.add_argument("keys", nargs="*", help="key=value of every run")
+    given = options.parse_intermixed_args()
+    tokens = parse_count(given.tokens)
+    constants = sorted(int(rows) for rows in given.constants.split(","))
+    # So that every constant of the pilot ends with the same row.
+    unit = math.lcm(*constants)
+    samples = (tokens or 0) // ROW // unit * unit
+    if samples < 16 * constants[-1] or given.seeds < 1 or given.most_rates < 3:
+        sys.exit("error: too few --tokens, --seeds or --most_rates")
+    rates = min(4, given.most_rates)
+    expected = (len(constants) + 2) * rates + 3 * given.seeds + 3 * min(FEW_SEEDS, given.seeds)
+    experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
+    figures = experiment_of(experiment, constants, given.seeds, given.most_rates)
+    for name, runs in sorted(figures["arms"].items()):
+        losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
+        apart = figures["against_A"].get(name)
+        ends = ""
+        if apart and apart["low"] is not None:
+            ends = f"; above A: {apart['mean']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f})"
+        print(f"{name}  {runs[0]['steps']:>6,} steps  {losses}{ends}")
+    for claim, holds in figures["claims"].items():
+        print(f"{claim}: {holds}")
+    draw(figures, given.plot)
+    save(given.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""decisions.json: the rungs that a run with rampup_policy=noise has taken.
+
+Written before the first step that uses a rung, and binding from then on: a restart keeps them, also
+where it goes on from a checkpoint of before.
+"""
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.data.files.storage import write_whole
+from maxramp.errors import ConfigError
+from maxramp.rampup import adaptive
+from maxramp.rampup.keys import BatchKeys
+
+FILE = "decisions.json"
+
+
+def read(run: pathlib.Path) -> list[dict[str, Any]]:
+    """The decisions in a run's folder, in order.
+
+    Raises:
+      ConfigError: they cannot be read.
+    """
+    path = run / FILE
+    try:
+        found = json.loads(path.read_bytes())["decisions"]
+        for decision in found:
+            decision["first_sample"] + decision["global_batch_size"]
+        return found
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not as a run wrote it"
+        raise ConfigError(
+            f"{path}: {reason}; it says which batches this run has taken: put it back"
+        ) from None
+
+
+def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int) -> None:
+    """Writes all decisions, so that they outlast the machine.
+
+    Args:
+      run: its folder.
+      decisions: in order.
+      first: the first rung of the ladder, for the fixed ramp that repeats the run.
+
+    Raises:
+      OSError: they cannot be written.
+    """
+    sizes = [(0, first), *((d["first_sample"], d["global_batch_size"]) for d in decisions)]
+    schedule = " ".join(f"{sample}:{size}" for sample, size in sizes)
+    repeat = {
+        "step_batch_size_schedule": schedule,
+        "step_batch_size_unit": "samples",
+        "batch_size_lr_scaling": "sqrt",
+        "batch_size_lr_reference": "initial",
+    }
+    text = json.dumps({"decisions": list(decisions), "as_fixed_ramp": repeat}, indent=2)
+    write_whole(run / FILE, (text + "\n").encode())
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def binding(
+    keys: BatchKeys, recorded: Sequence[dict[str, Any]], position: Checkpoint | None
+) -> list[tuple[int, int]]:
+    """(first sample, global batch size) of what was decided before this start.
+
+    A run that goes on from another run's checkpoint, in a folder of its own, takes over what that
+    one had decided.
+
+    Raises:
+      ConfigError: today's ladder does not go on from it.
+    """
+    found = recorded
+    if not recorded and position and position.config.get("rampup_policy") == "noise":
+        first = position.config["rampup_ladder"][0]
+        found = [stage for stage in position.stages if stage["global_batch_size"] != first]
+    pairs = [(stage["first_sample"], stage["global_batch_size"]) for stage in found]
+    return adaptive.decided(keys, pairs)

@@ -1,0 +1,329 @@
+"""Answers to prompts: read the prompts once, then write a token at a time.
+
+Two programs, compiled once for each shape. `prefill` fills the caches with the prompts, `decode`
+goes through any number of further tokens and stops when every row is done. Shapes are rounded up,
+so that prompts of many lengths share them.
+
+Shapes: B rows, P tokens of the longest prompt, S tokens of the longest row, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxramp.data.marks import PADDING
+from maxramp.errors import ConfigError, TrainingError
+from maxramp.generation.sampling import Sampling, sample
+from maxramp.model.cache import Cache
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.sharding import (
+    REPLICATED,
+    ROWS_B,
+    TOKENS_BT,
+    CACHE_BKSh,
+    without_axis,
+)
+
+_FEWEST_TOKENS = 16  # of a shape
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens_BS", "log_probs_BS", "lengths_B", "limits_B", "samples_B", "done_B"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Prompts, and the answers behind them as far as they are written.
+
+    Attributes:
+      tokens_BS: int32 ids; PADDING behind the last one.
+      log_probs_BS: float32, of the answers' tokens (`sampling.sample`), and 0 elsewhere.
+      lengths_B: int32, tokens that there are.
+      limits_B: int32, tokens that there may be.
+      samples_B: uint32, the number that a row's draws depend on.
+      done_B: bool, whether the last token is one that stops, or the limit is reached.
+    """
+
+    tokens_BS: Any
+    log_probs_BS: Any
+    lengths_B: Any
+    limits_B: Any
+    samples_B: Any
+    done_B: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model wrote behind a prompt.
+
+    Attributes:
+      tokens: int32 ids; the last one stops, unless the answer is truncated.
+      log_probs: float32, of each (`sampling.sample`).
+      done: whether nothing more will come.
+      truncated: whether it ended at its limit, without a token that stops.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    done: bool
+    truncated: bool
+
+
+class Generator:
+    """Writes answers with the weights that it is given, on the mesh that is set.
+
+    Every process of a job calls it alike, and gets all answers.
+    """
+
+    def __init__(self, keys: ModelKeys, model: Decoder, options: Mapping[str, Any] | None = None):
+        """
+        Args:
+          keys: of the model, resolved.
+          model: it, or its shapes and shardings.
+          options: of the compiler, as `training.programs.compiler_options` gives them.
+        """
+        jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
+        self._keys, self._mesh = keys, jax.sharding.get_mesh()
+        if self._mesh.shape["stage"] > 1:
+            raise ConfigError(
+                f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
+                "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
+            )
+        self._ranks = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
+        _, self._structure = jax.tree.flatten(jax.eval_shape(_prepared, model))
+        self._prepare = jit(lambda model: jax.tree.leaves(_prepared(model)))
+        self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
+        # The caches and rows of a step take the place of those of the step before.
+        self._decode = jit(
+            self._write, static_argnames=("sampling", "stops"), donate_argnums=(1, 2)
+        )
+        self._gather = jit(lambda rows: jax.tree.map(lambda x: jax.reshard(x, REPLICATED), rows))
+
+    def prepare(self, model: Decoder) -> list[jax.Array]:
+        """The weights as the programs read them: one layer after the other, in the dtype of the
+        arithmetic, and whole on each device but for the tensor axis, so that no token waits until
+        they are gathered. They take room beside those of the model."""
+        return self._prepare(model)
+
+    def generate(
+        self,
+        weights: list[jax.Array],
+        prompts: Sequence[np.ndarray],
+        most_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stops: Sequence[int] = (),
+        samples: Sequence[int] | None = None,
+    ) -> list[Answer]:
+        """The answers to prompts.
+
+        Args:
+          weights: from `prepare`.
+          prompts: token ids of each, one at least.
+          most_tokens: of an answer.
+          sampling: how tokens are drawn.
+          seed: of the draws, a uint32.
+          stops: ids that end an answer.
+          samples: a number for each prompt; draws depend on the seed, this number and the position
+            of a token, and so neither on the prompts beside it nor on how they are cut into
+            batches. Without, 0, 1, 2, ...
+
+        Raises:
+          ConfigError: a prompt is empty, or too long for the model's rows.
+          TrainingError: the weights give logits that are no numbers.
+        """
+        *_, answers = self.stream(
+            weights, prompts, most_tokens, sampling, seed, stops, samples, every=most_tokens
+        )
+        return answers
+
+    def stream(
+        self,
+        weights: list[jax.Array],
+        prompts: Sequence[np.ndarray],
+        most_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stops: Sequence[int] = (),
+        samples: Sequence[int] | None = None,
+        every: int = 1,
+    ) -> Iterator[list[Answer]]:
+        """`generate`, with the answers as far as they are after every so many tokens."""
+        self._check(prompts, most_tokens)
+        samples = range(len(prompts)) if samples is None else samples
+        longest = max(map(len, prompts))
+        slots = self._length(longest + most_tokens)
+        rows = self._place(_new_rows(prompts, most_tokens, samples, slots, self._ranks))
+        length = min(slots, self._length(longest))
+        caches = self._prefill(weights, rows, length=length, slots=slots)
+        seed, stops = np.uint32(seed), tuple(stops)
+        for first in range(0, most_tokens, every):
+            steps = np.int32(min(every, most_tokens - first))
+            caches, rows = self._decode(
+                weights, caches, rows, seed, steps, sampling=sampling, stops=stops
+            )
+            answers = _answers(jax.device_get(self._gather(rows)), prompts, stops)
+            yield answers
+            if all(answer.done for answer in answers):
+                return
+
+    def _check(self, prompts: Sequence[np.ndarray], most_tokens: int) -> None:
+        longest = self._keys.max_target_length
+        if most_tokens < 1:
+            raise ConfigError(f"{most_tokens} tokens for an answer: it needs 1 or more")
+        for number, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ConfigError(f"prompt {number} has no tokens; give it one")
+            if len(prompt) + most_tokens > longest:
+                raise ConfigError(
+                    f"prompt {number} of {len(prompt)} tokens and an answer of up to {most_tokens} "
+                    f"make {len(prompt) + most_tokens}, but max_target_length={longest} is what "
+                    "the model was trained on; ask for at most "
+                    f"{max(0, longest - len(prompt))}, or raise max_target_length"
+                )
+            if prompt.min() < 0 or prompt.max() >= self._keys.vocab_size:
+                raise ConfigError(
+                    f"prompt {number}: its token ids are {prompt.min()} to {prompt.max()}, and "
+                    f"vocab_size={self._keys.vocab_size}; use the tokenizer of the training data"
+                )
+
+    def _length(self, tokens: int) -> int:
+        return min(rounded_up(max(tokens, _FEWEST_TOKENS)), self._keys.max_target_length)
+
+    def _place(self, rows: Rows) -> Rows:
+        def place(x: np.ndarray) -> jax.Array:
+            sharding = NamedSharding(self._mesh, TOKENS_BT if x.ndim == 2 else ROWS_B)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(place, rows)
+
+    def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
+        """Caches of `slots` slots, with the first `length` tokens of every row in them."""
+        model, keys = self._structure.unflatten(weights), self._keys
+        shape = (len(rows.lengths_B), keys.base_num_kv_heads, length, keys.head_dim)
+        nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
+        empty = Cache(nothing, nothing, jnp.zeros_like(rows.lengths_B))
+        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers))
+        return tuple(cache.grown(slots) for cache in caches)
+
+    def _write(
+        self,
+        weights: list[jax.Array],
+        caches: tuple[Cache, ...],
+        rows: Rows,
+        seed: jax.Array,
+        steps: jax.Array,
+        sampling: Sampling,
+        stops: tuple[int, ...],
+    ) -> tuple[tuple[Cache, ...], Rows]:
+        """Up to `steps` more tokens for every row that is not done."""
+        model = self._structure.unflatten(weights)
+        append = functools.partial(_append, sampling=sampling, stops=stops)
+
+        def is_unfinished(carry: tuple) -> jax.Array:
+            step, _, rows = carry
+            return (step < steps) & ~jnp.all(rows.done_B)
+
+        def write(carry: tuple) -> tuple:
+            step, caches, rows = carry
+            # The last token is read, for the first time but in prompts and in rows that are done.
+            caches = tuple(
+                dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
+            )
+            x_B1D, caches = model.read(_by_rows(_last, rows), caches)
+            rows = _by_rows(append, rows, model.logits(x_B1D)[:, 0], seed=seed)
+            return step + 1, caches, rows
+
+        _, caches, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), caches, rows))
+        return caches, rows
+
+
+def rounded_up(number: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, ... that is no smaller: sizes of shapes to be shared."""
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
+
+
+def _prepared(model: Decoder) -> Decoder:
+    def gathered(weight: jax.Array) -> jax.Array:
+        return jax.reshard(weight, without_axis(jax.typeof(weight).sharding.spec, "fsdp"))
+
+    return jax.tree.map(gathered, model.cast().one_by_one())
+
+
+def _by_rows(function, *arrays, **whole):
+    """A function of arrays [B, ...], on every device of its rows alone."""
+    names = tuple(whole)
+
+    def local(arrays, values):
+        return function(*arrays, **dict(zip(names, values, strict=True)))
+
+    arrays = jax.tree.map(lambda x: jax.reshard(x, ROWS_B), arrays)
+    return jax.shard_map(local, in_specs=(ROWS_B, REPLICATED), out_specs=ROWS_B, check_vma=False)(
+        arrays, tuple(whole.values())
+    )
+
+
+def _last(rows: Rows) -> jax.Array:
+    """The last token of every row: [B, 1]."""
+    return jnp.take_along_axis(rows.tokens_BS, rows.lengths_B[:, None] - 1, axis=1)
+
+
+def _append(
+    rows: Rows, logits_BV: jax.Array, *, seed: jax.Array, sampling: Sampling, stops: tuple[int, ...]
+) -> Rows:
+    """The rows with one more token each, but for those that are done."""
+    tokens_B, log_probs_B = sample(logits_BV, sampling, seed, rows.samples_B, rows.lengths_B)
+    B, S = rows.tokens_BS.shape
+    place = jnp.arange(B), jnp.where(rows.done_B, S, rows.lengths_B)  # S: nowhere
+    lengths_B = rows.lengths_B + ~rows.done_B
+    stopped_B = jnp.isin(tokens_B, jnp.asarray(stops, jnp.int32))
+    return dataclasses.replace(
+        rows,
+        tokens_BS=rows.tokens_BS.at[place].set(tokens_B, mode="drop"),
+        log_probs_BS=rows.log_probs_BS.at[place].set(log_probs_B, mode="drop"),
+        lengths_B=lengths_B,
+        done_B=rows.done_B | stopped_B | (lengths_B >= rows.limits_B),
+    )
+
+
+def _new_rows(
+    prompts: Sequence[np.ndarray], most_tokens: int, samples: Sequence[int], slots: int, ranks: int
+) -> Rows:
+    """Rows of prompts, and of nothing, done, up to a number that the devices share evenly."""
+    count = ranks * rounded_up(-(-len(prompts) // ranks))
+    missing = count - len(prompts)
+    lengths_B = np.array([*map(len, prompts), *[1] * missing], np.int32)
+    tokens_BS = np.full((count, slots), PADDING, np.int32)
+    for row_S, prompt in zip(tokens_BS, prompts, strict=False):
+        row_S[: len(prompt)] = prompt
+    return Rows(
+        tokens_BS=tokens_BS,
+        log_probs_BS=np.zeros((count, slots), np.float32),
+        lengths_B=lengths_B,
+        limits_B=lengths_B + np.int32(most_tokens),
+        samples_B=np.array([*samples, *[0] * missing], np.uint32),
+        done_B=np.arange(count) >= len(prompts),
+    )
+
+
+def _answers(rows: Rows, prompts: Sequence[np.ndarray], stops: Sequence[int]) -> list[Answer]:
+    """What stands behind the prompts, in arrays of their own."""
+    if np.isnan(rows.log_probs_BS).any():
+        raise TrainingError("the weights give logits that are not numbers; take another checkpoint")
+    answers = []
+    for row, prompt in enumerate(prompts):
+        answer = slice(len(prompt), rows.lengths_B[row])
+        tokens, done = rows.tokens_BS[row, answer].copy(), bool(rows.done_B[row])
+        log_probs = rows.log_probs_BS[row, answer].copy()
+        answers.append(Answer(tokens, log_probs, done, done and tokens[-1] not in stops))
+    return answers

@@ -1,0 +1,166 @@
+"""What a run left behind, to write text with: its weights, its keys and its tokenizer."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import TornError
+from maxramp.checkpoints.store import Checkpoints
+from maxramp.commandline import print_note
+from maxramp.config import overrides
+from maxramp.config.checks import check
+from maxramp.config.keys import Config
+from maxramp.config.resolve import resolve
+from maxramp.data import mixture, tokenizers
+from maxramp.data.files import prepared
+from maxramp.data.keys import DataKeys
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError
+from maxramp.keys import base
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.training.state import abstract_state
+
+# Keys of a run that say how it was computed and not what: they take their defaults.
+_OF_TRAINING = (
+    "attention",
+    "num_pipeline_microbatches",
+    "num_layers_per_pipeline_stage",
+    "num_pipeline_repeats",
+    "eval_interval",
+)
+# Keys that may be given beside a run.
+_OPEN = (
+    *(field.name for section in (BackendKeys, MeshKeys) for field in dataclasses.fields(section)),
+    *("dtype", "attention", "max_target_length"),
+    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"),
+)
+_CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "eval_interval": -1}
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTokenizer:
+    """The tokenizer of a run, as prompts and answers need it.
+
+    Attributes:
+      tokenizer: of the documents that the run was trained on.
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a document: one, or none."""
+        (ids,) = dataclasses.replace(self.tokenizer, add_bos=False).encode([""])
+        return ids.tolist()
+
+    def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of prompts, int32: as documents begin, and without the mark at their end."""
+        return dataclasses.replace(self.tokenizer, add_eos=False).encode(prompts)
+
+    def stop(self, text: str) -> int:
+        """The id of a text that stops an answer.
+
+        Raises:
+          ConfigError: it is not one token.
+        """
+        bare = dataclasses.replace(self.tokenizer, add_bos=False, add_eos=False)
+        (ids,) = bare.encode([text])
+        if len(ids) != 1:
+            raise ConfigError(
+                f"--stop {text!r} is {len(ids)} tokens, and only a text of one token stops an "
+                "answer; give another text"
+            )
+        return int(ids[0])
+
+
+class TrainedRun:
+    """A run whose weights write text.
+
+    Attributes:
+      checkpoint: its newest one, or the one that was asked for.
+      config: its keys on other devices; resolved once the weights are loaded.
+    """
+
+    def __init__(self, path: pathlib.Path, arguments: Sequence[str]):
+        """Reads the keys; no device is touched.
+
+        Args:
+          path: the folder of a run, or a checkpoint.
+          arguments: key=value, of the keys that generation takes.
+
+        Raises:
+          ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
+        """
+        found = folder_lib.find(path)
+        try:
+            self.checkpoint = folder_lib.read(found)
+        except TornError as error:
+            raise ConfigError(f"{found} is torn ({error}); give another checkpoint") from None
+        *_, given = overrides.read(base.CONFIGS / "base.yml", arguments, print_note)
+        for name, value in given.values.items():
+            if name not in _OPEN:
+                raise ConfigError(
+                    f"{name}={value} does not change what a run generates; the keys that do are "
+                    f"{', '.join(_OPEN)}"
+                )
+        there = self.checkpoint.config
+        names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
+        values = base.base() | {name: there[name] for name in names & there.keys()}
+        values |= {name: base.base()[name] for name in _OF_TRAINING} | _CONSTANT
+        self._given = {"tokenizer_type", "tokenizer_path"} & given.values.keys()
+        if self._given:
+            values |= {"tokenizer_type": "", "tokenizer_path": ""}
+        self.config = Config.of(values | given.values)
+        check(self.config)
+
+    def load(self) -> Decoder:
+        """The weights, on a mesh of all devices, which is set; starts the backend.
+
+        Raises:
+          ConfigError: the devices do not suit the keys, or the weights cannot be read.
+        """
+        mesh_lib.start_backend(self.config.backend)
+        slices, processes = mesh_lib.num_slices(), jax.process_count()
+        self.config = resolve(self.config, jax.device_count(), slices, processes)
+        mesh = mesh_lib.make_mesh(self.config.mesh)
+        jax.set_mesh(mesh)
+        path, values = self.checkpoint.path, self.config.values
+        store = Checkpoints(self.config.checkpoints, path.parent, "", values, print_note)
+        return store.load_parameters(path, abstract_state(self.config.recipe, mesh).model)
+
+    def tokenizer(self) -> PromptTokenizer:
+        """The tokenizer of the data that it was trained on, or the one that was given.
+
+        Raises:
+          ConfigError: its file is not there, or is damaged.
+        """
+        return PromptTokenizer(self._tokenizer())
+
+    def _tokenizer(self) -> Tokenizer:
+        keys = self.config.data
+        load = functools.partial(tokenizers.load, keys.type_of_tokenizer, keys.tokenizer_path)
+        if keys.dataset_type not in ("grain", "hf"):
+            return load(True, True)  # a document of text_files has both marks
+        if self._given or keys.dataset_type == "hf" or keys.type_of_tokenizer != "bytes":
+            return load(keys.add_bos, keys.add_eos)
+        # Prepared sets bring theirs along.
+        (pattern, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
+        kind, paths = mixture.find_files("grain_train_files", pattern, keys.grain_file_type)
+        if kind != "prepared":
+            return load(keys.add_bos, keys.add_eos)
+        described = prepared.read_manifest(paths[0])["tokenizer"]
+        if described is None:
+            raise ConfigError(
+                f"{paths[0]} was prepared from tokens and has no tokenizer; give "
+                "tokenizer_path=FILE, or tokenizer_type=bytes"
+            )
+        path = f"{paths[0]}/{described['file']}" if described["file"] else ""
+        return tokenizers.load(described["type"], path, described["add_bos"], described["add_eos"])

@@ -1,0 +1,110 @@
+"""How the next token is chosen from the logits.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.errors import ConfigError
+
+_COLDEST = 1e-3  # a temperature by which logits can be divided
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """From which tokens to draw the next one, and how evenly.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: draw from this many of the likeliest; 0 = from all.
+      top_p: of these, from the likeliest that together have this probability (nucleus sampling,
+        Holtzman et al., arXiv 1904.09751).
+      vocab_size: draw only ids below it, as those behind a tokenizer's stand for no text; 0 = all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    vocab_size: int = 0
+
+    def check(self, prefix: str = "") -> None:
+        """Checks each number.
+
+        Args:
+          prefix: stands before the names in an error, such as "--".
+
+        Raises:
+          ConfigError: one is out of range.
+        """
+        is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
+        for name, holds, bound in (
+            ("temperature", is_temperature, f"0, which is greedy, or {_COLDEST:g} or more"),
+            ("top_k", self.top_k >= 0, "0 or more; 0 draws from all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not holds:
+                value = getattr(self, name)
+                raise ConfigError(f"{prefix}{name}={value:g} must be {bound}")
+
+
+def sample(
+    logits_BV: jax.Array,
+    sampling: Sampling,
+    seed: jax.Array,
+    samples_B: jax.Array,
+    positions_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every row, and the logarithm of its probability.
+
+    What is drawn is a function of the seed, the sample and the position alone: not of the row that
+    a sample lies in, nor of the rows beside it.
+
+    Args:
+      logits_BV: float32.
+      sampling: how to draw.
+      seed: uint32.
+      samples_B: uint32, the number of each row's sample.
+      positions_B: int32, where the token will stand.
+
+    Returns:
+      Token ids, int32; and under softmax(logits / temperature), float32, whatever top_k, top_p and
+      vocab_size leave out. For temperature 0 that is softmax(logits).
+    """
+    logits_BV = logits_BV / (sampling.temperature or 1.0)
+    kept_BV = _kept(logits_BV, sampling)
+    if sampling.temperature:
+        noise_BV = jax.vmap(_gumbel, in_axes=(None, 0, 0, None))(
+            seed, samples_B, positions_B, logits_BV.shape[1]
+        )
+        kept_BV = kept_BV + noise_BV
+    tokens_B = jnp.argmax(kept_BV, axis=-1).astype(jnp.int32)
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return tokens_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def _gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -> jax.Array:
+    """Noise whose addition to logits makes their argmax a draw from their softmax."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+    return jax.random.gumbel(key, (size,))
+
+
+def _kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """The logits of the tokens that may be drawn, and -inf for the others."""
+    V = logits_BV.shape[1]
+    if 0 < sampling.vocab_size < V:
+        logits_BV = jnp.where(jnp.arange(V) < sampling.vocab_size, logits_BV, -jnp.inf)
+    k = min(sampling.top_k or V, V)
+    if k == V and sampling.top_p == 1:
+        return logits_BV
+    likeliest_Bk, _ = jax.lax.top_k(logits_BV, k)
+    least_B1 = likeliest_Bk[:, -1:]
+    if sampling.top_p < 1:
+        probabilities_Bk = jax.nn.softmax(likeliest_Bk, axis=-1)
+        before_Bk = jnp.cumsum(probabilities_Bk, axis=-1) - probabilities_Bk
+        inside_Bk = before_Bk < sampling.top_p  # the first one always
+        least_B1 = jnp.where(inside_Bk, likeliest_Bk, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)

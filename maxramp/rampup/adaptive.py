@@ -1,0 +1,172 @@
+"""A ramp that decides while it runs (`rampup_policy=noise`): as large as the gradients are noisy.
+
+The samples of a run are cut into periods of `rampup_decision_samples`. After the last step of each,
+the next rung of the ladder is taken if in this period and in the one before
+
+    factor * noise scale * exp(-1.64 * relative standard error) >= rung
+
+in rows, where the noise scale is variance / signal of the norms' scales (`noise_scale` in
+maxramp/training), of means over the period's steps, and its standard error follows from their
+scatter (delta method): a lower bound that holds in 19 of 20 cases, confirmed once. The norms' is
+the one estimate that exists without accumulation and that no split of the batch changes. A rung has
+an earliest and a latest sample (`ladder`). One rung is taken at a time, none is given back.
+
+A decision holds from the step `DELAY` after its period on: the rows of the steps between are being
+read already. All of this follows from numbers that every process has, so they need not speak.
+
+This module imports no jax.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.rampup import ladder
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.schedule import RampupBatchManager
+
+DELAY = 8  # steps; a batch is read and placed ahead, and the numbers of a step come one step late
+_Z = 1.64
+_NAMES = "norms_noise_signal", "norms_noise_variance"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A rung that was taken.
+
+    Attributes:
+      first_step, first_sample: from which on.
+      global_batch_size: rows of the rung.
+      after_step: steps done when it was taken.
+      reason: noise, or latest where the rung's latest sample was reached.
+      lower: the smaller of the two lower bounds, in rows.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
+    after_step: int
+    reason: str
+    lower: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is recorded: the bound to the last bit, and as a person reads it."""
+        return dataclasses.asdict(self) | {"lower": self.lower.hex(), "lower_rows": self.lower}
+
+
+class Policy:
+    """The rule of a run: which rung is taken when."""
+
+    def __init__(self, keys: BatchKeys):
+        self._keys = keys
+        self._rungs = {rung.global_batch_size: rung for rung in ladder.rungs(keys)}
+        self.period = ladder.period(keys)
+
+    def decide(
+        self, ramp: RampupBatchManager, step: int, lower: Callable[[int], float]
+    ) -> Decision | None:
+        """What is decided once the steps before `step` are done.
+
+        Args:
+          ramp: with all decisions so far.
+          step: steps done.
+          lower: the lower bound of a period by its number, in rows.
+        """
+        if step < 1 or not ramp.rungs or ramp.stages[-1].first_step > step:
+            return None  # the end of the ladder, or a decision on its way
+        done = ramp.samples_before(step)
+        period = done // self.period - 1
+        if ramp.samples_before(step - 1) // self.period > period:
+            return None  # inside a period
+        size = ramp.rungs[0].global_batch_size
+        rung, first = self._rungs[size], step + DELAY
+        begins = ramp.samples_before(first)
+        if begins >= self._keys.samples_of_run:
+            return None
+        if rung.latest is not None and done >= rung.latest:
+            return Decision(first, begins, size, step, "latest", 0.0)
+        if done < rung.earliest or period < 1:
+            return None
+        bound = min(lower(period - 1), lower(period))
+        if bound < size:
+            return None
+        return Decision(first, begins, size, step, "noise", bound)
+
+    def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
+        """How many steps of the run no later decision than the one after `step` steps changes.
+
+        Those up to the next decision and its delay: once a period the readers hear of more.
+        """
+        following = (ramp.samples_before(max(0, step)) // self.period + 1) * self.period
+        return ramp.step_at_sample(following - 1) + 1 + DELAY
+
+
+def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
+    """The decisions of a run whose lower bound is always so many rows."""
+    ramp, policy = RampupBatchManager(keys, 1), Policy(keys)
+    for end in range(policy.period, keys.samples_of_run, policy.period):
+        decision = policy.decide(ramp, ramp.step_at_sample(end - 1) + 1, lambda period: noise)
+        if decision:
+            ramp.grow(decision.first_step)
+    return [(stage.first_sample, stage.global_batch_size) for stage in ramp.stages[1:]]
+
+
+def period_of(record: dict[str, Any], length: int) -> int:
+    """The period of so many samples in which a record's step began."""
+    return (record["consumed_samples"] - record["global_batch_size"]) // length
+
+
+def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
+    """The lower bound of a period, in rows; 0 where its steps say too little.
+
+    Args:
+      records: of its steps, from metrics.jsonl.
+      factor: times the noise scale.
+    """
+    rows, pairs, row_tokens = [], [], 1.0
+    for record in records:
+        values = [record[name] for name in _NAMES]
+        if all(isinstance(value, float) and math.isfinite(value) for value in values):
+            rows.append(record["global_batch_size"])
+            pairs.append(values)
+            row_tokens = record["consumed_tokens"] / record["consumed_samples"]
+    count, weight = len(rows), math.fsum(rows)
+    if count < ladder.FEWEST_STEPS:
+        return 0.0
+    shares = [r / weight for r in rows]
+    signal, variance = (
+        math.fsum(share * value for share, value in zip(shares, column, strict=True))
+        for column in zip(*pairs, strict=True)
+    )
+    if signal <= 0 or variance <= 0:
+        return 0.0
+    # Of the quotient, relative: each step's share of what it is off by in both parts.
+    residuals = [
+        share * (v / variance - s / signal) for share, (s, v) in zip(shares, pairs, strict=True)
+    ]
+    error = math.sqrt(count / (count - 1) * math.fsum(r * r for r in residuals))
+    return factor * variance / signal / row_tokens * math.exp(-_Z * error)
+
+
+def decided(keys: BatchKeys, recorded: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What was decided before, checked against the ladder of today.
+
+    Args:
+      keys: of today.
+      recorded: (first sample, global batch size), in order.
+
+    Raises:
+      ConfigError: a size is no rung, or one is left out.
+    """
+    if keys.rampup_policy != "noise":
+        return []
+    sizes = [size for _, size in recorded]
+    if sizes != list(keys.rampup_ladder[1 : 1 + len(sizes)]):
+        raise ConfigError(
+            f"rampup_ladder={list(keys.rampup_ladder)}: this run has taken the batches {sizes} "
+            "after its first (decisions.json), and they bind it; give a ladder that goes on from "
+            "them, or another run_name"
+        )
+    return list(recorded)

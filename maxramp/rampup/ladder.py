@@ -1,0 +1,138 @@
+"""The ladder of a `rampup_policy`: the sizes that the batch may take, and when a rung may be taken.
+
+This module imports no jax.
+"""
+
+import dataclasses
+import itertools
+
+from maxramp.errors import ConfigError
+from maxramp.rampup.curve import Curve
+from maxramp.rampup.keys import BatchKeys
+
+FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A size above the first, under rampup_policy=noise.
+
+    Attributes:
+      global_batch_size: its rows.
+      earliest: samples consumed before which it is not taken.
+      latest: samples from which on it is taken whatever was measured; None = never.
+    """
+
+    global_batch_size: int
+    earliest: int
+    latest: int | None
+
+
+def rungs(keys: BatchKeys) -> list[Rung]:
+    """The rungs above the first, from the smallest."""
+    first, *sizes = keys.rampup_ladder
+    warm = int(Curve.of(keys, keys.samples_in_batches_of(first), first).warmup)
+    return [
+        Rung(
+            size,
+            max(warm, keys.rampup_earliest[i] if keys.rampup_earliest else 0),
+            keys.rampup_latest[i] if keys.rampup_latest else None,
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+def expected(keys: BatchKeys) -> list[tuple[int, int]]:
+    """(from which sample on, global batch size) of a plan that knows no measurement.
+
+    Empty under other policies than noise. A rung with a latest sample is expected in the middle of
+    its two; the others share the samples from their earliest to the run's end equally.
+    """
+    found: list[tuple[int, int]] = []
+    if keys.rampup_policy != "noise":
+        return found
+    for number, rung in enumerate(rungs(keys), 1):
+        left = keys.samples_of_run - rung.earliest
+        middle = rung.earliest + left * number // len(keys.rampup_ladder)
+        if rung.latest is not None:
+            middle = (rung.earliest + rung.latest) // 2
+        after = found[-1][0] + found[-1][1] if found else keys.rampup_ladder[0]
+        found.append((max(middle, after), rung.global_batch_size))
+    return found
+
+
+def period(keys: BatchKeys) -> int:
+    """Samples between two decisions of rampup_policy=noise; a 64th of the run by default."""
+    if keys.rampup_decision_samples != -1:
+        return keys.rampup_decision_samples
+    return max(keys.samples_of_run // 64, FEWEST_STEPS * keys.rampup_ladder[-2])
+
+
+def check(keys: BatchKeys) -> None:
+    """Checks what every policy needs, once each key is known to be in its range.
+
+    Raises:
+      ConfigError: names the key, its value, the relation it breaks and a remedy.
+    """
+    ladder, policy = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
+    shown = f"rampup_ladder={ladder}"
+    if len(ladder) < 2 or any(type(rung) is not int for rung in ladder) or ladder[0] < 1:
+        raise ConfigError(
+            f"{shown} must be a list of global batch sizes, from the first to the largest, such as "
+            f"[256, 512, 1024] ({policy})"
+        )
+    for below, rung in itertools.pairwise(ladder):
+        if rung <= below:
+            raise ConfigError(f"{shown}: {rung} is not above {below}; sizes must increase")
+    if keys.samples_of_run == -1:
+        raise ConfigError(
+            f"steps={keys.steps} with {policy}: how many steps the samples take is for "
+            "the ramp to decide; give total_samples or total_tokens"
+        )
+    if keys.learning_rate_by != "samples" or keys.learning_rate_schedule_steps != -1:
+        raise ConfigError(
+            f"learning_rate_by={keys.learning_rate_by} and learning_rate_schedule_steps="
+            f"{keys.learning_rate_schedule_steps} with {policy}: the batch goes with the "
+            "learning rate over all samples of the run; use samples and -1"
+        )
+    if keys.rampup_policy != "noise":
+        for name in ("rampup_earliest", "rampup_latest"):
+            if getattr(keys, name):
+                raise ConfigError(
+                    f"{name}={list(getattr(keys, name))} goes with rampup_policy=noise, not with "
+                    f"{policy}; leave it out"
+                )
+
+
+def check_noise(keys: BatchKeys) -> None:
+    """Checks the keys that rampup_policy=noise reads, once each key is known to be in its range.
+
+    Raises:
+      ConfigError: names the key, its value, the relation it breaks and a remedy.
+    """
+    check(keys)
+    above = len(keys.rampup_ladder) - 1
+    for name in ("rampup_earliest", "rampup_latest"):
+        bounds = list(getattr(keys, name))
+        if not bounds:
+            continue
+        if len(bounds) != above or any(type(n) is not int or n < 0 for n in bounds):
+            raise ConfigError(
+                f"{name}={bounds} must be {above} numbers of samples, one for every rung above the "
+                "first, or []"
+            )
+        if bounds != sorted(bounds):
+            raise ConfigError(f"{name}={bounds} must not decrease: rungs are taken in their order")
+    for earliest, latest in zip(keys.rampup_earliest, keys.rampup_latest, strict=False):
+        if latest < earliest:
+            raise ConfigError(
+                f"rampup_latest={list(keys.rampup_latest)}: {latest} comes before the rung's "
+                f"rampup_earliest of {earliest}; raise it"
+            )
+    least = FEWEST_STEPS * keys.rampup_ladder[-2]
+    if keys.rampup_decision_samples != -1 and keys.rampup_decision_samples < least:
+        raise ConfigError(
+            f"rampup_decision_samples={keys.rampup_decision_samples} holds fewer than "
+            f"{FEWEST_STEPS} steps of {keys.rampup_ladder[-2]} rows, which cannot tell their own "
+            f"spread; use {least} or more, or -1"
+        )

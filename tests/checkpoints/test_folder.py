@@ -1,0 +1,60 @@
+"""What the command makes of folders, by what stands beside a checkpoint's arrays."""
+
+import json
+import os
+import pathlib
+
+import pytest
+from conftest import make_config
+
+from maxramp import checkpoint as command
+from maxramp.checkpoints.folder import Checkpoint, steps_in
+from maxramp.rampup.schedule import RampupBatchManager
+
+# 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
+RAMP = ("step_batch_size_schedule=0:8 80:16 160:24", "step_batch_size_unit=samples")
+
+
+def write(path, step, *arguments):
+    config = make_config(*RAMP, *arguments)
+    ramp = RampupBatchManager(config.batch)
+    stages = [stage.to_json() for stage in ramp.stages]
+    saved = Checkpoint(path, step, ramp.samples_before(step), stages, "", dict(config.values), {})
+    path.mkdir(parents=True)
+    metadata = {"custom_metadata": saved.metadata()}
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize("length", ["steps=15", "total_samples=160", "total_tokens=2560"])
+def test_stages_behind_the_end_are_not_counted(length, tmp_path, capsys):
+    """As the log counts them: this run ends inside its ramp, where its second stage does."""
+    write(tmp_path / "15", 15, length)
+    assert command.main(["ls", str(tmp_path)]) == command.main(["show", str(tmp_path)]) == 0
+    _, listed, *shown = capsys.readouterr().out.splitlines()
+    assert " 1 of 0-1 " in listed
+    assert "stage     1 (of 0 to 1): global batch 16, from step 10" in shown
+
+
+def test_a_folder_of_runs_with_numbers_for_names(tmp_path, capsys):
+    """It is no folder of checkpoints; each run's is."""
+    for name in ("2024", "2025"):
+        write(tmp_path / name / "checkpoints" / "100", 100, "steps=200")
+        assert command.main(["ls", str(tmp_path / name)]) == 0
+    assert "torn" not in capsys.readouterr().out
+    assert command.main(["ls", str(tmp_path)]) == 2
+    assert f"{tmp_path}: no checkpoint there" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_may_not_be_looked_into_is_one(tmp_path, monkeypatch):
+    """`folder.read` says what is wrong with it."""
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    write(tmp_path / "15", 15, "steps=15")
+    monkeypatch.chdir(tmp_path)  # for another user, the folders above are closed
+    tmp_path.chmod(0o755)
+    pathlib.Path("15").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert steps_in(pathlib.Path()) == [15]
+    finally:
+        os.seteuid(0)

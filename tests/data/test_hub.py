@@ -1,0 +1,150 @@
+"""Tokenizers by the name of a model on Hugging Face, from a local cache and without a network."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from conftest import make_config
+from test_formats import TEXTS, write_file
+from test_prepare import content, documents
+
+from maxramp import prepare as prepare_lib
+from maxramp.data import hub, tokenizers
+from maxramp.data.sources import open_corpus
+from maxramp.errors import ConfigError
+
+constants = pytest.importorskip("huggingface_hub.constants")
+pytest.importorskip("tokenizers")
+
+NAME, COMMIT = "an-org/Model-1.5", "0" * 40
+COLUMN = "train_data_columns=[body]"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> pathlib.Path:
+    """A cache with one model, as the hub's client lays it out; returns the model's folder in it."""
+    model = tmp_path / "cache" / "models--an-org--Model-1.5"
+    snapshot = model / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    (snapshot / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), 300))
+    (snapshot / "tokenizer_config.json").write_text(json.dumps({"bos_token": "</s>"}))
+    for name, value in (("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)  # of the processes of a preparation
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.chdir(tmp_path)
+    hub.fetch.cache_clear()
+    return snapshot
+
+
+def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
+    """Encoded alike, with the marks named beside it, and copied into a set, which is whole."""
+    source = write_file(tmp_path, "jsonl", TEXTS)
+    by_path = tokenizers.load("huggingface", str(cache), True, True)
+    by_name = tokenizers.load("huggingface", NAME, True, True)
+    assert by_name.hash == by_path.hash
+    np.testing.assert_array_equal(by_name.encode(TEXTS)[3], by_path.encode(TEXTS)[3])
+    for name, path in (("name", NAME), ("path", str(cache))):
+        given = [str(source), "--output", str(tmp_path / name), COLUMN, f"tokenizer_path={path}"]
+        assert prepare_lib.main(given) == 0
+    assert content(tmp_path / "name") == content(tmp_path / "path")
+    keys = ["dataset_type=grain", f"tokenizer_path={NAME}", "vocab_size=320", COLUMN]
+    items = open_corpus(make_config(*keys, f"grain_train_files={source}").data).train[0].items
+    assert items[3].tolist() == documents(tmp_path / "name")[3]
+    of_set = make_config(*keys, f"grain_train_files={tmp_path}/name").data
+    assert "not used" not in open_corpus(of_set).description
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    ((NAME, "tokenizer.model"), ("an-org/another", "tokenizer.json"), ("a/b", "tokenizer.json")),
+)
+def test_what_no_cache_holds_is_one_line(name, file, cache):
+    kind = "sentencepiece" if file.endswith("model") else "huggingface"
+    with pytest.raises(ConfigError) as caught:
+        tokenizers.load(kind, name, True, True)
+    line = str(caught.value)
+    assert line.startswith(f"tokenizer_path={name}: no such file or folder here; {file} of ")
+    assert "out of reach" in line and f"hf download {name} {file}" in line and "\n" not in line
+
+
+def test_marks_that_may_be_missing_are_not_guessed(cache):
+    """The cache says of a file that the model has none, or does not know."""
+    (cache / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer_config.json of the model"):
+        tokenizers.load("huggingface", NAME, True, True)
+    known = cache.parent.parent / ".no_exist" / COMMIT
+    known.mkdir(parents=True)
+    (known / "tokenizer_config.json").touch()
+    assert tokenizers.load("huggingface", NAME, True, True).encode([""])[0].tolist() == [0, 1]
+
+
+def test_what_lies_here_is_no_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub.is_name("an-org/model") and not hub.is_name("one/two/three")
+    assert not any(map(hub.is_name, ("gs://bucket/a", "/etc/x", "~/model", "./a", "model", "a/")))
+    assert not any(map(hub.is_name, ("assets/tokenizer.json", "assets/a.model")))
+    (tmp_path / "an-org" / "model").mkdir(parents=True)
+    assert not hub.is_name("an-org/model")
+
+
+# --- Data sets ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch) -> list[str]:
+    """A data set of two splits in a folder of its own, as the package datasets takes it."""
+    library = pytest.importorskip("datasets")
+    folder = tmp_path / "an-org" / "texts"
+    folder.mkdir(parents=True)
+    for split, texts in (("train", TEXTS), ("test", TEXTS[:9])):
+        lines = (json.dumps({"body": text, "id": i}) + "\n" for i, text in enumerate(texts))
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "tables")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "tables"))
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return ["hf_path=" + str(folder), COLUMN]
+
+
+def test_a_data_set_by_name(data_set, tmp_path):
+    """Trained on as it is, or prepared: the documents of the split, in order."""
+    keys = ["dataset_type=hf", "vocab_size=264", *data_set]
+    opened = open_corpus(make_config(*keys, "hf_eval_split=test").data)
+    items = opened.train[0].items
+    assert (len(items), len(opened.held_out)) == (len(TEXTS), 9) and opened.documents
+    expected = [[256, *text.encode(), 257] for text in TEXTS]
+    assert [items[i].tolist() for i in range(len(items))] == expected
+    given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
+    assert prepare_lib.main(given) == 0
+    assert documents(tmp_path / "set") == expected
+    tenth = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
+    assert len(tenth.held_out) == round(0.1 * len(TEXTS))
+
+
+def test_no_such_data_set_is_one_line(data_set):
+    for keys, said in (
+        (["hf_path=an-org/nothing"], "neither the cache of datasets nor the hub gives it"),
+        (["train_split=nothing"], "(split nothing)"),
+        (["train_data_columns=[text]"], "has no text, but body, id"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            open_corpus(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
+        line = str(caught.value)
+        assert line.startswith("hf_path=") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    (
+        (["hf_path=a/b"], "hf_path=a/b goes with dataset_type=hf, not text"),
+        (["train_split=tiny"], "train_split=tiny goes with dataset_type=hf, not text"),
+        (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
+        (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "grain_train_files=x goes"),
+    ),
+)
+def test_keys_that_do_not_go_together(keys, named):
+    with pytest.raises(ConfigError, match=named):
+        make_config(*keys)

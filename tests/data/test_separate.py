@@ -1,0 +1,161 @@
+"""Documents of prepared sets and of Megatron's files: apart by the index, with equal tokens."""
+
+import pathlib
+import pickle
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import make_config
+from test_formats import TEXTS, write_file, write_megatron
+
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.resume import changes_since
+from maxramp.data.batch import take_apart
+from maxramp.data.files import megatron
+from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
+from maxramp.data.opening import open_rows
+from maxramp.errors import ConfigError
+
+LENGTH = 16  # of conftest.TINY
+
+
+def make_documents(count: int, seed: int = 0) -> list[list[list[int]]]:
+    """Documents of none to three sequences, of none to eleven tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        [rng.integers(0, 200, rng.integers(0, 12)).tolist() for _ in range(rng.integers(0, 4))]
+        for _ in range(count)
+    ]
+
+
+def first_tokens(documents) -> list[bool]:
+    """Of every token of the stream, whether a document begins with it."""
+    sizes = (sum(map(len, document)) for document in documents)
+    return [place == 0 for size in sizes for place in range(size)]
+
+
+def opened(files, *arguments: str):
+    given = ("dataset_type=grain", f"grain_train_files={files}", "vocab_size=264")
+    config = make_config(*given, "eval_fraction=0", "eval_interval=-1", *arguments)
+    return open_rows(config.data, config.reading, True), config
+
+
+def batch_of(corpus):
+    rows = corpus.train[0].items
+    return take_apart(np.array([rows[i] for i in range(len(rows))]), corpus.packed)
+
+
+def test_documents_begin_where_the_index_says(tmp_path, monkeypatch):
+    """Of several files, one far away, by a search over sparse starts of any density."""
+    flags, files = [], []
+    for number, count in enumerate((40, 1, 0, 25)):
+        documents = make_documents(count, seed=number)
+        write_megatron(tmp_path / str(number), documents)
+        flags += first_tokens(documents)
+        files.append(str(tmp_path / str(number)))
+    for suffix in ("bin", "idx"):
+        with fsspec.open(f"memory://apart/3.{suffix}", "wb") as copy:
+            copy.write(pathlib.Path(f"{files[3]}.{suffix}").read_bytes())
+    for sparse in (1, 3, 128):
+        monkeypatch.setattr(megatron, "_SPARSE", sparse)
+        stream = TokenStream([MegatronFile(f) for f in (*files[:3], "memory://apart/3")])
+        assert len(stream) == len(flags) and stream.num_documents == 66
+        rng = np.random.default_rng(sparse)
+        pairs = np.sort(rng.integers(0, len(flags) + 1, (200, 2))).tolist() + [[0, len(flags)]]
+        for start, stop in pairs:
+            found = np.unique(stream.document_starts(start, stop))
+            assert found.tolist() == [i for i in range(start, stop) if flags[i]]
+
+
+def test_a_row_of_a_large_index_costs_no_pass_over_it(tmp_path):
+    """What is kept of a million documents is a thousandth of their index."""
+    count = 300_000
+    with MegatronWriter(str(tmp_path / "many"), np.dtype("uint16")) as writer:
+        writer.add(np.split(np.zeros(2 * count, np.int32), count))
+        writer.finish()
+    file = MegatronFile(str(tmp_path / "many"))
+    assert file.document_starts(2 * 250_001, 2 * 250_004).tolist() == [500_002, 500_004, 500_006]
+    kept = [value for name, value in vars(file).items() if isinstance(value, np.ndarray)]
+    in_memory = sum(array.nbytes for array in kept if array.base is None)
+    assert in_memory < count
+
+
+def test_rows_are_the_streams_with_their_documents_apart(tmp_path):
+    documents = make_documents(60)
+    stream, flags = write_megatron(tmp_path / "m", documents), first_tokens(documents)
+    corpus, _ = opened(tmp_path / "m")
+    batch = batch_of(corpus)
+    assert corpus.packed and len(batch.tokens) == (len(stream) - 1) // LENGTH > 10
+    for row, (tokens, begins) in enumerate(zip(batch.tokens, batch.begins, strict=True)):
+        part = slice(row * LENGTH, row * LENGTH + LENGTH + 1)
+        assert tokens.tolist() == stream[part] and begins.tolist() == flags[part]
+    again = pickle.loads(pickle.dumps(corpus.train[0].items))  # in a process that reads ahead
+    np.testing.assert_array_equal(again[3], corpus.train[0].items[3])
+
+
+def test_the_old_way_gives_the_old_rows_and_hash(tmp_path):
+    stream = write_megatron(tmp_path / "m", make_documents(60))
+    joined, _ = opened(tmp_path / "m", "separate_documents=False")
+    apart, _ = opened(tmp_path / "m")
+    batch = batch_of(joined)
+    assert batch.begins is None and batch.tokens[5].tolist() == stream[80:97]
+    assert "-" not in joined.hash and apart.hash == f"{joined.hash}-apart"
+
+
+def test_rows_of_one_document_are_no_packed_rows(tmp_path):
+    """The program has no segments then, and costs what it did."""
+    write_megatron(tmp_path / "m", [[list(range(200)), list(range(90))]])
+    corpus, _ = opened(tmp_path / "m")
+    assert not corpus.packed and batch_of(corpus).begins is None and "-" not in corpus.hash
+
+
+def test_documents_packed_while_they_are_read_can_be_joined_too(tmp_path):
+    path = write_file(tmp_path, "jsonl", TEXTS[5:60])
+    given = (path, "train_data_columns=[body]")
+    (apart, _), (joined, _) = opened(*given), opened(*given, "separate_documents=False")
+    assert apart.packed and not joined.packed and joined.hash == f"{apart.hash}-joined"
+    np.testing.assert_array_equal(batch_of(apart).tokens, batch_of(joined).tokens)
+
+
+def test_a_run_goes_on_as_it_began(tmp_path):
+    """A checkpoint of a release without the key: refused with the key that gives its rows back."""
+    write_megatron(tmp_path / "m", make_documents(60))
+    joined, config = opened(tmp_path / "m", "separate_documents=False")
+    apart, now = opened(tmp_path / "m")
+    before = {name: value for name, value in config.values.items() if name != "separate_documents"}
+    checkpoint = Checkpoint(tmp_path, 0, 0, [], joined.hash, before, {})
+    assert not changes_since(checkpoint, config.values, [], joined.hash, {})
+    with pytest.raises(ConfigError) as caught:
+        changes_since(checkpoint, now.values, [], apart.hash, {})
+    line = str(caught.value)
+    assert "trained with separate_documents=False (now True)" in line and "corpus" not in line
+    assert "allow_changed=[separate_documents]" in line
+    changes_since(checkpoint, now.values, ["separate_documents"], apart.hash, {})
+    other = Checkpoint(tmp_path, 0, 0, [], "other-apart", dict(now.values), {})
+    with pytest.raises(ConfigError, match="corpus=other-apart"):
+        changes_since(other, now.values, [], apart.hash, {})
+
+
+def test_files_of_megatron_core(tmp_path):
+    """A set of its builder is read here with its borders, and ours by its reader."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    made = make_documents(60)
+    for name, dtype in (("small", np.uint16), ("large", np.int32)):
+        builder = theirs.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=dtype)
+        for document in made:
+            builder.add_document(sum(document, []), [len(sequence) for sequence in document])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+        corpus, _ = opened(tmp_path / name)
+        batch, flags = batch_of(corpus), first_tokens(made)
+        assert corpus.packed and len(batch.tokens) > 10
+        for row, begins in enumerate(batch.begins):
+            assert begins.tolist() == flags[row * LENGTH : row * LENGTH + LENGTH + 1]
+    documents = [np.asarray(sum(document, []), np.int32) for document in made]
+    with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
+        writer.add(documents)
+        writer.finish()
+    read = theirs.IndexedDataset(str(tmp_path / "ours"))
+    assert len(read) == len(documents) == len(read.document_indices) - 1
+    for ours, its in zip(documents, (read[i] for i in range(len(read))), strict=True):
+        assert ours.tolist() == its.tolist()

@@ -1,0 +1,114 @@
+"""`python -m maxramp.generate`: the weights of a run, from its folder alone."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh, run
+
+from maxramp import generate, prepare
+from maxramp.checkpoints.store import Checkpoints
+from maxramp.errors import ConfigError
+from maxramp.generate import IncrementalText
+from maxramp.generation.loading import TrainedRun
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.state import initial_state
+
+
+def save_run(folder, *keys):
+    """The folder of a run of the tiny model that ended where it began."""
+    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=1", *keys)
+    (folder / "checkpoints").mkdir(parents=True)
+    ramp = RampupBatchManager(config.batch, 8)
+    with jax.set_mesh(make_mesh(config)):
+        saving = Checkpoints(
+            config.checkpoints, folder / "checkpoints", "data", config.values, print
+        )
+        with saving:
+            saving.start_saving()
+            saving.save(0, initial_state(config.recipe), ramp, lambda: None, last=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    # Trained on eight devices, with tensors sharded; generation has one.
+    keys = ("ici_tensor_parallelism=2", "max_target_length=24", "attention=dot_product")
+    return save_run(tmp_path_factory.mktemp("runs") / "tiny", *keys)
+
+
+def test_answers_as_json_and_as_text(trained, cache_dir):
+    """The same tokens; text is written in the order of the prompts, behind them."""
+    arguments = (trained, "--prompt", "ab", "--prompt", "hello wor\u00fcld", "--samples", "2")
+    arguments += ("--seed", "5", "--max_new_tokens", "9", f"jax_cache_dir={cache_dir}")
+    done = run(*arguments, "--json", module="generate")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1) and "tokens in" in done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [a["prompt"] for a in answers] == ["ab"] * 2 + ["hello wor\u00fcld"] * 2
+    for answer in answers:
+        assert len(answer["tokens"]) == len(answer["log_probs"]) == 9
+        assert answer["truncated"] and max(answer["tokens"]) < 258
+        text = bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
+        assert answer["answer"].replace("<s>", "").replace("</s>", "") == text
+    assert answers[0]["tokens"] != answers[1]["tokens"]
+    done = run(*arguments, "ici_fsdp_parallelism=2", devices=2, module="generate")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(
+        f"--- {i + 1} of 4\n{a['prompt']}{a['answer']}\n" for i, a in enumerate(answers)
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["--temperature", "-1"], "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
+        (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
+        (["--seed", "-3"], "--seed -3 must be 0 or more"),
+        (["--stop", "ab"], "--stop 'ab' is 2 tokens"),
+        (["steps=3"], "steps=3 does not change what a run generates"),
+        (["tokenizer_path=none.json"], "tokenizer_path=none.json: dataset_type=text trains on byt"),
+        (["itci_data=3"], "is not a known key"),
+        (["data"], '"data" is not of the form key=value'),
+    ],
+)
+def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):
+    assert generate.main([trained, "--prompt", "a", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert error in said and said.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run(tmp_path, capsys):
+    assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_characters_come_whole(size):
+    """Of bytes that come in pieces; and what is no character at the end shows as such."""
+    text = "a\u00fc\u20ac\U0001f600b"
+    prompt, data = np.frombuffer("\u00e9x".encode(), np.uint8), text.encode() + b"\xe2\x82"
+    shown = IncrementalText(lambda ids: bytes(map(int, ids)).decode(errors="replace"), prompt)
+    pieces = []
+    for end in range(size, len(data) + size, size):
+        tokens = np.frombuffer(data[:end], np.uint8)
+        pieces.append(shown.more(tokens, end >= len(data)))
+        assert "\ufffd" not in pieces[-1] or end >= len(data)
+    assert "".join(pieces) == text + "\ufffd"
+
+
+def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
+    """It lies in the set, which the run names; without the set there is one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n{"text": "another"}\n' * 50)
+    assert prepare.main(["texts.jsonl", "--output", "set", "--train_bpe", "260"]) == 0
+    keys = ("dataset_type=grain", "grain_train_files=set", "eval_interval=-1")
+    run_folder = pathlib.Path(save_run(tmp_path / "run", *keys))
+    tokenizer = TrainedRun(run_folder, []).tokenizer()
+    (ids,) = tokenizer.encode(["another text"])
+    assert tokenizer.tokenizer.decode(ids) == "<s>another text" and tokenizer.ends == [1]
+    assert TrainedRun(run_folder, ["tokenizer_type=bytes"]).tokenizer().ends == [257]
+    (tmp_path / "set").rename("elsewhere")
+    with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
+        TrainedRun(run_folder, []).tokenizer()

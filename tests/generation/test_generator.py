@@ -1,0 +1,242 @@
+"""Generation: what the model itself would say, token by token, whatever the batch and the mesh.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.errors import ConfigError, TrainingError
+from maxramp.generation.generator import Generator, rounded_up
+from maxramp.generation.sampling import Sampling, sample
+from maxramp.model.decoder import Decoder
+
+LENGTH, VOCAB = 48, 264
+# Grouped queries; more slots than the shapes that the prompts are read with.
+KEYS = ("enable_rampup_batch_size=False", "per_device_batch_size=1", "base_num_kv_heads=4")
+KEYS += (f"max_target_length={LENGTH}",)
+MESHES = {
+    "one device": (1, ()),
+    "two layers on all axes": (8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
+    "all axes": (
+        8,
+        ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "base_num_decoder_layers=1"),
+    ),
+}
+MOST = 10  # tokens of an answer
+QUICK = {"xla_backend_optimization_level": 0}
+GREEDY = Sampling(temperature=0)
+PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]
+
+
+class Writer:
+    """A tiny model on a mesh, and its generator."""
+
+    def __init__(self, mesh, *keys):
+        devices, axes = MESHES[mesh]
+        config = make_config(*KEYS, *axes, *keys, devices=devices)
+        self.mesh = make_mesh(config)
+        with jax.set_mesh(self.mesh):
+            make = functools.partial(Decoder, config.model, jax.random.key(0))
+            self.model = jax.jit(make, compiler_options=QUICK)()
+            self.generator = Generator(config.model, self.model, QUICK)
+            self.weights = self.generator.prepare(self.model)
+
+    def __call__(self, prompts, *arguments, **more):
+        with jax.set_mesh(self.mesh):
+            return self.generator.generate(self.weights, prompts, *arguments, **more)
+
+    def stream(self, *arguments, **more):
+        with jax.set_mesh(self.mesh):
+            yield from self.generator.stream(self.weights, *arguments, **more)
+
+    def logits(self, rows):
+        """Of the forward pass that training takes, over whole rows."""
+        tokens_BT = np.zeros((8, LENGTH), np.int32)
+        for row_T, row in zip(tokens_BT, rows, strict=False):
+            row_T[: len(row)] = row
+        with jax.set_mesh(self.mesh):
+            forward = jax.jit(Decoder.__call__, compiler_options=QUICK)
+            return np.asarray(forward(self.model, tokens_BT))[: len(rows)]
+
+
+writer = functools.cache(Writer)
+
+
+@pytest.mark.parametrize("mesh", ["one device", "all axes"])
+def test_greedy_is_the_argmax_of_the_forward_pass(mesh):
+    """Token by token, with their log-probabilities; in float32."""
+    answers = writer(mesh)(PROMPTS, MOST, GREEDY, 0)
+    rows = [np.concatenate([p, a.tokens]) for p, a in zip(PROMPTS, answers, strict=True)]
+    logits_BTV = writer(mesh).logits(rows)
+    for prompt, answer, logits_TV in zip(PROMPTS, answers, logits_BTV, strict=True):
+        own_TV = logits_TV[len(prompt) - 1 :][: len(answer.tokens)]
+        assert answer.tokens.tolist() == own_TV.argmax(-1).tolist()
+        assert len(answer.tokens) == MOST and answer.done and answer.truncated
+        log_probs = own_TV.max(-1) - np.asarray(jax.nn.logsumexp(own_TV, axis=-1))
+        np.testing.assert_allclose(answer.log_probs, log_probs, atol=1e-4)
+    assert len({tuple(a.tokens) for a in answers}) == len(answers)
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_as_the_forward_pass_does():
+    """The log-probabilities of the sampler are those of the model, up to bfloat16's last bits."""
+    coarse = writer("one device", "dtype=bfloat16")
+    answers = coarse(PROMPTS, MOST, Sampling(), 0)
+    rows = [np.concatenate([p, a.tokens]) for p, a in zip(PROMPTS, answers, strict=True)]
+    for prompt, answer, row, logits_TV in zip(
+        PROMPTS, answers, rows, coarse.logits(rows), strict=True
+    ):
+        at = np.arange(len(prompt), len(row))
+        log_probs = np.asarray(jax.nn.log_softmax(logits_TV))[at - 1, row[at]]
+        np.testing.assert_allclose(answer.log_probs, log_probs, atol=0.15)
+
+
+@pytest.mark.parametrize(
+    "mesh, parts",
+    [
+        ("one device", [[3, 1], [4, 2], [2, 0]]),
+        pytest.param("one device", [[4], [3], [2, 0, 1]], marks=pytest.mark.slow),
+        pytest.param("two layers on all axes", [[4, 3, 2], [1, 0]], marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_text_is_the_same_for_every_split(mesh, parts):
+    """And on every mesh: a draw depends on the seed, the sample and the position alone."""
+    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
+
+    def texts(mesh, parts, seed=3):
+        found = {}
+        for part in parts:
+            prompts = [PROMPTS[i] for i in part]
+            answers = writer(mesh)(prompts, MOST, sampling, seed, samples=part)
+            found |= {i: a.tokens.tolist() for i, a in zip(part, answers, strict=True)}
+        return found
+
+    whole = texts("one device", [[0, 1, 2, 3, 4]])
+    assert texts(mesh, parts) == whole
+    assert texts("one device", [[0, 1, 2, 3, 4]], seed=4) != whole
+    again = writer("one device")([PROMPTS[1]] * 5, MOST, sampling, 3)
+    assert again[0].tokens.tolist() != again[1].tokens.tolist()
+
+
+def test_text_streams():
+    """After every few tokens what there is; together it is what comes at once."""
+    whole = writer("one device")(PROMPTS, MOST, GREEDY, 0)
+    pieces = list(writer("one device").stream(PROMPTS, MOST, GREEDY, 0, every=4))
+    assert [len(answers[0].tokens) for answers in pieces] == [4, 8, 10]
+    assert [answers[1].done for answers in pieces] == [False, False, True]
+    for answers in pieces:
+        for part, answer in zip(answers, whole, strict=True):
+            n = len(part.tokens)
+            assert part.tokens.tolist() == answer.tokens[:n].tolist()
+            np.testing.assert_array_equal(part.log_probs, answer.log_probs[:n])
+
+
+def test_a_row_ends_at_a_token_that_stops_it():
+    """The others go on, and say what they say without it."""
+    free = writer("one device")(PROMPTS, MOST, GREEDY, 0)
+    stops = [int(free[1].tokens[4]), int(free[3].tokens[7])]
+    for answer, alone in zip(
+        writer("one device")(PROMPTS, MOST, GREEDY, 0, stops=stops), free, strict=True
+    ):
+        at = np.flatnonzero(np.isin(alone.tokens, stops))
+        end = at[0] + 1 if len(at) else MOST
+        assert answer.tokens.tolist() == alone.tokens[:end].tolist()
+        assert answer.done and answer.truncated == (not len(at))
+
+
+def test_programs_are_shared():
+    """Two for prompts and answers of about the same length, however many there are."""
+    assert [rounded_up(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 25, 33)] == [
+        *(1, 2, 3, 4, 6, 8, 12, 16, 32, 48),
+    ]
+    of = writer("one device")
+    of(PROMPTS, MOST, GREEDY, 0)
+    before = [program._cache_size() for program in (of.generator._prefill, of.generator._decode)]
+    for count, length, most in ((5, 3, 20), (6, 9, 14), (5, 16, 8)):
+        of([np.arange(length, dtype=np.int32)] * count, most, GREEDY, 0)
+    after = [program._cache_size() for program in (of.generator._prefill, of.generator._decode)]
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "prompts, most_tokens, error",
+    [
+        ([np.array([1]), np.array([], int)], 4, "prompt 1 has no tokens"),
+        ([np.arange(40)], 9, "prompt 0 of 40 tokens and an answer of up to 9 make 49, but max_"),
+        ([np.array([3, VOCAB])], 4, f"its token ids are 3 to {VOCAB}, and vocab_size={VOCAB}"),
+        ([np.array([-1])], 4, "prompt 0: its token ids"),
+        ([np.array([1])], 0, "0 tokens for an answer"),
+    ],
+)
+def test_prompts_that_cannot_be(prompts, most_tokens, error):
+    with pytest.raises(ConfigError, match=error):
+        writer("one device")(prompts, most_tokens, GREEDY, 0)
+
+
+def test_weights_that_are_no_numbers():
+    of = writer("one device")
+    broken = [jnp.full_like(w, jnp.nan) for w in of.weights]
+    with jax.set_mesh(of.mesh), pytest.raises(TrainingError, match="not numbers"):
+        of.generator.generate(broken, PROMPTS, MOST, GREEDY, 0)
+
+
+def test_a_pipeline_is_refused():
+    config = make_config(*KEYS, "ici_pipeline_parallelism=2", devices=2)
+    with jax.set_mesh(make_mesh(config)), pytest.raises(ConfigError, match="ici_pipeline"):
+        Generator(config.model, None)
+
+
+# --- Sampling ------------------------------------------------------------------------------------
+
+LOGITS = np.log([0.05, 0.3, 0.02, 0.25, 0.2, 0.08, 0.1]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "sampling, left",
+    [
+        (Sampling(), [0, 1, 2, 3, 4, 5, 6]),
+        (Sampling(temperature=2.0), [0, 1, 2, 3, 4, 5, 6]),
+        (Sampling(top_k=3), [1, 3, 4]),
+        (Sampling(top_p=0.6), [1, 3, 4]),  # 0.3 + 0.25 is less
+        (Sampling(top_k=3, top_p=0.7), [1, 3]),  # 0.55 of 0.75
+        (Sampling(vocab_size=3, top_k=2), [0, 1]),
+        (Sampling(temperature=0, vocab_size=1), [0]),
+    ],
+)
+def test_draws_follow_the_distribution(sampling, left):
+    """Counts of 4,000 draws lie within 5 standard deviations; log-probabilities are of all."""
+    n = 4000
+    draw = jax.jit(sample, static_argnums=1, compiler_options=QUICK)
+    positions = np.full(n, 5, np.int32)
+    tokens, log_probs = draw(
+        np.tile(LOGITS, (n, 1)), sampling, np.uint32(1), np.arange(n, dtype=np.uint32), positions
+    )
+    scaled = LOGITS.astype(np.float64) / (sampling.temperature or 1)
+    np.testing.assert_allclose(
+        log_probs, (scaled - np.log(np.exp(scaled).sum()))[np.asarray(tokens)], atol=1e-5
+    )
+    weights = np.where(np.isin(np.arange(7), left), np.exp(scaled), 0)
+    expected = n * weights / weights.sum()
+    counts = np.bincount(tokens, minlength=7)
+    assert np.all(np.abs(counts - expected) <= 5 * np.sqrt(expected * (1 - expected / n)) + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "sampling, error",
+    [
+        (Sampling(temperature=-1), "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
+        (Sampling(temperature=float("nan")), "--temperature=nan"),
+        (Sampling(temperature=1e-30), "--temperature=1e-30"),
+        (Sampling(top_k=-1), "--top_k=-1"),
+        (Sampling(top_p=0), "--top_p=0 must be above 0 and at most 1"),
+    ],
+)
+def test_numbers_out_of_range(sampling, error):
+    with pytest.raises(ConfigError, match=error):
+        sampling.check("--")

@@ -1,0 +1,91 @@
+"""`maxramp.branch`: what branches say, and the branches of a real run."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, run
+
+from maxramp.run.branches import Branch, compare, difference
+from maxramp.run.metrics import read_records
+
+
+def branches_of(rng, losses, spread, count=40):
+    """Branches whose held-out batches scatter alike, and apart from each other by `spread`."""
+    tokens = rng.integers(300, 500, count).astype(float)
+    common = 2 + 0.5 * rng.standard_normal(count)
+    return [
+        Branch(
+            8 * 2**k,
+            10,
+            0.1,
+            tokens * (loss + common + spread * rng.standard_normal(count)),
+            tokens,
+        )
+        for k, loss in enumerate(losses)
+    ]
+
+
+def test_the_interval_of_a_difference_holds_the_truth_in_nine_of_ten_cases():
+    """However much the batches differ from each other: they are compared in pairs."""
+    rng, held, widths = np.random.default_rng(0), 0, []
+    for _ in range(1000):
+        one, other = branches_of(rng, [0.0, 0.02], 0.03)
+        mean, low, high = difference(other, one)
+        held += low <= 0.02 <= high
+        widths.append(high - low)
+        assert low < mean < high
+    assert 860 < held < 940
+    assert np.mean(widths) == pytest.approx(2 * 1.685 * 0.03 * np.sqrt(2 / 40), rel=0.05)
+
+
+def test_the_largest_size_and_its_interval():
+    rng = np.random.default_rng(0)
+    found = compare(branches_of(rng, [0, 0, 0.005, 0.008, 0.03], 0.01), 0.01)
+    assert [s["rows"] for s in found["sizes"]] == [8, 16, 32, 64, 128]
+    assert [s["within"] for s in found["sizes"]] == [True] * 4 + [False]
+    assert found["largest"] == 64 and found["surely"] <= 64 <= found["possibly"] < 128
+    # A size is compared with the best of all smaller ones, and none counts behind one that fails.
+    found = compare(branches_of(rng, [0.02, 0, 0.02, 0.001], 1e-4), 0.01)
+    assert found["largest"] == found["surely"] == found["possibly"] == 16
+    few = compare(branches_of(rng, [0, 0.02], 0.001, count=5), 0.01)
+    assert few["largest"] == 8 and few["surely"] is None and few["possibly"] is None
+
+
+@pytest.mark.slow
+def test_command(tmp_path, cache_dir):
+    """From a checkpoint: same rows, constant rates by the root of the size; started again, read."""
+    given = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
+    given += ["global_batch_size=8", "eval_per_device_batch_size=64", "eval_interval=40"]
+    given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=run"]
+    done = run(BASE, *given)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    line = [str(folder), "--at", "20", "--sizes", "8,16,32", "--tokens", "2K"]
+    done = run(*line, module="branch")
+    assert done.returncode == 0, done.stderr
+    assert "largest   batch" in done.stdout and "rows (norms' scales)" in done.stdout
+    result = json.loads((folder / "branches" / "20-128" / "branch.json").read_text())
+    rate = next(
+        r["learning_rate"] for r in read_records(folder / "metrics.jsonl") if r["step"] == 20
+    )
+    for size in result["sizes"]:
+        records = read_records(folder / "branches" / "20-128" / str(size["rows"]) / "metrics.jsonl")
+        steps = [r for r in records if "loss" in r]
+        assert [r["step"] for r in steps] == list(range(20, 20 + 128 // size["rows"]))
+        assert steps[-1]["consumed_samples"] == 160 + 128
+        expected = rate * np.sqrt(size["rows"] / 8)
+        assert {r["learning_rate"] for r in steps} == {pytest.approx(expected, rel=1e-5)}
+        evaluation = records[-1]
+        assert evaluation["eval_loss"] == pytest.approx(size["loss"], rel=1e-5)
+        assert sum(evaluation["eval_batch_tokens"]) == evaluation["eval_tokens"]
+
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
+    again = run(*line, "--json", module="branch")
+    assert json.loads(again.stdout) == result and again.returncode == 0
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
+
+    wrong = run(*line, "learning_rate=1", module="branch")
+    assert wrong.returncode == 2 and "a branch has its own learning_rate" in wrong.stderr
+    wrong = run(*line[:2], "7", *line[3:], module="branch")
+    assert wrong.returncode == 2 and "is no checkpoint; there are 20, 40" in wrong.stderr

@@ -1,0 +1,185 @@
+"""The growing ramp in a run: decisions are on disk before they are used, and bind every restart."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, run
+
+from maxramp.checkpoints import decisions
+from maxramp.checkpoints.resume import take_up
+from maxramp.errors import ConfigError
+from maxramp.rampup import adaptive
+from maxramp.run.growth import Growth, recent
+from maxramp.run.metrics import read_records
+
+POLICY = [
+    "rampup_policy=noise",
+    "rampup_ladder=[8,16,32]",
+    "total_samples=2400",
+    "warmup_steps_fraction=0",
+    "rampup_latest=[600,1300]",
+    "rampup_noise_factor=1e-9",
+]
+
+
+def schedule_of(config, recorded=(), position=None, **changes):
+    keys = config.replace(**changes).checkpoints
+    return take_up(config.batch, keys, 1, lambda n: True, 0.0, position, recorded)
+
+
+def record(step, consumed, rows, scale):
+    return {
+        "step": step,
+        "global_batch_size": rows,
+        "consumed_samples": consumed,
+        "consumed_tokens": 16 * consumed,
+        "norms_noise_signal": 1.0,
+        "norms_noise_variance": 16.0 * scale,
+    }
+
+
+def drive(schedule, folder, scale_of, history=(), until=None):
+    """The loop: what is decided before each step, from the records of all but the last."""
+    ramp, pending, batches = schedule.ramp, None, {}
+
+    def write(decision, ramp):
+        written.append(decision.to_json())
+        decisions.write(folder, written, 8)
+
+    def grown(ramp):
+        assert decisions.read(folder) == written
+
+    written = decisions.read(folder)
+    growth = Growth(schedule, history, write, grown)
+    for step in schedule.steps():
+        if step == until:
+            break
+        growth.before(step)
+        assert ramp.settled_steps > step
+        rows = ramp.stage_at_step(step).global_batch_size
+        batches[step] = rows
+        if pending:
+            growth(pending)
+        consumed = ramp.samples_before(step + 1)
+        pending = record(step, consumed, rows, scale_of(consumed))
+    return batches
+
+
+def test_a_restart_keeps_what_was_decided(tmp_path):
+    """Killed at every 7th step: the rows that each step takes are those of the whole run."""
+    config = make_config(*POLICY, "rampup_noise_factor=1.0", "rampup_latest=[]", devices=1)
+
+    def scale_of(consumed):
+        return 5.0 if consumed < 500 else 20.0 if consumed < 1200 else 50.0
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = drive(schedule_of(config), whole, scale_of)
+    assert sorted(set(expected.values())) == [8, 16, 32]
+    for killed in range(1, len(expected), 7):
+        folder = tmp_path / str(killed)
+        folder.mkdir()
+        got = drive(schedule_of(config), folder, scale_of, until=killed)
+        again = schedule_of(config, decisions.read(folder))
+        got |= drive(again, folder, lambda consumed: 0.0)  # whatever is measured now
+        for decision in decisions.read(folder):
+            step = decision["first_step"]
+            assert got[step] == decision["global_batch_size"] == 2 * got[step - 1]
+        assert all(got[step] == expected[step] for step in range(killed))
+
+
+def test_history_goes_on(tmp_path):
+    """A start in the middle decides as the whole run does, from what its metrics hold."""
+    config = make_config(*POLICY, "rampup_noise_factor=1.0", "rampup_latest=[]", devices=1)
+    expected = drive(schedule_of(config), tmp_path, lambda consumed: 20.0)
+    first = next(step for step, rows in expected.items() if rows == 16)
+    (tmp_path / decisions.FILE).unlink()
+
+    class Position:  # of a checkpoint, as far as a schedule reads one
+        step, consumed_samples = first - adaptive.DELAY - 3, 8 * (first - adaptive.DELAY - 3)
+        config = {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
+        stages = [schedule_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
+
+    schedule = schedule_of(config, position=Position)
+    records = [record(k, 8 * (k + 1), 8, 20.0) for k in range(len(expected))]
+    history = recent(records, schedule)
+    assert 0 < len(history) <= Position.step == history[-1]["step"] + 1
+    got = drive(schedule, tmp_path, lambda consumed: 20.0, history)
+    assert got == {step: rows for step, rows in expected.items() if step >= Position.step}
+
+
+def test_a_decision_that_needs_other_nodes_ends_the_job(tmp_path):
+    keys = [*POLICY, "num_nodes=2", "devices_per_node=1", "node_time_tolerance=0.01"]
+    config = make_config(*keys, "per_device_batch_size=8", "min_nodes=1", devices=2)
+    schedule = schedule_of(config, stop_at_node_change=True)
+    nodes = [s.nodes for s in schedule.planned.stages + schedule.planned.rungs]
+    assert nodes[0] == 1 < nodes[-1]
+    last = nodes.index(2)
+    drive(schedule, tmp_path, lambda consumed: 1.0)
+    end = schedule.ramp.stages[last].first_step
+    assert schedule.last_step == end < schedule.ramp.total_steps
+    assert schedule.planned.stage_at_step(end).nodes == 2
+    assert [s.index for s in schedule.stages] == list(range(last))
+
+
+def test_decisions_of_another_ladder_or_torn(tmp_path):
+    config = make_config(*POLICY, devices=1)
+    with pytest.raises(ConfigError, match=r"taken the batches \[24\]"):
+        schedule_of(config, [{"first_sample": 80, "global_batch_size": 24}])
+    (tmp_path / decisions.FILE).write_text("{")
+    with pytest.raises(ConfigError, match="put it back"):
+        decisions.read(tmp_path)
+
+
+def arguments(tmp_path, cache_dir, name, *more):
+    given = [*TINY, "eval_interval=-1", "checkpoint_period=20", *POLICY, *more]
+    given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", f"run_name={name}"]
+    merged = dict(argument.split("=", 1) for argument in given)
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def steps_of(folder: pathlib.Path) -> list[dict]:
+    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+@pytest.mark.slow
+def test_run_restart_and_replay(tmp_path, cache_dir):
+    """The run, the same from an early checkpoint on other devices, and as a fixed ramp."""
+    done = run(*arguments(tmp_path, cache_dir, "run"))
+    assert done.returncode == 0, done.stderr
+    assert "ramp     batch 16 from step" in done.stdout
+    whole = steps_of(tmp_path / "run")
+    sizes = [r["global_batch_size"] for r in whole]
+    assert sorted(set(sizes)) == [8, 16, 32] and sizes == sorted(sizes)
+    assert max(r["compile_seconds"] for r in whole[1:]) < 0.5
+
+    found = json.loads((tmp_path / "run" / decisions.FILE).read_text())
+    for decision in found["decisions"]:
+        assert sizes.index(decision["global_batch_size"]) == decision["first_step"]
+        assert decision["first_step"] == decision["after_step"] + adaptive.DELAY
+        assert float.fromhex(decision["lower"]) == decision["lower_rows"]
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert [s["global_batch_size"] for s in plan["stages"]] == [8, 16, 32]
+
+    fixed = [f"{k}={v}" for k, v in found["as_fixed_ramp"].items()]
+    fixed.append("log_gradient_noise_scale=True")  # the same program, so to the last bit
+    keys = [k for k in arguments(tmp_path, cache_dir, "fixed", *fixed) if "rampup_" not in k]
+    done = run(*keys)
+    assert done.returncode == 0, done.stderr
+    exact = ("loss", "learning_rate", "batch_fingerprint", "stage", "consumed_samples")
+    pairs = zip(whole, steps_of(tmp_path / "fixed"), strict=True)
+    assert all(a[name] == b[name] for a, b in pairs for name in exact)
+
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(checkpoint.name) > 20:
+            shutil.rmtree(checkpoint)
+    done = run(*arguments(tmp_path, cache_dir, "run"), devices=2)
+    assert done.returncode == 0, done.stderr
+    again = steps_of(tmp_path / "run")
+    for name in exact[2:]:
+        assert [r[name] for r in again] == [r[name] for r in whole]
+    assert np.allclose([r["loss"] for r in again], [r["loss"] for r in whole], atol=0.05)
+    assert json.loads((tmp_path / "run" / decisions.FILE).read_text()) == found

@@ -1,0 +1,134 @@
+"""`maxramp.suggest`: a ramp from measurements, none where they say so, and what they do not say."""
+
+import json
+
+import pytest
+from conftest import BASE
+
+from maxramp import suggest
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.suggestion import Place, from_branches, ramp_of
+
+
+def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run="x"):
+    return {
+        "run": run,
+        "step": first_sample // 8,
+        "first_sample": first_sample,
+        "samples": 1000,
+        "row_tokens": 128,
+        "tolerance": 0.01,
+        "sizes": [{"rows": n} for n in sizes],
+        "largest": largest,
+        "surely": surely,
+        "possibly": largest,
+        "noise": {"norms_noise_scale": {"noise_scale": noise}} if noise else {},
+    }
+
+
+def test_a_size_is_taken_where_it_is_allowed_and_kept():
+    places = [Place(0, 10, 90), Place(10, 20, 230), Place(20, 30, 120), Place(30, 40, 900)]
+    assert ramp_of(places, [50, 100, 200, 400]) == [(0, 50), (10, 200), (30, 400)]
+    assert ramp_of([Place(0, 10, 450)], [50, 100, 200, 400]) == [(0, 400)]
+    assert ramp_of([Place(5, 10, 10)], [50, 100]) == [(0, 50)]
+
+
+def test_branches_hold_up_to_the_next():
+    places = from_branches([result(4000, 32, 16), result(1000, 16, None)])
+    assert [(p.first, p.last, p.batch) for p in places] == [
+        (128_000, 512_000, 16 * 128),  # no interval: the size itself
+        (512_000, 640_000, 16 * 128),
+    ]
+
+
+def write_branches(folder, *results):
+    for r in results:
+        path = folder / "branches" / f"{r['step']}-1000"
+        path.mkdir(parents=True)
+        (path / "branch.json").write_text(json.dumps(r | {"run": str(folder)}))
+    (folder / "config.yml").write_text("base_emb_dim: 64\nmax_target_length: 128\n")
+    return str(folder)
+
+
+def suggested(capsys, *arguments):
+    line = [BASE, "global_batch_size=8", "total_samples=20000", "devices_per_node=1", *arguments]
+    assert suggest.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert suggest.main(line) == 0
+    return found, capsys.readouterr().out
+
+
+def test_a_ramp(tmp_path, capsys):
+    """The line that is printed makes the ramp that is shown, and the limits are said."""
+    run = write_branches(tmp_path, result(1000, 16, 8), result(6000, 32, 32))
+    found, printed = suggested(capsys, "--branch", run)
+    assert found["batches"] == [[0, 8], [6000, 32]]
+    keys = {k: v for k, v in found["keys"].items() if not k.startswith("batch_size_lr")}
+    ramp = RampupBatchManager(keys | {"max_target_length": 128}, 1)
+    assert ramp.total_steps == found["rows"][0]["steps"] == 750 + 438
+    assert 'step_batch_size_schedule="0:8 6000:32"' in printed
+    limits = " ".join(found["limits"])
+    assert "nothing was measured before 128k tokens" in limits
+    assert "nothing was measured beyond 896k of this run's 2.56M tokens" in limits
+    assert "base_emb_dim=64 (here 128)" in limits
+    names = {row["name"] for row in found["rows"]}
+    assert {"suggested", "constant 8", "constant 32", "Seesaw", "like olmo-1b"} <= names
+    assert all(row["steps"] for row in found["rows"])
+    constant = next(row for row in found["rows"] if row["name"] == "constant 8")
+    assert constant["steps"] == 2500 and constant["node_time"] > found["rows"][0]["node_time"]
+
+
+def test_no_ramp(tmp_path, capsys):
+    run = write_branches(tmp_path, result(0, 16, 16), result(6000, 16, 16))
+    found, printed = suggested(capsys, "--branch", run)
+    assert found["keys"] == {"global_batch_size": 16, "total_samples": 20000}
+    assert "no ramp: a constant batch of 16 does as well" in printed
+    run = write_branches(tmp_path / "late", result(0, 8, 8), result(19_500, 16, 16))
+    found, printed = suggested(capsys, "--branch", run)
+    assert found["batches"] == [[0, 8]] and "less than 5%" in printed
+
+
+def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsys):
+    """A noise scale that grows from 4 to 8 rows; the batch may be four times that."""
+    records, consumed = [], 0
+    for step in range(2500):
+        consumed += 8
+        scale = 4.0 if consumed < 10_000 else 8.0
+        records.append(
+            {
+                "step": step,
+                "loss": 1.0,
+                "global_batch_size": 8,
+                "consumed_samples": consumed,
+                "consumed_tokens": 128 * consumed,
+                "norms_noise_signal": 1.0 + 0.01 * (-1) ** step,
+                "norms_noise_variance": 128 * scale,
+            }
+        )
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run = write_branches(tmp_path, result(0, 32, 16, noise=3.99))
+    found, _ = suggested(capsys, "--noise", run, "--branch", run)
+    (first, low), (place, high) = found["batches"]
+    assert (first, low, high) == (0, 16, 32) and 10_000 <= place < 12_000
+    assert not any("beyond" in line for line in found["limits"])
+    found, printed = suggested(capsys, "--noise", run)
+    assert "kept at the noise scale's lower end" in printed
+    assert max(size for _, size in found["batches"]) < 8
+
+
+def test_nothing_measured(capsys):
+    found, printed = suggested(capsys)
+    assert found["batches"] is None and "suggested nothing: no measurement is given" in printed
+    assert suggest.main([BASE, "--branch", "/nowhere"]) == 2
+    assert "holds no branches" in capsys.readouterr().err
+    assert suggest.main([BASE, "--noise", "/nowhere"]) == 2
+
+
+@pytest.mark.parametrize("name", ("gpt3-175b", "palm-540b"))
+def test_published_shapes(name):
+    path = suggest.CONFIGS / "schedules" / f"{name}.yml"
+    shape = suggest._published(path, 8, 64, 100_000)
+    places, sizes = zip(*shape, strict=True)
+    assert places[0] == 0 and list(places) == sorted(set(places)) and places[-1] < 100_000
+    assert sizes[0] == 8 and sizes[-1] == 64 and list(sizes) == sorted(set(sizes))

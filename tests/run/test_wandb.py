@@ -1,0 +1,74 @@
+"""Weights & Biases without a network: what a run hands over lies in its folder, to be uploaded."""
+
+import builtins
+import gc
+import struct
+
+import pytest
+from conftest import make_config
+from test_output import start
+
+from maxramp.errors import ConfigError
+
+_BLOCK = 1 << 15
+
+
+def record(step: int) -> dict:
+    numbers = {"loss": step / 7, "consumed_samples": 8 * (step + 1), "global_batch_size": 8}
+    return {"step": step, "stage": 0, **numbers, "batch_fingerprint": "00ff"}
+
+
+def written(path) -> list[dict]:
+    """The numbers in a file of wandb's: messages in the format of LevelDB's logs."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data, place, message, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        size, kind = struct.unpack_from("<HB", data, place + 4)  # after the checksum
+        if kind == 0:  # the rest of a block
+            place += 7
+            continue
+        message += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if _BLOCK - place % _BLOCK < 7:
+            place += _BLOCK - place % _BLOCK
+        if kind in (1, 4):  # whole, or its last part
+            entry, message = messages.Record.FromString(message), b""
+            if entry.WhichOneof("record_type") == "history":
+                items = entry.history.item
+                found.append({i.key or "/".join(i.nested_key): i.value_json for i in items})
+    return found
+
+
+@pytest.mark.slow
+def test_numbers_of_an_offline_run(tmp_path, monkeypatch):
+    """Of two starts, under one id, with the groups of TensorBoard's tags."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    keys = ("wandb_project=a-project", "steps=10")
+    start(tmp_path / "run", *keys, records=[record(0), record(1), record(2)])
+    gc.collect()  # the run's lock goes with the first start
+    start(tmp_path / "run", *keys, first_step=2, records=[record(2), record(3)])
+    paths = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len({path.name for path in paths}) == 1 and len(paths) == 2
+    first, second = map(written, paths)
+    assert [int(row["_step"]) for row in first] == [0, 1, 2]
+    assert [int(row["_step"]) for row in second] == [2, 3]
+    assert float(second[1]["learning/loss"]) == 3 / 7
+    assert second[1]["batch/consumed_samples"] == "32" and "batch_fingerprint" not in second[1]
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *given, **more):
+        if name == "wandb":
+            raise ImportError(name)
+        return real(name, *given, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match="wandb_project=a needs the package wandb: .*pip install"):
+        start(tmp_path / "run", "wandb_project=a", "steps=10")
+
+
+def test_by_default_there_is_none():
+    assert make_config().run.wandb_project == ""
