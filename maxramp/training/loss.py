@@ -89,8 +89,6 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
             if copies := summed_at_once(head_spec):
                 dhead_DV = jax.lax.psum(dhead_DV, copies)
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
-            # Or XLA for TPUs would hold all of the head's gradient until the layers' are done.
-            dx_BTD, dhead_DV = jax.lax.optimization_barrier((dx_BTD, dhead_DV))
             gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients
 
