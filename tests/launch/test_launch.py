@@ -422,8 +422,9 @@ def test_a_process_that_does_not_come(tmp_path, cache_dir):
     one_line(processes[1], 1, f"127.0.0.1:{port}")
 
 
-def test_a_chain_with_a_torn_line(tmp_path):
+def test_a_chain_with_a_torn_line(tmp_path, monkeypatch):
     """A full disk, or a node that died: the jobs before and after it are known."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # without a SLURM that could be asked
     job = '{"job": %d, "nodes": 1, "time": 5, "event": "start", "status": null, "samples": 0}\n'
     (tmp_path / "chain.jsonl").write_bytes((job % 1 + job[:20] + "\n" + job % 2).encode() + b"\0")
     assert [entry["job"] for entry in slurm._chain(tmp_path)] == [1, 2]
