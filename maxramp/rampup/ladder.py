@@ -123,11 +123,12 @@ def check_noise(keys: BatchKeys) -> None:
             )
         if bounds != sorted(bounds):
             raise ConfigError(f"{name}={bounds} must not decrease: rungs are taken in their order")
-    for earliest, latest in zip(keys.rampup_earliest, keys.rampup_latest, strict=False):
-        if latest < earliest:
+    for rung in rungs(keys):
+        if rung.latest is not None and rung.latest < rung.earliest:
             raise ConfigError(
-                f"rampup_latest={list(keys.rampup_latest)}: {latest} comes before the rung's "
-                f"rampup_earliest of {earliest}; raise it"
+                f"rampup_latest={list(keys.rampup_latest)}: {rung.latest} comes before the rung's "
+                f"earliest sample, {rung.earliest} (the later of rampup_earliest and the warm-up's "
+                "end); raise it"
             )
     least = FEWEST_STEPS * keys.rampup_ladder[-2]
     if keys.rampup_decision_samples != -1 and keys.rampup_decision_samples < least:
@@ -135,4 +136,12 @@ def check_noise(keys: BatchKeys) -> None:
             f"rampup_decision_samples={keys.rampup_decision_samples} holds fewer than "
             f"{FEWEST_STEPS} steps of {keys.rampup_ladder[-2]} rows, which cannot tell their own "
             f"spread; use {least} or more, or -1"
+        )
+    length, most = period(keys), keys.samples_of_run // 2
+    if length > most:
+        fits = f"use {least} to {most}, or" if least <= most else "take"
+        raise ConfigError(
+            f"rampup_decision_samples={keys.rampup_decision_samples}: a decision rests on two "
+            f"periods, and two of {length} samples are more than the run's {keys.samples_of_run}; "
+            f"{fits} smaller rungs or a longer run"
         )

@@ -135,6 +135,12 @@ def test_nodes_do_not_depend_on_decisions():
         ({"rampup_earliest": [5]}, r"rampup_earliest=\[5\] must be 2 numbers of samples"),
         ({"rampup_latest": [9, 5]}, r"rampup_latest=\[9, 5\] must not decrease"),
         ({"rampup_earliest": [9, 9], "rampup_latest": [8, 9]}, "8 comes before the rung's"),
+        (
+            {"warmup_steps_fraction": 0.1, "rampup_latest": [500, 900]},
+            "rampup_latest=.*500 comes before the rung's earliest sample, 600 .*raise it",
+        ),
+        ({"total_samples": 250}, "two of 128 samples are more than the run's 250; take smaller"),
+        ({"rampup_decision_samples": 4000}, "two of 4000 samples are.*6000; use 128 to 3000"),
         ({"rampup_decision_samples": 100}, "fewer than 8 steps of 16 rows.*use 128 or more"),
         ({"rampup_noise_factor": 0.0}, "rampup_noise_factor=0.0 must be above 0"),
         ({"total_samples": -1, "steps": 9}, "steps=9 with rampup_policy=noise"),
