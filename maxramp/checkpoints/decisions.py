@@ -4,6 +4,7 @@ Written before the first step that uses a rung, and binding from then on: a rest
 where it goes on from a checkpoint of before.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -28,8 +29,11 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
     path = run / FILE
     try:
         found = json.loads(path.read_bytes())["decisions"]
-        for decision in found:
-            decision["first_sample"] + decision["global_batch_size"]
+        samples, sizes = ([d[k] for d in found] for k in ("first_sample", "global_batch_size"))
+        if any(type(n) is not int or n < 0 for n in samples + sizes):
+            raise ValueError
+        if samples != sorted(set(samples)):
+            raise ValueError
         return found
     except FileNotFoundError:
         return []
@@ -40,32 +44,32 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int) -> None:
+def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int | None) -> None:
     """Writes all decisions, so that they outlast the machine.
 
     Args:
       run: its folder.
       decisions: in order.
-      first: the first rung of the ladder, for the fixed ramp that repeats the run.
+      first: the first rung of the ladder, for the fixed ramp that repeats the run; None for a run
+        that no one ramp repeats, as its schedule began after its first step.
 
     Raises:
       OSError: they cannot be written.
     """
-    sizes = [(0, first), *((d["first_sample"], d["global_batch_size"]) for d in decisions)]
-    schedule = " ".join(f"{sample}:{size}" for sample, size in sizes)
-    repeat = {
-        "step_batch_size_schedule": schedule,
-        "step_batch_size_unit": "samples",
-        "batch_size_lr_scaling": "sqrt",
-        "batch_size_lr_reference": "initial",
-    }
-    text = json.dumps({"decisions": list(decisions), "as_fixed_ramp": repeat}, indent=2)
-    write_whole(run / FILE, (text + "\n").encode())
+    written: dict[str, Any] = {"decisions": list(decisions)}
+    if first is not None:
+        sizes = [(0, first), *((d["first_sample"], d["global_batch_size"]) for d in decisions)]
+        written["as_fixed_ramp"] = {
+            "step_batch_size_schedule": " ".join(f"{sample}:{size}" for sample, size in sizes),
+            "step_batch_size_unit": "samples",
+            "batch_size_lr_scaling": "sqrt",
+            "batch_size_lr_reference": "initial",
+        }
+    write_whole(run / FILE, (json.dumps(written, indent=2) + "\n").encode())
     folder = os.open(run, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):  # some network mounts refuse it for a folder
         os.fsync(folder)
-    finally:
-        os.close(folder)
+    os.close(folder)
 
 
 def binding(
@@ -74,14 +78,21 @@ def binding(
     """(first sample, global batch size) of what was decided before this start.
 
     A run that goes on from another run's checkpoint, in a folder of its own, takes over what that
-    one had decided.
+    one had decided, above the first rung of its own ladder.
 
     Raises:
       ConfigError: today's ladder does not go on from it.
     """
-    found = recorded
+    if keys.rampup_policy != "noise":
+        return []
+    found, source = recorded, FILE
     if not recorded and position and position.config.get("rampup_policy") == "noise":
-        first = position.config["rampup_ladder"][0]
-        found = [stage for stage in position.stages if stage["global_batch_size"] != first]
+        first, least = position.config["rampup_ladder"][0], keys.rampup_ladder[0]
+        found = [
+            stage
+            for stage in position.stages
+            if stage["global_batch_size"] != first and stage["global_batch_size"] > least
+        ]
+        source = f"checkpoint {position.path}"
     pairs = [(stage["first_sample"], stage["global_batch_size"]) for stage in found]
-    return adaptive.decided(keys, pairs)
+    return adaptive.decided(keys, pairs, source)

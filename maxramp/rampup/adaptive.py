@@ -74,7 +74,9 @@ class Policy:
           step: steps done.
           lower: the lower bound of a period by its number, in rows.
         """
-        if step < 1 or not ramp.rungs or ramp.stages[-1].first_step > step:
+        if step <= ramp.stages[0].first_step:
+            return None  # nothing is done by this schedule
+        if not ramp.rungs or ramp.stages[-1].first_step > step:
             return None  # the end of the ladder, or a decision on its way
         done = ramp.samples_before(step)
         period = done // self.period - 1
@@ -99,7 +101,8 @@ class Policy:
 
         Those up to the next decision and its delay: once a period the readers hear of more.
         """
-        following = (ramp.samples_before(max(0, step)) // self.period + 1) * self.period
+        done = ramp.samples_before(max(ramp.stages[0].first_step, step))
+        following = (done // self.period + 1) * self.period
         return ramp.step_at_sample(following - 1) + 1 + DELAY
 
 
@@ -150,23 +153,24 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
     return factor * variance / signal / row_tokens * math.exp(-_Z * error)
 
 
-def decided(keys: BatchKeys, recorded: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def decided(
+    keys: BatchKeys, recorded: Sequence[tuple[int, int]], source: str = "decisions.json"
+) -> list[tuple[int, int]]:
     """What was decided before, checked against the ladder of today.
 
     Args:
       keys: of today.
       recorded: (first sample, global batch size), in order.
+      source: where that is from.
 
     Raises:
       ConfigError: a size is no rung, or one is left out.
     """
-    if keys.rampup_policy != "noise":
-        return []
     sizes = [size for _, size in recorded]
     if sizes != list(keys.rampup_ladder[1 : 1 + len(sizes)]):
         raise ConfigError(
             f"rampup_ladder={list(keys.rampup_ladder)}: this run has taken the batches {sizes} "
-            "after its first (decisions.json), and they bind it; give a ladder that goes on from "
+            f"after its first ({source}), and they bind it; give a ladder that goes on from "
             "them, or another run_name"
         )
     return list(recorded)

@@ -207,8 +207,14 @@ class Output:
         """The records of earlier starts that decide how the ramp grows, the same everywhere."""
         if not schedule.ramp.rungs:
             return []
-        records = read_records(self.folder / "metrics.jsonl") if self._is_first else []
+        records = agreement.raise_everywhere(self._records)
         return agreement.all_gather_json(recent(records, schedule))[0]
+
+    def _records(self) -> list[Record]:
+        try:
+            return read_records(self.folder / "metrics.jsonl") if self._is_first else []
+        except OSError as error:
+            raise ConfigError(f"{self.folder / 'metrics.jsonl'}: {error.strerror}") from None
 
     def record_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
         """Makes a decision binding: on disk when this returns.
@@ -225,7 +231,9 @@ class Output:
                 known.get(size, {"first_sample": sample, "global_batch_size": size})
                 for sample, size in taken
             ]
-            decisions.write(self.folder, [*before, decision.to_json()], first[1])
+            whole = ramp.stages[0].first_step == 0
+            taken = [*before, decision.to_json()]
+            decisions.write(self.folder, taken, first[1] if whole else None)
         except OSError as error:
             raise TrainingError(f"a decision about the batch was not written: {error}") from None
         why = (

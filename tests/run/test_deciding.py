@@ -1,8 +1,12 @@
 """The growing ramp in a run: decisions are on disk before they are used, and bind every restart."""
 
+import functools
 import json
+import os
 import pathlib
 import shutil
+import stat
+import types
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup import adaptive
 from maxramp.run.growth import Growth, recent
 from maxramp.run.metrics import read_records
+from maxramp.run.output import Output
 
 POLICY = [
     "rampup_policy=noise",
@@ -100,6 +105,7 @@ def test_history_goes_on(tmp_path):
 
     class Position:  # of a checkpoint, as far as a schedule reads one
         step, consumed_samples = first - adaptive.DELAY - 3, 8 * (first - adaptive.DELAY - 3)
+        path = tmp_path
         config = {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
         stages = [schedule_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
 
@@ -109,6 +115,50 @@ def test_history_goes_on(tmp_path):
     assert 0 < len(history) <= Position.step == history[-1]["step"] + 1
     got = drive(schedule, tmp_path, lambda consumed: 20.0, history)
     assert got == {step: rows for step, rows in expected.items() if step >= Position.step}
+
+
+def position_of(config, step, folder):
+    """A checkpoint of a run, as far as a schedule reads one."""
+    ramp = schedule_of(config, decisions.read(folder)).ramp
+
+    class Position:
+        path = folder
+        consumed_samples = ramp.samples_before(step)
+        stages = [stage.to_json() for stage in ramp.stages]
+
+    Position.step = step
+    Position.config = {
+        "rampup_policy": config.batch.rampup_policy,
+        "rampup_ladder": config.batch.rampup_ladder,
+    }
+    return Position
+
+
+@pytest.mark.parametrize("ladder", ([16, 32], [8, 32]))
+def test_a_run_begins_to_decide_in_its_middle(tmp_path, ladder):
+    """A constant batch so far: the periods that decide are those of the new schedule."""
+    before = make_config("global_batch_size=8", "total_samples=2400", devices=1)
+    given = f"rampup_ladder={ladder}", "rampup_noise_factor=1.0", "rampup_latest=[]"
+    config = make_config(*POLICY, *given, devices=1)
+    schedule = schedule_of(config, position=position_of(before, 103, tmp_path))
+    batches = drive(schedule, tmp_path, lambda consumed: 50.0)
+    assert min(batches) == 103 and list(dict.fromkeys(batches.values())) == ladder
+    assert schedule.ramp.samples_before(schedule.last_step) >= 2400
+
+
+def test_another_run_goes_on_with_a_ladder_of_its_own(tmp_path):
+    """What the first one had decided binds the second above its own first rung."""
+    first = make_config(*POLICY, devices=1)
+    drive(schedule_of(first), tmp_path, lambda consumed: 1.0)
+    middle, last = (d["first_step"] for d in decisions.read(tmp_path))
+    config = make_config(*POLICY, "rampup_ladder=[16,32,64]", "rampup_latest=[]", devices=1)
+    begun = schedule_of(config, position=position_of(first, middle + 3, tmp_path)).ramp
+    assert [s.global_batch_size for s in begun.stages] == [16, 32]
+    late = schedule_of(config, position=position_of(first, last + 3, tmp_path)).ramp
+    assert [s.global_batch_size for s in late.stages + late.rungs] == [32, 64]
+    other = make_config(*POLICY, "rampup_ladder=[16,24]", "rampup_latest=[]", devices=1)
+    with pytest.raises(ConfigError, match=rf"taken the batches \[32\].*checkpoint {tmp_path}"):
+        schedule_of(other, position=position_of(first, last + 3, tmp_path))
 
 
 def test_a_decision_that_needs_other_nodes_ends_the_job(tmp_path):
@@ -129,9 +179,33 @@ def test_decisions_of_another_ladder_or_torn(tmp_path):
     config = make_config(*POLICY, devices=1)
     with pytest.raises(ConfigError, match=r"taken the batches \[24\]"):
         schedule_of(config, [{"first_sample": 80, "global_batch_size": 24}])
-    (tmp_path / decisions.FILE).write_text("{")
-    with pytest.raises(ConfigError, match="put it back"):
-        decisions.read(tmp_path)
+    wrong = [(80, "16")], [("80", 16)], [(-8, 16)], [(80, 16), (80, 32)], [(80.0, 16)]
+    found = [
+        {"decisions": [{"first_sample": n, "global_batch_size": size} for n, size in pairs]}
+        for pairs in wrong
+    ]
+    for text in ("{", *map(json.dumps, found)):
+        (tmp_path / decisions.FILE).write_text(text)
+        with pytest.raises(ConfigError, match="put it back"):
+            decisions.read(tmp_path)
+
+
+def test_written_where_a_folder_takes_no_fsync(tmp_path, monkeypatch):
+    """Network mounts do that; and the ramp of a run that began otherwise repeats nothing."""
+    fsync = os.fsync
+
+    def refusing(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    decision = {"first_sample": 80, "global_batch_size": 16}
+    decisions.write(tmp_path, [decision], 8)
+    found = json.loads((tmp_path / decisions.FILE).read_text())
+    assert found["as_fixed_ramp"]["step_batch_size_schedule"] == "0:8 80:16"
+    decisions.write(tmp_path, [decision], None)
+    assert json.loads((tmp_path / decisions.FILE).read_text()) == {"decisions": [decision]}
 
 
 def arguments(tmp_path, cache_dir, name, *more):
@@ -143,6 +217,15 @@ def arguments(tmp_path, cache_dir, name, *more):
 
 def steps_of(folder: pathlib.Path) -> list[dict]:
     return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+def test_metrics_that_cannot_be_read_end_every_process(tmp_path):
+    """An error of the one process that reads them is one that `raise_everywhere` passes on."""
+    output = types.SimpleNamespace(folder=tmp_path, _is_first=True)
+    output._records = functools.partial(Output._records, output)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: Is a directory"):
+        Output.history(output, schedule_of(make_config(*POLICY, devices=1)))
 
 
 @pytest.mark.slow
