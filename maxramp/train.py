@@ -218,12 +218,14 @@ def train(
             log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
 
             if config.evaluation.is_due(done, ramp.total_steps):
-                sums = [no_sums]  # after each batch
+                by_batch = config.evaluation.log_eval_batches
+                sums = [] if by_batch else [no_sums]
                 eval_step, _ = programs.eval_step()
                 model = state.tree.model
                 for eval_batch in loader.eval_batches():
-                    sums.append(eval_step(model, sums[-1], eval_batch))
-                log.log_eval(step, consumed, sums, config.evaluation.log_eval_batches)
+                    before = no_sums if by_batch else sums.pop()
+                    sums.append(eval_step(model, before, eval_batch))
+                log.log_eval(step, consumed, sums, by_batch)
 
             watchdog.beat()
             checkpoints.check()

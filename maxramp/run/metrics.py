@@ -126,15 +126,17 @@ class MetricsLog:
         Args:
           step: the last before it.
           consumed_samples: before it.
-          sums: cross-entropy and target tokens before its first batch and after each.
-          by_batch: whether to log those of every batch.
+          sums: cross-entropy and target tokens: of all batches, or one pair of each.
+          by_batch: whether there is one of each, to be logged.
         """
 
         def finish(read: list[tuple[Any, Any]], seconds: float) -> Record:
-            cross_entropy, tokens = read[-1]
             batches = {}
-            if by_batch:
-                of_batches = np.diff(np.asarray(read, np.float64), axis=0)
+            if not by_batch:
+                cross_entropy, tokens = read[0]
+            else:  # added here, so that each batch keeps all digits
+                of_batches = np.asarray(read, np.float64)
+                cross_entropy, tokens = of_batches.sum(0)
                 for name, column in zip(("cross_entropy", "tokens"), of_batches.T, strict=True):
                     batches[f"eval_batch_{name}"] = column.tolist()
             return {
@@ -145,7 +147,7 @@ class MetricsLog:
                 "eval_seconds": seconds,
             } | batches
 
-        self._push(list(sums) if by_batch else [sums[-1]], finish)
+        self._push(list(sums), finish)
 
     def flush(self) -> None:
         """Waits for everything that is pending: the device has then done all that was asked."""
@@ -218,11 +220,7 @@ class JsonlWriter:
 
     def __call__(self, record: Record) -> None:
         """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        self._unwritten += (json.dumps(finite) + "\n").encode()
+        self._unwritten += (json.dumps(as_json(record)) + "\n").encode()
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
 
@@ -241,6 +239,15 @@ class JsonlWriter:
             self.flush()
         finally:
             self._file.close()
+
+
+def as_json(value: Any) -> Any:
+    """A value whose numbers JSON has: null for NaN and infinity, in lists and objects too."""
+    if isinstance(value, dict):
+        return {name: as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [as_json(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_records(path: pathlib.Path, first_step: int) -> int:
