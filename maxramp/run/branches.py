@@ -39,8 +39,9 @@ class Branch:
 
     @property
     def loss(self) -> float:
-        """Nats per token on held-out rows."""
-        return float(self.cross_entropy.sum() / self.tokens.sum())
+        """Nats per token on held-out rows; infinite where it is no number."""
+        loss = float(self.cross_entropy.sum() / self.tokens.sum())
+        return loss if math.isfinite(loss) else math.inf
 
 
 def last_evaluation(records: Sequence[Record], consumed_samples: int) -> Record | None:
@@ -61,10 +62,13 @@ def difference(branch: Branch, other: Branch) -> tuple[float, float | None, floa
 
     Returns:
       The difference and the ends of its interval, nats per token; no ends with fewer than eight
-      batches.
+      batches. All are infinite where a loss is.
     """
     apart, tokens = branch.cross_entropy - other.cross_entropy, branch.tokens
     mean, count = float(apart.sum() / tokens.sum()), len(tokens)
+    for one, far in ((branch, math.inf), (other, -math.inf)):
+        if one.loss == math.inf:
+            return (far, far, far) if count >= _FEWEST_BATCHES else (far, None, None)
     if count < _FEWEST_BATCHES:
         return mean, None, None
     residuals = apart - mean * tokens
@@ -77,7 +81,7 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
     """What the branches say.
 
     Args:
-      branches: by size, the smallest first, at least two.
+      branches: by size, the smallest first, at least two; the first with a finite loss.
       tolerance: nats per token.
 
     Returns:
@@ -117,7 +121,7 @@ def _last_within(sizes: list[dict[str, Any]], key: str, tolerance: float) -> int
         return None
     last = sizes[0]["rows"]
     for size in sizes:
-        if size[key] > tolerance:
+        if not size[key] <= tolerance:
             break
         last = size["rows"]
     return last

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, make_config, run
 
 from maxramp.run.branches import Branch, compare, difference
-from maxramp.run.metrics import read_records
+from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, read_records
 
 
 def branches_of(rng, losses, spread, count=40):
@@ -50,6 +50,39 @@ def test_the_largest_size_and_its_interval():
     assert found["largest"] == found["surely"] == found["possibly"] == 16
     few = compare(branches_of(rng, [0, 0.02], 0.001, count=5), 0.01)
     assert few["largest"] == 8 and few["surely"] is None and few["possibly"] is None
+
+
+def test_a_loss_that_is_no_number_is_not_within():
+    """Of a size, and of a smaller one that it is compared with."""
+    rng = np.random.default_rng(0)
+    for count in (40, 5):
+        branches = branches_of(rng, [0, 0, 0, 0.05], 1e-4, count)
+        branches[1].cross_entropy[2] = np.nan
+        found = compare(branches, 0.01)
+        assert found["largest"] == 8
+        assert [s["above"] <= 0.01 for s in found["sizes"]] == [True, False, True, False]
+        assert found["surely"] == found["possibly"] == (8 if count == 40 else None)
+        json.dumps(as_json(found), allow_nan=False)
+
+
+def test_batches_of_an_evaluation(tmp_path):
+    """Each keeps its digits however many come before it; what is no number is null."""
+    sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    log = MetricsLog(make_config().run, 1.0, 16, [writer])
+    log.log_eval(3, 80, sums, by_batch=True)
+    log.log_eval(4, 80, [*sums, (np.float32(np.nan), np.float32(2))], by_batch=True)
+    log.log_eval(5, 80, sums[:1], by_batch=False)
+    log.flush()
+    log.close()
+    writer.close()
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    first, second, third = read_records(tmp_path / "metrics.jsonl")
+    assert first["eval_batch_cross_entropy"] == [1e8, 3.25]
+    assert first["eval_batch_tokens"] == [4e7, 2] and first["eval_tokens"] == 40_000_002
+    assert first["eval_loss"] == (1e8 + 3.25) / 40_000_002
+    assert second["eval_batch_cross_entropy"] == [1e8, 3.25, None]
+    assert third["eval_loss"] == 2.5 and "eval_batch_tokens" not in third
 
 
 @pytest.mark.slow
