@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from maxramp.commandline import print_table, short, take_flag, take_value
+from maxramp.commandline import home_of, print_table, short, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve_planned
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         as_json = take_flag(arguments, "--json")
         noise, branch = (take_value(arguments, flag) for flag in ("--noise", "--branch"))
         found = suggest(load(arguments, "suggest", USAGE), noise, branch)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return report(error)
     print(json.dumps(found, indent=2)) if as_json else print_suggestion(found)
     return 0
@@ -344,20 +344,21 @@ def _branches(
     Raises:
       ConfigError: there are none.
     """
-    path = pathlib.Path(given).expanduser()
+    path = home_of(pathlib.Path(given))
     files = [path] if path.is_file() else sorted(path.glob("branches/*/branch.json"))
     files = files or sorted(path.glob("branch.json"))
     try:
         results = [json.loads(file.read_text()) for file in files]
         places = {(r["step"], r["samples"]): r for r in results}
         for r in places.values():
+            _use(r)
             ends = "no interval" if r["surely"] is None else f"{r['surely']} to {r['possibly']}"
             evidence.append(
                 f"branches at {short(r['first_sample'] * r['row_tokens'])} tokens: batch "
                 f"{r['largest']} of {', '.join(str(s['rows']) for s in r['sizes'])} is the largest "
                 f"within {r['tolerance']:g} nats ({ends}; rows of {r['row_tokens']} tokens)"
             )
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError):
         raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
     if not results:
         raise ConfigError(
@@ -366,6 +367,20 @@ def _branches(
         )
     _compare_runs(pathlib.Path(results[0]["run"]), config, limits)
     return list(places.values())
+
+
+def _use(result: dict[str, Any]) -> None:
+    """Takes from a result of maxramp.branch all that is taken later: what lacks is noticed here."""
+    numbers = [
+        result[name] for name in ("step", "first_sample", "samples", "row_tokens", "largest")
+    ]
+    numbers += [size["rows"] for size in result["sizes"]]
+    if not result["sizes"] or any(type(number) is not int for number in numbers):
+        raise ValueError
+    from_branches([result])
+    for kind in KINDS:
+        _factor(kind, [result])
+    pathlib.Path(result["run"])
 
 
 def _noise_places(
@@ -380,7 +395,7 @@ def _noise_places(
     Raises:
       ConfigError: it is no run, or one without estimates.
     """
-    run = run.expanduser()
+    run = home_of(run)
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"--noise {run}: holds no metrics.jsonl; give the folder of a run")

@@ -29,15 +29,18 @@ class Place:
 def from_branches(results: Sequence[dict[str, Any]]) -> list[Place]:
     """The places of `maxramp.branch`; each holds up to the next, and the last to its window's end.
 
-    Of an interval its lower end counts.
+    Of an interval its lower end counts, and of several windows from one step on the least.
     """
-    found = sorted(results, key=lambda r: r["first_sample"] * r["row_tokens"])
-    starts = [r["first_sample"] * r["row_tokens"] for r in found]
-    end = starts[-1] + found[-1]["samples"] * found[-1]["row_tokens"]
-    return [
-        Place(start, last, (r["surely"] or r["largest"]) * r["row_tokens"])
-        for r, start, last in zip(found, starts, [*starts[1:], end], strict=True)
-    ]
+    batches: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for r in results:
+        row = r["row_tokens"]
+        start, batch = r["first_sample"] * row, (r["surely"] or r["largest"]) * row
+        batches[start] = min(batch, batches.get(start, batch))
+        ends[start] = max(start + r["samples"] * row, ends.get(start, 0))
+    starts = sorted(batches)
+    lasts = [*starts[1:], ends[starts[-1]]]
+    return [Place(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
 
 
 def from_noise(curve: Sequence[Block], factor: float) -> list[Place]:

@@ -41,6 +41,16 @@ def test_branches_hold_up_to_the_next():
     ]
 
 
+def test_of_several_windows_from_one_step_the_least_counts():
+    results = [result(1000, 32, 32), result(1000, 16, 16) | {"samples": 2000}, result(0, 8, 8)]
+    for order in (results, results[::-1]):
+        places = from_branches(order)
+        assert [(p.first, p.last, p.batch) for p in places] == [
+            (0, 128_000, 8 * 128),
+            (128_000, 384_000, 16 * 128),
+        ]
+
+
 def write_branches(folder, *results):
     for r in results:
         path = folder / "branches" / f"{r['step']}-1000"
@@ -123,6 +133,33 @@ def test_nothing_measured(capsys):
     assert suggest.main([BASE, "--branch", "/nowhere"]) == 2
     assert "holds no branches" in capsys.readouterr().err
     assert suggest.main([BASE, "--noise", "/nowhere"]) == 2
+
+
+def test_what_no_branch_wrote(tmp_path, capsys):
+    """Each file in one line, and no traceback."""
+    whole, path = result(1000, 16, 8, noise=3.0), tmp_path / "branch.json"
+    wrong = [[], 5, {"sizes": []}, {"sizes": [5]}, {"largest": "x"}, {"row_tokens": None}]
+    wrong += [{"noise": {"norms_noise_scale": {"noise_scale": 0}}}, {"noise": None}, {"run": None}]
+    for part in wrong:
+        path.write_text(json.dumps(whole | part if isinstance(part, dict) else part))
+        assert suggest.main([BASE, "--branch", str(tmp_path)]) == 2
+        assert "not what maxramp.branch wrote" in capsys.readouterr().err
+    for name in ("run", "noise", "samples"):
+        path.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
+        assert suggest.main([BASE, "--branch", str(tmp_path)]) == 2
+        assert "not what maxramp.branch wrote" in capsys.readouterr().err
+
+
+def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    (tmp_path / "metrics.jsonl").touch()
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(suggest, "read_records", refused)
+    assert suggest.main([BASE, "--noise", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "Permission denied" in error and str(tmp_path) in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ("gpt3-175b", "palm-540b"))
