@@ -26,7 +26,7 @@ import numpy as np
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import count, print_table, short
+from maxramp.commandline import count, home_of, print_table, short
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.data.files.storage import write_whole
@@ -35,7 +35,7 @@ from maxramp.keys import base
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.branches import Branch, compare, last_evaluation
-from maxramp.run.metrics import read_records
+from maxramp.run.metrics import as_json, read_records
 from maxramp.run.noise import KINDS, around
 from maxramp.training.learning_rate import LearningRate
 
@@ -46,6 +46,7 @@ size. Branches are runs in RUN/branches; the same command continues where it was
 goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 """
 _OURS = "branch.json"
+_KEYS = "keys.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = experiment.result(given.tolerance)
     except (ConfigError, OSError) as error:
         return report(error)
-    print(json.dumps(result)) if given.json else print_result(result)
+    print(json.dumps(as_json(result))) if given.json else print_result(result)
     return 0
 
 
@@ -91,7 +92,7 @@ class Experiment:
           ConfigError: there is no such checkpoint, or what is asked for makes no sense.
         """
         jax.config.update("jax_platforms", "cpu")  # the devices are for the branches
-        self._run = run.expanduser().absolute()
+        self._run = home_of(run).absolute()
         self._sizes = _sizes(sizes)
         self._position = _checkpoint(self._run, at)
         config = Config.of(base.base() | self._position.config)
@@ -110,9 +111,7 @@ class Experiment:
         wanted = parse_count(tokens) if tokens else ramp.total_samples * self._row // 10
         if not wanted:
             raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
-        # Every size ends with the same row.
-        unit = math.lcm(*self._sizes)
-        self._samples = -(-wanted // (self._row * unit)) * unit
+        self._samples = _window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
         self._keys = _keys(keys, self._of_branch(self._sizes[0]))
         self._config = config
@@ -124,38 +123,40 @@ class Experiment:
           out: where branches print: standard output or standard error.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._check_keys()
+        others = sorted(p.name for p in self._folder.parent.glob(f"{self._position.step}-*"))
+        others.remove(self._folder.name)
+        print(
+            f"window   {self._samples:,} rows, by --tokens and --sizes"
+            + (f"; branches of other windows ({', '.join(others)}) are not read" if others else ""),
+            file=out,
+            flush=True,
+        )
         config = self._folder / "config.yml"
         write_whole(config, to_yaml(self._config).encode())
         for number, size in enumerate(self._sizes, 1):
             keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
             self._check_same(size)
-            if self._evaluation(size):
-                continue
-            print(
-                f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
-                f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
-                file=out,
-                flush=True,
-            )
-            if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
-                return status
+            if not self._evaluation(size):
+                print(
+                    f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
+                    f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
+                    file=out,
+                    flush=True,
+                )
+                if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
+                    return status
             if not self._evaluation(size):
                 raise ConfigError(
                     f"{self._folder / str(size)}: the branch ended without an evaluation of its "
                     "held-out rows; move the folder away and start again"
                 )
+            self._branch(size)  # what cannot be compared is refused at once
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
         """What the branches say, also written to branch.json in their folder."""
-        branches = []
-        for size in self._sizes:
-            found = self._evaluation(size)
-            sums = (
-                np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
-            )
-            branches.append(Branch(size, self._samples // size, self._rate_of(size), *sums))
-        result = compare(branches, tolerance)
+        result = compare([self._branch(size) for size in self._sizes], tolerance)
         step, first = self._position.step, self._first
         result |= {
             "run": str(self._run),
@@ -168,7 +169,8 @@ class Experiment:
             "noise": self._noise(result["largest"]),
             "file": str(self._folder / _OURS),
         }
-        write_whole(self._folder / _OURS, (json.dumps(result, indent=2) + "\n").encode())
+        text = json.dumps(as_json(result), indent=2) + "\n"
+        write_whole(self._folder / _OURS, text.encode())
         return result
 
     def _of_branch(self, size: int) -> dict[str, Any]:
@@ -206,13 +208,61 @@ class Experiment:
         records = read_records(self._folder / str(size) / "metrics.jsonl")
         return last_evaluation(records, self._first + self._samples)
 
+    def _branch(self, size: int) -> Branch:
+        """A size that is done.
+
+        Raises:
+          ConfigError: it cannot be compared with the smallest.
+        """
+        first, found = (self._evaluation(n) for n in (self._sizes[0], size))
+        losses, tokens = (
+            np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
+        )
+        branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
+        folder = self._folder / str(size)
+        if found["eval_batch_tokens"] != first["eval_batch_tokens"]:
+            raise ConfigError(
+                f"{folder}: evaluated in other batches than size {self._sizes[0]} "
+                f"({len(tokens)} and {len(first['eval_batch_tokens'])} of them), as on other "
+                "devices; move it away and start again on the same devices"
+            )
+        if size == self._sizes[0] and branch.loss == math.inf:
+            raise ConfigError(
+                f"{folder}: the held-out loss is no number, so there is nothing to compare with; "
+                "take another checkpoint or other sizes"
+            )
+        return branch
+
+    def _check_keys(self) -> None:
+        """Refuses other keys than those of the branches that have begun; keeps today's.
+
+        Raises:
+          ConfigError: they differ.
+        """
+        path, here = self._folder / _KEYS, sorted(self._keys)
+        try:
+            before = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            before = here
+        except ValueError:
+            raise ConfigError(f"{path}: not as maxramp.branch wrote it; move it away") from None
+        if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
+            raise ConfigError(
+                f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
+                "the same ones, or move the folder away"
+            )
+        write_whole(path, (json.dumps(here) + "\n").encode())
+
     def _check_same(self, size: int) -> None:
         """Refuses to mix a branch that was trained with other keys into this comparison."""
         checkpoints = self._folder / str(size) / "checkpoints"
         steps = folder_lib.steps_in(checkpoints)
         if not steps:
             return
-        trained = folder_lib.read(checkpoints / str(steps[-1])).config
+        try:
+            trained = folder_lib.read(checkpoints / str(steps[-1])).config
+        except folder_lib.TornError:
+            return  # the trainer says so, and what it does about it
         here = self._rate_of(size)
         if not math.isclose(trained["learning_rate"], here, rel_tol=1e-6):
             raise ConfigError(
@@ -294,6 +344,28 @@ def _sizes(text: str) -> list[int]:
             f"--sizes {text} must be two or more different global batch sizes, such as 8,16,32"
         )
     return sizes
+
+
+def _window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
+    """The rows that all branches train on: every size ends with the same row.
+
+    Raises:
+      ConfigError: they are more than twice the rows that are wanted.
+    """
+    unit = math.lcm(*sizes)
+    rows = -(-wanted // unit) * unit
+    if rows > 2 * wanted:
+        doubled = [sizes[0], 2 * sizes[0]]
+        while 2 * doubled[-1] <= sizes[-1]:
+            doubled.append(2 * doubled[-1])
+        better = f"sizes such as {','.join(map(str, doubled))}, or "
+        raise ConfigError(
+            f"--sizes {','.join(map(str, sizes))}: they end with the same row every {unit:,} rows "
+            f"alone, more than twice the {wanted:,} that --tokens asks for (a tenth of the run by "
+            f"default); give {better if doubled[-1] <= 2 * wanted else ''}"
+            f"--tokens {unit * row_tokens}"
+        )
+    return rows
 
 
 def _checkpoint(run: pathlib.Path, at: int) -> Checkpoint:

@@ -1,11 +1,16 @@
 """`maxramp.branch`: what branches say, and the branches of a real run."""
 
 import json
+import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
 
+from maxramp import branch, suggest
+from maxramp.errors import ConfigError
 from maxramp.run.branches import Branch, compare, difference
 from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, read_records
 
@@ -83,6 +88,63 @@ def test_batches_of_an_evaluation(tmp_path):
     assert first["eval_loss"] == (1e8 + 3.25) / 40_000_002
     assert second["eval_batch_cross_entropy"] == [1e8, 3.25, None]
     assert third["eval_loss"] == 2.5 and "eval_batch_tokens" not in third
+
+
+def experiment_of(folder, *keys):
+    """Branches of 8, 16 and 24 rows in 48 rows, as the command makes them."""
+    found = branch.Experiment.__new__(branch.Experiment)
+    found._sizes, found._samples, found._folder = [8, 16, 24], 48, folder / "20-48"
+    found._position, found._first = types.SimpleNamespace(step=20, path=folder), 160
+    found._rate, found._batch, found._keys = 0.1, 8, list(keys)
+    found._config = make_config()
+    return found
+
+
+def write_branch(experiment, size, losses, tokens):
+    folder = experiment._folder / str(size)
+    (folder / "checkpoints" / "26").mkdir(parents=True)  # torn
+    batches = {"eval_batch_cross_entropy": losses, "eval_batch_tokens": tokens}
+    record = {"step": 25, "consumed_samples": 208} | batches
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_branches_that_cannot_be_compared(tmp_path, capsys):
+    """Of other keys, or evaluated in other batches; torn checkpoints are no reason."""
+    (tmp_path / "20-96").mkdir()
+    experiment = experiment_of(tmp_path, "hardware=cpu")
+    for size in experiment._sizes:
+        write_branch(experiment, size, [3.0, 3.0], [2.0, 2.0])
+    assert experiment.train(sys.stdout) == 0
+    assert "window   48 rows" in (printed := capsys.readouterr().out)
+    assert "other windows (20-96) are not read" in printed
+    with pytest.raises(ConfigError, match=r"ran with the keys \['hardware=cpu'\], not with \[\]"):
+        experiment_of(tmp_path).train(sys.stdout)
+    shutil.rmtree(experiment._folder / "16")
+    write_branch(experiment, 16, [3.0], [4.0])
+    with pytest.raises(ConfigError, match=r"16: evaluated in other batches.*\(1 and 2 of them"):
+        experiment.train(sys.stdout)
+    shutil.rmtree(experiment._folder / "8")
+    write_branch(experiment, 8, [None, 3.0], [2.0, 2.0])
+    with pytest.raises(ConfigError, match="no number, so there is nothing to compare with"):
+        experiment.train(sys.stdout)
+
+
+def test_sizes_whose_window_is_far_more_than_was_asked_for():
+    assert branch._window([8, 16, 32], 1000, 16) == 1024
+    assert branch._window([8, 24, 64], 100, 16) == 192
+    with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*as 96,192, or --tokens 268800"):
+        branch._window([96, 100, 112, 120], 1000, 16)
+    with pytest.raises(ConfigError, match=r"default\); give --tokens 1024$"):
+        branch._window([8, 64], 10, 16)
+
+
+def test_a_home_of_nobody(capsys):
+    nobody = "~maxramp-nobody/run"
+    assert branch.main([nobody, "--at", "20", "--sizes", "8,16"]) == 2
+    for flag in ("--noise", "--branch"):
+        assert suggest.main([BASE, flag, nobody]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(f"{nobody}: " in line for line in lines)
 
 
 @pytest.mark.slow
