@@ -150,16 +150,26 @@ class Loader:
 
 
 def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    needed, there = ramp.total_samples, len(rows)
-    if ramp.rungs:  # a run that ends with a larger batch may end so many rows later
-        needed += ramp.rungs[-1].global_batch_size
+    keys, there, beyond = ramp.keys, len(rows), 0
+    needed = ramp.total_samples
+    if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
+        beyond = ramp.rungs[-1].global_batch_size - 1
+        needed = max(needed, keys.samples_of_run + beyond)
     if needed <= there:
         return
     once, part = rows.length(1)
     epochs = next(n for n in itertools.count(-(-needed // once)) if rows.length(n)[0] >= needed)
+    length, most, why = f"steps={ramp.total_steps}", f"steps={ramp.step_at_sample(there)}", ""
+    if keys.rampup_policy == "noise":
+        name, row = "total_samples", 1
+        if keys.total_tokens != -1:
+            name, row = "total_tokens", keys.max_target_length
+        length, most = f"{name}={getattr(keys, name)}", f"{name}={(there - beyond) * row}"
+        why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
+    most = f", or at most {most}" if there > beyond else ""
     raise ConfigError(
-        f"steps={ramp.total_steps} takes {needed} rows, but the data has {once} x "
-        f"num_epoch={num_epoch} = {there}"
+        f"{length} takes {needed} rows{why}, but the data has {once} x num_epoch={num_epoch} = "
+        f"{there}"
         + (f", after which {part} is used up" if len(corpus.train) > 1 else "")
-        + f"; use num_epoch={epochs}, or at most steps={ramp.step_at_sample(there)}"
+        + f"; use num_epoch={epochs}{most}"
     )

@@ -219,6 +219,23 @@ def test_too_few_rows_say_what_would_do(texts):
     read_run(small(texts, f"steps={steps}"))
 
 
+@pytest.mark.parametrize("unit, row", (("total_samples", 1), ("total_tokens", 16)))
+def test_too_few_rows_for_a_ramp_that_decides(texts, unit, row):
+    """However it decides: the run's samples, and what the last rung's step may take beyond them."""
+
+    def samples(number):
+        keys = "rampup_policy=noise", "rampup_ladder=[8,64]", f"{unit}={number * row}"
+        return make_config(f"text_files={texts}", *keys)
+
+    expected = rf"^{unit}={10**5 * row} takes 100063 rows \(63 more, as .*one of 64\), but"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        make_loader(samples(10**5))
+    most = int(str(caught.value).rsplit(f"or at most {unit}=", 1)[1]) // row
+    make_loader(samples(most))[0].close()
+    with pytest.raises(ConfigError, match=f"or at most {unit}={most * row}$"):
+        make_loader(samples(most + 1))
+
+
 def test_batches_are_sharded_over_rows(texts):
     config = small(texts, "ici_tensor_parallelism=2")
     loader, _ = make_loader(config)
