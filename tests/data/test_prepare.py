@@ -375,6 +375,7 @@ def many(path: pathlib.Path, count: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
     many(tmp_path / "in.jsonl", 60_000)
