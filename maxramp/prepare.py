@@ -217,7 +217,7 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     tokens = not keys.tokenize_train_data
     inputs: list[RecordFile] = []
     if keys.hf_path:
-        inputs.append(HubSet.of(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
+        inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
     for name in names:
         kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
@@ -234,9 +234,8 @@ def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
     """Refuses a folder that holds an input: nothing lies there but the set."""
     folder = output.resolve()
     for file in inputs:
-        local = file.data_path.removeprefix("file://")
-        path = pathlib.Path(local).absolute()
-        if not storage.is_remote(local) and (
+        path = pathlib.Path(file.local_path).absolute()
+        if file.local_path and (
             path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
         ):
             raise ConfigError(f"--output {output} holds the input {path}; give another folder")

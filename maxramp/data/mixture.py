@@ -166,7 +166,7 @@ class _Opener:
         """A split of the data set that hf_path names."""
         keys = self._keys
         (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
-        file = HubSet.of(keys.hf_path, keys.hf_name, split, column, tokens)
+        file = HubSet(keys.hf_path, keys.hf_name, split, column, tokens)
         return _Entry(file.path, 1.0, *self._open_files("hf_path", file.path, "hf", [file]))
 
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
