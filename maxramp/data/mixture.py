@@ -1,6 +1,7 @@
 """grain_train_files and grain_eval_files -> the parts of a corpus."""
 
 import dataclasses
+import glob
 import hashlib
 import math
 import os
@@ -61,6 +62,19 @@ def parse(key: str, value: str) -> list[tuple[str, float]]:
             )
         parsed.append((pattern, weight))
     return parsed
+
+
+def entry_of(key: str, path: str) -> str:
+    """The value of grain_train_files that stands for a path, whatever characters it has.
+
+    Raises:
+      ConfigError: it has one that always ends an entry; names the key whose value the path is.
+    """
+    if ";" in path:
+        raise ConfigError(
+            f"{key} {path}: a ; ends an entry of grain_train_files; give a path without it"
+        )
+    return f"{glob.escape(path)},1" if "," in path else glob.escape(path)
 
 
 @dataclasses.dataclass(frozen=True)
