@@ -26,7 +26,7 @@ import numpy as np
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import count, home_of, print_table, short
+from maxramp.commandline import OneLineParser, count, home_of, print_table, short
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.data.files.storage import write_whole
@@ -51,7 +51,7 @@ _KEYS = "keys.json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m maxramp.branch",
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tolerance", type=float, default=0.01, help="nats per token (0.01)")
     add("--json", action="store_true", help="print the result as JSON when all is done")
     add("keys", nargs="*", metavar="key=value", help="for every branch")
-    given = parser.parse_intermixed_args(arguments)
     try:
+        given = parser.parse_intermixed_args(arguments)
         experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
         if status := experiment.train(sys.stderr if given.json else sys.stdout):
             return status

@@ -17,6 +17,7 @@ from typing import Any
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
+from maxramp.commandline import OneLineParser
 from maxramp.errors import EXIT_FAILED, ConfigError, report
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
@@ -33,16 +34,16 @@ verify  reads every value of every checkpoint; exit status 1 if one is torn
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m maxramp.checkpoint",
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=pathlib.Path)
-    given = parser.parse_args(arguments)
-    command = {"ls": ls, "show": show, "verify": verify}[given.command]
     try:
+        given = parser.parse_args(arguments)
+        command = {"ls": ls, "show": show, "verify": verify}[given.command]
         return max(command(path) for path in given.path)
     except (ConfigError, OSError, MemoryError) as error:
         return report(error)

@@ -1,13 +1,25 @@
 """Shared by the commands: options beside key=value, counts and tables."""
 
+import argparse
 import itertools
 import pathlib
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from maxramp.errors import ConfigError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Of options by their whole names; what is wrong is one line, a ConfigError."""
+
+    def __init__(self, **given: Any):
+        super().__init__(allow_abbrev=False, **given)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what the parser found."""
+        raise ConfigError(f"{message} (--help lists what there is)")
 
 
 def print_note(line: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from maxramp.commandline import count
+from maxramp.commandline import OneLineParser, count
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.generation.generator import Answer, Generator
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m maxramp.generate",
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

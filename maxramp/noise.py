@@ -14,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from maxramp.commandline import print_table, short
+from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
 from maxramp.run.metrics import read_records
 from maxramp.run.noise import KINDS, Block, blocks_of
@@ -30,7 +30,7 @@ training can tell (docs/noise.md).
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m maxramp.noise",
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
     parser.add_argument("--plot", type=pathlib.Path, help="the picture (RUN/noise.png)")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         curves = _curves(given.run, given.blocks)
         plot = given.plot or given.run / "noise.png"
         try:

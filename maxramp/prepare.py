@@ -6,13 +6,19 @@ python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_document
 """
 
 if __name__ == "__main__":  # before the imports that take a second
+    import sys
+
     from maxramp import console
 
-    console.outlive_readers()
+    if any(argument.partition("=")[0] == "--inspect" for argument in sys.argv):
+        console.end_with_readers()
+    else:
+        console.outlive_readers()
 
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -25,7 +31,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp.commandline import count
+from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import load
 from maxramp.data import bad_records, mixture, preparation, shards, tokenizers
 from maxramp.data.bad_records import BadRecords
@@ -53,18 +59,12 @@ INSPECTION_KEYS = ("max_target_length", "separate_documents")
 BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(f"{message} (--help lists what there is)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="python -m maxramp.prepare",
         description="Tokenizes documents into a folder of files that training reads by row number. "
         "If it is interrupted, run the same command again to continue.",
         epilog=f"Keys, as in configs/base.yml: {', '.join(KEYS)}.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
@@ -97,11 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR"
                 )
-        for flag in ("workers", "shard_megabytes"):
-            if getattr(given, flag) <= 0:
-                raise ConfigError(f"--{flag} {getattr(given, flag):g} must be above 0")
+        size = given.shard_megabytes * 1e6
+        for flag, value in (("workers", given.workers), ("shard_megabytes", size)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"--{flag} {getattr(given, flag)} must be above 0 and finite")
         if is_address(given.output):
             raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
+        mixture.entry_of("--output", given.output)
         prepare(
             given,
             names,
@@ -182,7 +184,13 @@ def prepare(
                 )
             left_out = manifest.get("bad_records", 0)
             records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
-            allowed.check(left_out, records, f"--output {output} is prepared already")
+            there = count(left_out, "bad record")
+            allowed.check(
+                left_out,
+                records,
+                f"--output {output} is prepared already and leaves out {there}, which "
+                f"--max_bad_records {left_out} allows",
+            )
             shards.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
@@ -204,10 +212,11 @@ def prepare(
         if left_out := manifest.get(kind, 0):
             _say(f"left out   {count(left_out, what)}{see}")
     needed = tokenizer.vocab_size if tokenizer else manifest["max_token"] + 1
+    entry = mixture.entry_of("--output", str(output))
     _say(
         f"train      python -m maxramp.train configs/base.yml "
         f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
-        f"grain_train_files={shlex.quote(str(output))} vocab_size={-(-needed // 64) * 64}"
+        f"grain_train_files={shlex.quote(entry)} vocab_size={-(-needed // 64) * 64}"
     )
 
 
@@ -217,7 +226,7 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     tokens = not keys.tokenize_train_data
     inputs: list[RecordFile] = []
     if keys.hf_path:
-        inputs.append(HubSet.of(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
+        inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
     for name in names:
         kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
@@ -234,9 +243,8 @@ def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
     """Refuses a folder that holds an input: nothing lies there but the set."""
     folder = output.resolve()
     for file in inputs:
-        local = file.data_path.removeprefix("file://")
-        path = pathlib.Path(local).absolute()
-        if not storage.is_remote(local) and (
+        path = pathlib.Path(file.local_path).absolute()
+        if file.local_path and (
             path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
         ):
             raise ConfigError(f"--output {output} holds the input {path}; give another folder")

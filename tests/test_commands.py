@@ -9,6 +9,7 @@ import pytest
 from conftest import BASE, ROOT, command, environment, run
 
 from maxramp import __main__ as commands
+from maxramp import branch, checkpoint, noise
 from maxramp.launch import __main__ as launch
 
 
@@ -56,6 +57,22 @@ def test_the_usage_of_a_launch_names_its_cluster(capsys):
     assert capsys.readouterr().out.startswith(f"usage: {usage}")
     assert launch.main(["--cluster", "local"]) == 2
     assert capsys.readouterr().err == f"error: no config file given: {usage}"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    (
+        (branch, ["run", "--at", "two", "--sizes", "8,16"]),
+        (branch, ["run", "--at", "2", "--size", "8,16"]),
+        (checkpoint, ["list", "run"]),
+        (noise, ["run", "--block", "3"]),
+    ),
+)
+def test_a_wrong_option_is_one_line(command, arguments, capsys):
+    assert command.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.endswith("(--help lists what there is)\n")
+    assert said.count("\n") == 1
 
 
 def test_a_command_that_is_not_there(capsys):

@@ -31,7 +31,13 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
     """
     hub = optional("huggingface_hub", "huggingface_hub", f"{key}={name}", "hub")
     errors = optional("huggingface_hub.errors", "huggingface_hub", f"{key}={name}", "hub")
-    cached = hub.try_to_load_from_cache(name, file)
+    try:
+        cached = hub.try_to_load_from_cache(name, file)
+    except errors.HFValidationError as error:
+        raise ConfigError(
+            f"{key}={name}: no such file or folder here, and no name of a model on Hugging Face "
+            f"({' '.join(str(error).split())[:150]}); give a path, or organization/model"
+        ) from None
     if isinstance(cached, str):
         return cached
     if cached is not None and not required:  # known not to be there

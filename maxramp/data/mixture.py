@@ -1,6 +1,7 @@
 """grain_train_files and grain_eval_files -> the parts of a corpus."""
 
 import dataclasses
+import glob
 import hashlib
 import math
 import os
@@ -61,6 +62,19 @@ def parse(key: str, value: str) -> list[tuple[str, float]]:
             )
         parsed.append((pattern, weight))
     return parsed
+
+
+def entry_of(key: str, path: str) -> str:
+    """The value of grain_train_files that stands for a path, whatever characters it has.
+
+    Raises:
+      ConfigError: it has one that always ends an entry; names the key whose value the path is.
+    """
+    if ";" in path:
+        raise ConfigError(
+            f"{key} {path}: a ; ends an entry of grain_train_files; give a path without it"
+        )
+    return f"{glob.escape(path)},1" if "," in path else glob.escape(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +180,7 @@ class _Opener:
         """A split of the data set that hf_path names."""
         keys = self._keys
         (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
-        file = HubSet.of(keys.hf_path, keys.hf_name, split, column, tokens)
+        file = HubSet(keys.hf_path, keys.hf_name, split, column, tokens)
         return _Entry(file.path, 1.0, *self._open_files("hf_path", file.path, "hf", [file]))
 
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:

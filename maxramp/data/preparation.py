@@ -132,8 +132,9 @@ def _run(
         _start_worker,
         (job, counts, allowed, helpers),
     ) as pool:
-        pending = {pool.submit(task, *one) for one in given}
         try:
+            with _starting():
+                pending = {pool.submit(task, *one) for one in given}
             while pending:
                 finished, pending = concurrent.futures.wait(
                     pending, 0.2, concurrent.futures.FIRST_EXCEPTION
@@ -149,6 +150,18 @@ def _run(
         finally:
             mine[3] = 1
             pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Around what starts processes."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"no more processes can be started: {error.strerror or error}; give fewer --workers, "
+            "and start again to go on"
+        ) from None
 
 
 # --- In a maker and its helpers ------------------------------------------------------------------
@@ -251,10 +264,12 @@ def _encode_ahead(batches: Iterator[list[Record]]) -> Iterator[tuple[np.ndarray,
     given = (_job, None, _allowed, 0)
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     # Where there are helpers, a maker has one shard to make.
-    pool = concurrent.futures.ProcessPoolExecutor(_helpers, context, _start_worker, given)
+    with _starting():
+        pool = concurrent.futures.ProcessPoolExecutor(_helpers, context, _start_worker, given)
     try:
         for batch in batches:
-            waiting.append(pool.submit(_encode, batch))
+            with _starting():
+                waiting.append(pool.submit(_encode, batch))
             if len(waiting) > _AHEAD * _helpers:
                 yield waiting.popleft().result()
         while waiting:

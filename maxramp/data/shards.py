@@ -33,9 +33,9 @@ _WRITTEN = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.(model|tiktoken)|bad_records\.jsonl|"
     r"shard-\d{5,}\.[0-9a-f]{16}\.hashes"
 )
-_LEFT_OVER = re.compile(
+_LEFT_OVER = re.compile(  # unfinished files by their names from `write_whole` and MegatronWriter
     r"bpe-[0-9a-f]{16}\.json|shard-\d{5,}\.[0-9a-f]{16}\.hashes|"
-    rf"\.?({_WRITTEN.pattern})(\.\d+)?\.tmp"
+    rf"\.({_WRITTEN.pattern})\.\d+\.tmp|shard-\d{{5,}}\.(bin|idx)\.\d+\.tmp"
 )
 # Of a SHARD.json; version 1 did not write its number, and others may lack `bad`.
 _FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash", "bad"}

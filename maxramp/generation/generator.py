@@ -183,12 +183,17 @@ class Generator:
         for number, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ConfigError(f"prompt {number} has no tokens; give it one")
+            if len(prompt) >= longest:
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens, which leaves no room for an answer "
+                    f"in max_target_length={longest}; shorten it, or raise max_target_length"
+                )
             if len(prompt) + most_tokens > longest:
                 raise ConfigError(
                     f"prompt {number} of {len(prompt)} tokens and an answer of up to {most_tokens} "
                     f"make {len(prompt) + most_tokens}, but max_target_length={longest} is what "
-                    "the model was trained on; ask for at most "
-                    f"{max(0, longest - len(prompt))}, or raise max_target_length"
+                    f"the model was trained on; ask for at most {longest - len(prompt)}, or raise "
+                    "max_target_length"
                 )
             if prompt.min() < 0 or prompt.max() >= self._keys.vocab_size:
                 raise ConfigError(

@@ -1,7 +1,6 @@
 """What a run left behind, to write text with: its weights, its keys and its tokenizer."""
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Sequence
 
@@ -115,8 +114,9 @@ class TrainedRun:
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         values = base.base() | {name: there[name] for name in names & there.keys()}
         values |= {name: base.base()[name] for name in _OF_TRAINING} | _CONSTANT
-        self._given = {"tokenizer_type", "tokenizer_path"} & given.values.keys()
-        if self._given:
+        self._given = given.values
+        self._another = not {"tokenizer_type", "tokenizer_path"}.isdisjoint(given.values)
+        if self._another:
             values |= {"tokenizer_type": "", "tokenizer_path": ""}
         self.config = Config.of(values | given.values)
         check(self.config)
@@ -142,25 +142,44 @@ class TrainedRun:
         Raises:
           ConfigError: its file is not there, or is damaged.
         """
-        return PromptTokenizer(self._tokenizer())
+        kind, path, marks = self._of_data()
+        marks |= {name: value for name, value in self._given.items() if name in marks}
+        return PromptTokenizer(tokenizers.load(kind, path, **marks))
 
-    def _tokenizer(self) -> Tokenizer:
+    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+        """Type, file and marks of the tokenizer of the documents."""
         keys = self.config.data
-        load = functools.partial(tokenizers.load, keys.type_of_tokenizer, keys.tokenizer_path)
-        if keys.dataset_type not in ("grain", "hf"):
-            return load(True, True)  # a document of text_files has both marks
-        if self._given or keys.dataset_type == "hf" or keys.type_of_tokenizer != "bytes":
-            return load(keys.add_bos, keys.add_eos)
-        # Prepared sets bring theirs along.
-        (pattern, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
-        kind, paths = mixture.find_files("grain_train_files", pattern, keys.grain_file_type)
-        if kind != "prepared":
-            return load(keys.add_bos, keys.add_eos)
-        described = prepared.read_manifest(paths[0])["tokenizer"]
-        if described is None:
+        kind, path = keys.type_of_tokenizer, keys.tokenizer_path
+        if keys.dataset_type not in ("grain", "hf"):  # a document of text_files has both marks
+            return kind, path, {"add_bos": True, "add_eos": True}
+        of_keys = kind, path, {"add_bos": keys.add_bos, "add_eos": keys.add_eos}
+        if self._another:
+            return of_keys
+        source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
+        if keys.dataset_type == "grain":
+            (source, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
+            try:
+                form, paths = mixture.find_files("grain_train_files", source, keys.grain_file_type)
+            except ConfigError as error:
+                if kind == "bytes":
+                    raise
+                print_note(f"{error}; prompts are as the keys of the run say, {_shown(*of_keys)}")
+                return of_keys
+            if form == "prepared":  # such sets bring theirs along
+                source = paths[0]
+                if of_set := prepared.read_manifest(source)["tokenizer"]:
+                    file = f"{source}/{of_set['file']}" if of_set["file"] else ""
+                    marks = {name: of_set[name] for name in ("add_bos", "add_eos")}
+                    return of_set["type"], file, marks
+            are_tokens = are_tokens or form in ("prepared", "megatron")
+        if are_tokens and kind == "bytes":
             raise ConfigError(
-                f"{paths[0]} was prepared from tokens and has no tokenizer; give "
-                "tokenizer_path=FILE, or tokenizer_type=bytes"
+                f"{source} holds tokens and has no tokenizer; give tokenizer_path=FILE, or "
+                "tokenizer_type=bytes"
             )
-        path = f"{paths[0]}/{described['file']}" if described["file"] else ""
-        return tokenizers.load(described["type"], path, described["add_bos"], described["add_eos"])
+        return of_keys
+
+
+def _shown(kind: str, path: str, marks: dict[str, bool]) -> str:
+    named = f"tokenizer_path={path}" if path else f"tokenizer_type={kind}"
+    return " ".join([named, *(f"{name}={value}" for name, value in marks.items())])

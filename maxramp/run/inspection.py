@@ -17,7 +17,7 @@ from maxramp.data.batch import take_apart
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
 from maxramp.data.marks import PADDING
-from maxramp.data.mixture import open_mixture
+from maxramp.data.mixture import entry_of, open_mixture
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.model.attention import starts
 from maxramp.training.objective import segments, targets
@@ -67,7 +67,8 @@ def _show_rows(
     say: Callable[[str], None],
 ) -> None:
     """Rows by the functions that training makes its segments and targets with."""
-    opened = {"grain_train_files": folder, "eval_fraction": 0.0, "eval_interval": -1}
+    entry = entry_of("--inspect", folder)
+    opened = {"grain_train_files": entry, "eval_fraction": 0.0, "eval_interval": -1}
     opened |= {"vocab_size": manifest["max_token"] + 1}
     corpus = open_mixture(dataclasses.replace(keys, **opened))
     rows = corpus.train[0].items

@@ -199,7 +199,12 @@ class Output:
                 self._files.append(TensorBoardWriter(folder, first_step, consumed))
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
-                self._files.append(WandbWriter(project, self.folder, config, self.warn))
+                try:
+                    self._files.append(WandbWriter(project, self.folder, config, self.warn))
+                except ConfigError as error:
+                    if not first_step:
+                        raise
+                    self.warn(f"{error}; the run goes on without it")
         except OSError as error:
             raise self._refusal(error) from None
 

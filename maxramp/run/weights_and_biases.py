@@ -1,20 +1,23 @@
 """Weights & Biases: the numbers of metrics.jsonl, by the package wandb, under TensorBoard's tags.
 
-A run keeps its id over restarts. The service takes every step once: what a restart trains again it
-leaves out, and on the same devices that is the same.
+A file in a run's folder keeps its id over restarts. The service takes every step once: what a
+restart trains again it leaves out, and on the same devices that is the same.
 """
 
 import contextlib
 import hashlib
 import pathlib
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import Record
 from maxramp.run.tensorboard import TAGS
 
+_ID = ".wandb_id"  # the file in a run's folder
 _FINISH_SECONDS = 15.0  # that an end waits for what is still to be uploaded
 
 
@@ -31,12 +34,13 @@ class WandbWriter:
         """
         Args:
           project: the key wandb_project.
-          folder: of the run; its path makes the id, and wandb's own files come to lie in it.
+          folder: of the run, which keeps the id; wandb's own files come to lie in it.
           config: what to show of the configuration.
           warn: takes a line about what went wrong and is no reason to stop.
 
         Raises:
           ConfigError: the package is missing, or takes no run.
+          OSError: the id cannot be written.
         """
         self._warn, self._failed = warn, False
         try:
@@ -47,11 +51,12 @@ class WandbWriter:
                 "(or 'maxramp[wandb]'); or leave it out"
             ) from None
         folder = folder.absolute()
+        id_of_run = _id_of(folder)
         try:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
-                id=hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest(),
+                id=id_of_run,
                 resume="allow",
                 dir=str(folder),
                 config=config,
@@ -93,3 +98,15 @@ class WandbWriter:
         thread.join(_FINISH_SECONDS)
         if thread.is_alive():
             self._warn(f"wandb has not uploaded everything; wandb sync {self._run.dir}/.. does")
+
+
+def _id_of(folder: pathlib.Path) -> str:
+    """The id of the run in a folder: another run gets another, at the same path or elsewhere."""
+    path = folder / _ID
+    if path.exists():
+        return path.read_text().strip()
+    made = secrets.token_hex(8)
+    if (folder / "wandb").exists():  # earlier releases made it from the path
+        made = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()
+    write_whole(path, f"{made}\n".encode())
+    return made

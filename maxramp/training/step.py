@@ -102,6 +102,7 @@ def train_step(
     zeros = jax.tree.map(zeros_of_gradient, model), (jnp.float32(0), jnp.float32(0))
     sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
     gradients, (cross_entropy, tokens) = sums
+    tokens = jnp.maximum(tokens, 1)  # where no token is a target, all sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
     )

@@ -150,6 +150,7 @@ def test_an_epoch_holds_every_row_once(texts):
     assert not np.array_equal(other, rows[: len(other)])
 
 
+@pytest.mark.slow
 def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
     """A checkpoint from before shuffles were named goes on with added seeds, and says so itself."""
     keys = (f"text_files={texts}", "data_shuffle_seed=3", "per_device_batch_size=8")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from test_prepare import content, documents
 
 from maxramp import prepare as prepare_lib
 from maxramp.data import hub, tokenizers
+from maxramp.data.files import hubset
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
 
@@ -70,6 +73,14 @@ def test_what_no_cache_holds_is_one_line(name, file, cache):
     assert "out of reach" in line and f"hf download {name} {file}" in line and "\n" not in line
 
 
+@pytest.mark.parametrize("name", ("my/tok--v2", "my/tok..v2", f"my/{'x' * 100}"))
+def test_what_is_no_name_is_one_line(name, cache):
+    with pytest.raises(ConfigError) as caught:
+        tokenizers.load("huggingface", name, True, True)
+    line = str(caught.value)
+    assert line.startswith(f"tokenizer_path={name}: ") and "no name of a model" in line
+
+
 def test_marks_that_may_be_missing_are_not_guessed(cache):
     """The cache says of a file that the model has none, or does not know."""
     (cache / "tokenizer_config.json").unlink()
@@ -122,6 +133,35 @@ def test_a_data_set_by_name(data_set, tmp_path):
     assert documents(tmp_path / "set") == expected
     tenth = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
     assert len(tenth.held_out) == round(0.1 * len(TEXTS))
+
+
+def test_a_split_may_be_a_part(monkeypatch):
+    """Also in the processes of a preparation."""
+    asked = []
+
+    class Library:
+        def load_dataset(self, *given, **more):
+            asked.append((*given, more["split"]))
+            raise OSError
+
+    monkeypatch.setattr(hubset, "optional", lambda *given: Library())
+    part = HubSet("an-org/texts", "en:1", "train[:10%]+test", "body", False)
+    for one in (part, pickle.loads(pickle.dumps(part))):
+        with pytest.raises(ConfigError, match=r"hf_name=en:1 \(split train\[:10%\]\+test\)"):
+            len(one)
+    assert asked == [("an-org/texts", "en:1", "train[:10%]+test")] * 2
+
+
+def test_a_set_is_not_written_into_a_data_set(tmp_path, monkeypatch, capsys):
+    """A folder is one that is here: a name's organization is none."""
+    (tmp_path / "an-org" / "texts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("an-org/texts", "./an-org/texts/"):
+        given = [f"hf_path={name}", "--output", "an-org/texts", COLUMN]
+        assert prepare_lib.main(given) == 2
+        assert "--output an-org/texts holds the input" in capsys.readouterr().err
+    away = HubSet("other/texts", "en", "train", "body", False)
+    prepare_lib._check_apart(tmp_path / "other", [away])
 
 
 def test_no_such_data_set_is_one_line(data_set):

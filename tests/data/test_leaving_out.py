@@ -1,6 +1,9 @@
 """What a preparation leaves out: bad records, up to a limit, and documents that repeat others."""
 
+import concurrent.futures
+import errno
 import json
+import os
 import pathlib
 import random
 
@@ -10,11 +13,11 @@ from test_formats import open_file, write_file, write_parquet
 from test_prepare import COLUMN, content, documents
 
 from maxramp import prepare as prepare_lib
-from maxramp.data import duplicates, preparation
+from maxramp.data import duplicates, preparation, shards
 from maxramp.data.bad_records import BadRecords
 from maxramp.data.files import formats
 from maxramp.data.files.records import BadRecord
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 
 BAD = {
     b'{"body": "caf\xe9"}': "utf-8",
@@ -58,7 +61,10 @@ def test_bad_records_are_left_out_and_listed(tmp_path, capfd):
         assert data[entry["byte"] :].startswith(bad + b"\n")
     # A set with something left out is not taken for one without.
     assert prepare(source, tmp_path / "1") == 2
-    assert "more" not in (line := capfd.readouterr().err) and "is prepared already" in line
+    line = capfd.readouterr().err
+    assert "is prepared already and leaves out 6 bad records, which --max_bad_records 6 al" in line
+    assert prepare(source, tmp_path / "1", "--max_bad_records", 5) == 2
+    assert "more are bad than --max_bad_records 5" in capfd.readouterr().err
 
 
 def test_too_many_bad_records_end_it(tmp_path, capfd):
@@ -162,3 +168,22 @@ def test_several_processes_encode_one_shard(tmp_path, monkeypatch):
         given = [str(source), "--output", str(tmp_path / f"{workers}"), "--workers", f"{workers}"]
         assert prepare_lib.main([*given, COLUMN]) == 0
     assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_a_system_that_starts_no_more_processes(tmp_path, monkeypatch):
+    """Neither makers nor helpers: no file is blamed."""
+
+    def submit(pool, *given):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    source = write_file(tmp_path, "jsonl", ["a text"])
+    job = shards.plan(tmp_path, [open_file(source)], None, "", 1 << 20, False)
+    monkeypatch.setattr(concurrent.futures.ProcessPoolExecutor, "submit", submit)
+    for name, value in (("_helpers", 2), ("_job", job), ("_allowed", BadRecords())):
+        monkeypatch.setattr(preparation, name, value, raising=False)
+    for start in (
+        lambda: preparation.make(job, 1, BadRecords(), lambda *counts: None),
+        lambda: list(preparation._encode_ahead(iter([["a text"]]))),
+    ):
+        with pytest.raises(TrainingError, match="no more processes .*: Resource .* --workers"):
+            start()

@@ -220,11 +220,13 @@ def test_what_other_starts_left_is_removed(tmp_path):
     left = {path.name for path in output.iterdir()}
     assert len(left & {f"shard-{i:05d}.bin" for i in range(5)}) == 5 and ".preparing" in left
     assert any(name.endswith(".tmp") for name in left) and any(n[:4] == "bpe-" for n in left)
-    (output / "mine.tmp").write_text("kept")
+    of_others = {"mine.tmp", "tokenizer.json.tmp", "bad_records.jsonl.7.tmp"}
+    for name in of_others:
+        (output / name).write_text("kept")
     source.write_bytes(whole)
     assert prepare_lib.main([*given, "--shard_megabytes", "1"]) == 0
     shards = ("shard-00000.bin", "shard-00000.idx")
-    assert set(content(output)) == {"manifest.json", *shards, "mine.tmp"}
+    assert set(content(output)) == {"manifest.json", *shards, *of_others}
 
 
 def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
@@ -301,11 +303,11 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
 
 
 def test_a_reader_that_leaves_ends_nothing(tmp_path):
-    """`| head -n 1` of a preparation, which goes on, and of an inspection."""
+    """`| head -n 1` of a preparation, which goes on; an inspection ends with its reader."""
     source = write_file(tmp_path, "jsonl", TEXTS)
-    for arguments in (
-        (str(source), "--output", str(tmp_path / "set"), COLUMN),
-        ("--inspect", str(tmp_path / "set")),
+    for arguments, reads, status in (
+        ((str(source), "--output", str(tmp_path / "set"), COLUMN), True, 0),
+        (("--inspect", str(tmp_path / "set")), False, 128 + signal.SIGPIPE),
     ):
         process = subprocess.Popen(
             command(*arguments, module="prepare"),
@@ -314,11 +316,18 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout.readline()
+        assert not reads or process.stdout.readline()
         process.stdout.close()
-        assert process.stderr.read() == "" and process.wait(60) == 0
+        assert process.stderr.read() == "" and process.wait(60) == status
         process.stderr.close()
     assert len(documents(tmp_path / "set")) == len(TEXTS)
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "1e305", "0", "-1"])
+def test_shards_have_a_size(size, capsys):
+    assert prepare_lib.main(["a.jsonl", "--output", "set", "--shard_megabytes", size]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --shard_megabytes ") and said.endswith("above 0 and finite\n")
 
 
 def test_a_tokenizer_trained_on_the_input(tmp_path):
@@ -375,6 +384,7 @@ def many(path: pathlib.Path, count: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
     many(tmp_path / "in.jsonl", 60_000)

@@ -71,6 +71,8 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
         (["tokenizer_path=none.json"], "tokenizer_path=none.json: dataset_type=text trains on byt"),
         (["itci_data=3"], "is not a known key"),
         (["data"], '"data" is not of the form key=value'),
+        (["--samples", "many"], "argument --samples: invalid int value: 'many'"),
+        (["--max_new", "3"], "unrecognized arguments: --max_new"),
     ],
 )
 def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):
@@ -112,3 +114,45 @@ def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
     (tmp_path / "set").rename("elsewhere")
     with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
         TrainedRun(run_folder, []).tokenizer()
+
+
+def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch, capsys):
+    """A set's own also where the run names its tokenizer; of text both."""
+    assert TrainedRun(pathlib.Path(trained), []).tokenizer().ends == [257]
+    bare = TrainedRun(pathlib.Path(trained), ["add_bos=False", "add_eos=False"]).tokenizer()
+    assert bare.ends == [] and bare.encode(["a"])[0].tolist() == [97]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n' * 50)
+    made = ["texts.jsonl", "--output", "set", "--train_bpe", "260", "add_bos=False"]
+    assert prepare.main(made) == 0
+    (tmp_path / "kept.json").write_bytes((tmp_path / "set" / "tokenizer.json").read_bytes())
+    keys = ("dataset_type=grain", "grain_train_files=set", "tokenizer_path=kept.json")
+    run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))
+
+    def begins(*given):
+        (ids,) = TrainedRun(run_folder, given).tokenizer().encode([""])
+        return ids.tolist() == [0]
+
+    assert not begins() and begins("add_bos=True") and begins("tokenizer_path=kept.json")
+    assert "note" not in capsys.readouterr().err
+    (tmp_path / "set").rename("elsewhere")
+    assert begins() and "tokenizer_path=kept.json add_bos=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["megatron", "set", "jsonl", "hf"])
+def test_tokens_of_no_known_tokenizer(kind, tmp_path):
+    """One that is neither named by the run nor given is not guessed."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"text": [1, 2, 3]}\n' * 50)
+    keys = ["dataset_type=grain", f"grain_train_files={path}", "tokenize_train_data=False"]
+    if kind in ("set", "megatron"):
+        made = [str(path), "--output", str(tmp_path / "set"), keys[2]]
+        assert prepare.main(made) == 0
+        found = tmp_path / "set" / ("shard-00000" if kind == "megatron" else "")
+        keys[1:] = [f"grain_train_files={found}"]
+    if kind == "hf":
+        keys[:2] = ["dataset_type=hf", "hf_path=an-org/a-set"]
+    run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))
+    with pytest.raises(ConfigError, match="holds tokens and has no tokenizer; give tokenizer_path"):
+        TrainedRun(run_folder, []).tokenizer()
+    assert TrainedRun(run_folder, ["tokenizer_type=bytes"]).tokenizer().ends == [257]

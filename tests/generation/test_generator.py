@@ -169,6 +169,7 @@ def test_programs_are_shared():
     [
         ([np.array([1]), np.array([], int)], 4, "prompt 1 has no tokens"),
         ([np.arange(40)], 9, "prompt 0 of 40 tokens and an answer of up to 9 make 49, but max_"),
+        ([np.arange(60)], 1, "prompt 0 has 60 tokens, which leaves no room .*max_target_length=48"),
         ([np.array([3, VOCAB])], 4, f"its token ids are 3 to {VOCAB}, and vocab_size={VOCAB}"),
         ([np.array([-1])], 4, "prompt 0: its token ids"),
         ([np.array([1])], 0, "0 tokens for an answer"),

@@ -77,6 +77,7 @@ def test_a_step_of_much_of_the_memory_is_left_to_the_system():
     assert min(found) > pages / 2
 
 
+@pytest.mark.slow
 def test_a_step_of_much_of_a_container_is_left_to_the_system(tmp_path):
     """The same machine, seen with a limit of eight steps less a page."""
     limits = [path / name for path, name in heap._limit_files(pathlib.Path("/proc/self"))]

@@ -314,6 +314,7 @@ GROWING = [
 ]
 
 
+@pytest.mark.slow
 def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
     """Started on 2, 4 and 8 devices for its three stages: the rows of one uninterrupted run."""
     common = (f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}")

@@ -234,6 +234,7 @@ def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
     folder_lib.read(job.run / "checkpoints" / str(job.checkpoints[-1]))
 
 
+@pytest.mark.slow
 def test_a_stopped_and_continued_process_is_not_ended():
     """Stopped for longer than the timeout; it still ends when it hangs after that."""
     program = """if True:
@@ -315,6 +316,7 @@ def warnings(job) -> list[str]:
     return [line for line in job.printed("stderr").splitlines() if line.startswith("warning: ")]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_outlived(mount, cache_dir):
     """Warned, the run goes on; with room again it saves again, and no step is missing."""
     folder, _ = mount

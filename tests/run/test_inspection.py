@@ -1,8 +1,13 @@
 """--inspect: rows of a set as the model sees them."""
 
+import pathlib
+import shlex
+
+from conftest import make_config
 from rich.console import Console
 
 from maxramp import prepare as prepare_lib
+from maxramp.data.sources import open_corpus
 from maxramp.run import inspection
 
 LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'
@@ -57,3 +62,20 @@ def test_a_set_shorter_than_a_row_is_shown_without_rows(tmp_path, capsys):
     folder = prepared(tmp_path)
     assert prepare_lib.main(["--inspect", folder]) == 0
     assert "rows" not in capsys.readouterr().out
+
+
+def test_a_name_may_have_any_character(tmp_path, capsys):
+    """But the one that ends an entry of grain_train_files."""
+    folder = pathlib.Path(prepared(tmp_path))
+    for name in ("a,b", "set[1]", "c*,[?"):
+        folder = folder.rename(tmp_path / name)
+        assert prepare_lib.main(["--inspect", str(folder), "max_target_length=8"]) == 0
+        assert "rows       2 of" in capsys.readouterr().out
+        given = [str(tmp_path / "in.jsonl"), "--output", str(folder), "add_bos=False"]
+        assert prepare_lib.main(given) == 0
+        *_, line = capsys.readouterr().out.splitlines()
+        (key,) = (word for word in shlex.split(line) if word.startswith("grain_train_files="))
+        keys = ("dataset_type=grain", key, "max_target_length=8", "eval_interval=-1")
+        assert len(open_corpus(make_config(*keys).data).train[0].items) == 2
+    assert prepare_lib.main(["in.jsonl", "--output", "a;b"]) == 2
+    assert "--output a;b: a ; ends an entry of grain_train_files" in capsys.readouterr().err

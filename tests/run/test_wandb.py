@@ -2,7 +2,10 @@
 
 import builtins
 import gc
+import hashlib
 import struct
+import sys
+import types
 
 import pytest
 from conftest import make_config
@@ -68,6 +71,54 @@ def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match="wandb_project=a needs the package wandb: .*pip install"):
         start(tmp_path / "run", "wandb_project=a", "steps=10")
+
+
+class Service:
+    """In the place of the package: notes the ids that it is given, or is out of reach."""
+
+    def __init__(self, monkeypatch):
+        self.ids, self.there = [], True
+        monkeypatch.setitem(sys.modules, "wandb", self)
+
+    def init(self, *, id, **given):
+        if not self.there:
+            raise RuntimeError("no network")
+        self.ids.append(id)
+        return types.SimpleNamespace(finish=lambda: None)
+
+    def Settings(self, **given):
+        return given
+
+
+def test_a_run_has_an_id_of_its_own(tmp_path, monkeypatch):
+    """A restart, also elsewhere, keeps it; a new run at the same path has another."""
+    service = Service(monkeypatch)
+    keys = ("wandb_project=a-project", "steps=10")
+    start(tmp_path / "run", *keys)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for name in ("moved", "run"):
+        gc.collect()
+        start(tmp_path / name, *keys)
+    first, moved, new = service.ids
+    assert first == moved != new
+    (tmp_path / "run" / ".wandb_id").unlink()
+    (tmp_path / "run" / "wandb").mkdir()  # of a release that made the id from the path
+    gc.collect()
+    start(tmp_path / "run", *keys)
+    made = hashlib.blake2b(str(tmp_path / "run").encode(), digest_size=8).hexdigest()
+    assert service.ids[-1] == made
+
+
+def test_a_run_goes_on_without_a_network(tmp_path, monkeypatch, capsys):
+    """A new one is refused, so that its owner hears of it."""
+    Service(monkeypatch).there = False
+    keys = ("wandb_project=a-project", "steps=10")
+    with pytest.raises(ConfigError, match=r"takes no run \(no network\)"):
+        start(tmp_path / "run", *keys)
+    gc.collect()
+    start(tmp_path / "run", *keys, first_step=2, records=[record(2)])
+    said = capsys.readouterr()
+    assert "the run goes on without it" in said.out + said.err
 
 
 def test_by_default_there_is_none():

@@ -143,6 +143,15 @@ def test_gradient_accumulation(optimizer, accumulation):
     assert_same_rows(split, trained(*optimizer))
 
 
+def test_a_step_without_a_target_is_none():
+    """Of documents of one token each: nothing is learned, and no number is lost."""
+    config = make_config(*SGD)
+    found = train(config, np.full((1, ROWS, LENGTH + 1), PADDING, np.int32))
+    assert found.metrics["loss"] == found.metrics["grad_norm"] == 0
+    for name, change in found.change.items():
+        assert not change.any(), name
+
+
 COPIES = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 # An instruction that sums over devices: its shapes, and the devices of each sum as lists.
 _SUM = re.compile(r"= (.*?) all-reduce(?:-start)?\(.*replica_groups=\{(\{.*?\})\}")

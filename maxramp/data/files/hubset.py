@@ -1,6 +1,7 @@
 """Data sets by name, through the package datasets: tables in its cache, with random access."""
 
 import functools
+import os
 from typing import Any
 
 from maxramp.data.files.records import Record, RecordFile
@@ -13,10 +14,22 @@ _RECORD = 1024  # bytes that a record counts as: those of a table depend on who 
 class HubSet(RecordFile):
     """The rows of a split of a data set; a record is what its column holds."""
 
-    @classmethod
-    def of(cls, path: str, name: str, split: str, column: str, tokens: bool) -> "HubSet":
-        """A split of the configuration `name` of a data set, or of its only one."""
-        return cls(f"{path}:{name}:{split}", column, tokens)
+    def __init__(self, hf_path: str, name: str, split: str, column: str, tokens: bool):
+        """
+        Args:
+          hf_path: the data set's name, or a folder that holds it.
+          name: its configuration; "" = its only one.
+          split: of it.
+          column, tokens: as in RecordFile.
+        """
+        super().__init__(f"{hf_path}:{name}:{split}", column, tokens)
+        self._given = hf_path, name, split
+
+    @property
+    def local_path(self) -> str:
+        """The folder that holds it; "" if it is only a name."""
+        hf_path, *_ = self._given
+        return hf_path if os.path.exists(hf_path) else ""
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +49,7 @@ class HubSet(RecordFile):
 
     @functools.cached_property
     def _table(self) -> Any:
-        path, name, split = self.path.rsplit(":", 2)
+        path, name, split = self._given
         library = optional("datasets", "datasets", f"hf_path={path}", "hub")
         try:
             table = library.load_dataset(path, name or None, split=split)
@@ -50,3 +63,6 @@ class HubSet(RecordFile):
         if self.column not in table.column_names:
             raise ConfigError(f"hf_path={path}: {self._missing(table.column_names)}")
         return table.select_columns([self.column])
+
+    def __reduce__(self):
+        return HubSet, (*self._given, self.column, self.tokens)

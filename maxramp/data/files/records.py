@@ -47,6 +47,12 @@ class RecordFile(abc.ABC):
         return self.path
 
     @property
+    def local_path(self) -> str:
+        """The same, without a protocol; "" if it is far away."""
+        path = self.data_path.removeprefix("file://")
+        return "" if storage.is_remote(path) else path
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the file."""
         return storage.size_of(self.data_path)
