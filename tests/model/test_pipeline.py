@@ -36,9 +36,11 @@ TOLERANCE = 1e-5
 
 
 def config_of(*arguments, devices=8):
-    """Four layers, at a step as large as the gradient."""
+    """Four layers, at a step as large as the gradient. Without an epsilon in its norms, a stage
+    that computes on zeros makes NaN."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
     given = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
+    given += ("normalization_layer_epsilon=0",)
     return make_config(*constant, *given, *arguments, devices=devices)
 
 
@@ -171,6 +173,39 @@ def test_a_kernel(monkeypatch, kernel, length):
     monkeypatch.setattr(blocks, "select", lambda keys, platform: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "remat_policy=minimal")
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_every_turn_computes_on_rows(slots):
+    """A norm without epsilon makes NaN of zeros: in any turn, in the gradient of the weights."""
+    mesh = make_mesh(config_of("ici_pipeline_parallelism=4", devices=4))
+    random = np.random.default_rng(0)
+    weights_LDF, x_BTD = random.random((4, 2, 2)), random.random((4 * slots, 1, 2))
+
+    def norm(x):
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
+
+    def of_stages(weights, x_BTD, segments):
+        return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD)
+
+    def by_turns(weights_LDF, x_BTD):
+        pipe = pipeline.Pipeline(4 * slots, repeats=1, layers=1, gather_once=False)
+        return pipeline.run(pipe, of_stages, None, weights_LDF, x_BTD, None)
+
+    def by_layers(weights_LDF, x_BTD):
+        for weight_DF in weights_LDF:
+            x_BTD = jnp.einsum("BTD,DF->BTF", norm(x_BTD), weight_DF)
+        return x_BTD
+
+    def gradient(run, weights_LDF, x_BTD):
+        times = jnp.arange(x_BTD.size, dtype=jnp.float32).reshape(x_BTD.shape)
+        times = jax.reshard(times, jax.typeof(x_BTD).sharding.spec)
+        return jax.jit(jax.grad(lambda *a: (run(*a) * times).sum()))(weights_LDF, x_BTD)
+
+    with jax.set_mesh(mesh):
+        arrays = jnp.float32(weights_LDF), jnp.float32(x_BTD)
+        actual = gradient(by_turns, *map(jax.reshard, arrays, (P("stage"), X_BTD)))
+        np.testing.assert_allclose(actual, gradient(by_layers, *arrays), rtol=1e-4, atol=1e-4)
 
 
 def test_micro_batches_are_added_in_float32():
