@@ -21,7 +21,7 @@ from maxramp.data.marks import START
 from maxramp.errors import ConfigError
 from maxramp.model import blocks, pipeline
 from maxramp.model.layers import dense
-from maxramp.model.size import pipeline_bubble, pipeline_turns
+from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
 from maxramp.plan import make_plan
 from maxramp.planning import hlo
@@ -288,6 +288,23 @@ def test_bubble(microbatches, stages, repeats, expected):
         *("enable_rampup_batch_size=False", "per_device_batch_size=8"),
     )
     assert pipeline_bubble(config.model, stages) == pytest.approx(expected)
+
+
+def test_what_a_pass_is_estimated_to_keep():
+    """remat_policy=none keeps between turns what minimal does, and in a turn all of its layers."""
+
+    def estimated(policy, *arguments, length=512):
+        given = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
+        given += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
+        return pass_bytes(config_of(*given).model, 4, 1, 1, stages=2)
+
+    assert estimated("none", "num_pipeline_repeats=2") == estimated(
+        "minimal", "num_pipeline_repeats=2"
+    )
+    # Of 4 rows 2 are in a turn, and the arrays with the most elements are the scores.
+    rows, heads, T = 2, 8, 512
+    more = estimated("none") - estimated("minimal")
+    assert more == pytest.approx(rows * heads * T * T * (4 + 4), rel=0.2)
 
 
 REFUSED = {
