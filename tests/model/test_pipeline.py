@@ -20,6 +20,7 @@ from maxramp.data.batch import take_apart
 from maxramp.data.marks import START
 from maxramp.errors import ConfigError
 from maxramp.model import blocks, pipeline
+from maxramp.model.decoder import Decoder
 from maxramp.model.layers import dense
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
@@ -27,7 +28,7 @@ from maxramp.plan import make_plan
 from maxramp.planning import hlo
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.objective import next_token_prediction, segments
-from maxramp.training.state import init_state
+from maxramp.training.state import in_layer_order, init_state
 from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32
@@ -208,6 +209,20 @@ def test_every_turn_computes_on_rows(slots):
         np.testing.assert_allclose(actual, gradient(by_layers, *arrays), rtol=1e-4, atol=1e-4)
 
 
+def test_layers_are_reordered_by_one_program(monkeypatch):
+    """A run saves often: the program that puts layers in their own order is made once."""
+    config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
+    reordered, traced = Decoder._reordered, []
+    with jax.set_mesh(make_mesh(config)):
+        model = first_state(config).model
+        monkeypatch.setattr(
+            Decoder, "_reordered", lambda *arguments: traced.append(1) or reordered(*arguments)
+        )
+        for _ in range(2):
+            in_layer_order(model)
+    assert len(traced) <= 1
+
+
 def test_micro_batches_are_added_in_float32():
     """The gradient of a weight in bfloat16 is rounded once: 256 and 15 times 1 make 272, where
     bfloat16 would lose every 1."""
@@ -350,7 +365,11 @@ REFUSED = {
     "passes with too few rows": (
         "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 per_device_batch_size=-1 "
         "global_batch_size=32 micro_batch_size=1",
-        ("stage 0", "use a micro_batch_size of 2"),
+        ("stage 0", "micro_batch_size=1 is too little", "use micro_batch_size=2"),
+    ),
+    "stages that the number of nodes decides": (
+        "ici_pipeline_parallelism=-1 ici_fsdp_parallelism=1 num_nodes=2 devices_per_node=4",
+        ("ici_pipeline_parallelism=-1", "num_nodes=2", "node_schedule=fixed"),
     ),
 }
 
@@ -403,6 +422,51 @@ def test_refused_in_one_line(name):
     arguments, parts = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         ramp = RampupBatchManager(config_of(*arguments.split()).batch, 8)
+        ramp.check(ramp.stages)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+REFUSED_BY_ITSELF = {
+    "no micro batches": ({"num_pipeline_microbatches": 0}, ("must be 1 or more",)),
+    "negative ones": ({"num_pipeline_microbatches": -4}, ("must be 1 or more",)),
+    "as many as less than none": ({"num_pipeline_microbatches": -2}, ("must be 1 or more",)),
+    "stages of nothing": ({"ici_pipeline_parallelism": -2}, ("must be 1 or more",)),
+    "micro batches of any number of stages": (
+        {"ici_pipeline_parallelism": -1, "num_pipeline_microbatches": 4},
+        ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=-1 leaves their number open"),
+    ),
+    "micro batches without stages": (
+        {"ici_pipeline_parallelism": 1, "num_pipeline_microbatches": 4},
+        ("ici_pipeline_parallelism=1 x dcn_pipeline_parallelism=1 is none",),
+    ),
+    "too few rows of a device": (
+        {"num_pipeline_microbatches": 4, "global_batch_size": 64},
+        ("per_device_batch_size=1 is too little", "use per_device_batch_size=2"),
+    ),
+    "rows of a device that no number of nodes divides": (
+        {"num_pipeline_microbatches": 4, "per_device_batch_size": 3},
+        ("per_device_batch_size 3", "the nearest are 2 or 4", "or use fewer micro batches"),
+    ),
+    "a batch that one device a node does not divide": (
+        {"num_pipeline_microbatches": 4, "global_batch_size": 7, "micro_batch_size": 2}
+        | {"per_device_batch_size": -1, "devices_per_node": 1},
+        (
+            "over 1 data-parallel rank a node in multiples of 2 rows",
+            "the nearest are 6 and 8",
+            "or fewer micro batches",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_ITSELF)
+def test_the_schedule_refuses_by_itself(name):
+    changes, parts = REFUSED_BY_ITSELF[name]
+    keys = {"ici_pipeline_parallelism": 2, "per_device_batch_size": 1, "devices_per_node": 4}
+    with pytest.raises(ConfigError) as error:
+        ramp = RampupBatchManager(keys | changes)
         ramp.check(ramp.stages)
     assert "\n" not in str(error.value)
     for part in parts:
