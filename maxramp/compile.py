@@ -27,7 +27,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine as machines
-from maxramp.planning.fit import by_speed, pods
+from maxramp.planning.fit import by_speed, least_rows, pods
 from maxramp.planning.pod import Pod
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
@@ -128,6 +128,7 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
         "devices": len(devices),
         "mesh": target.mesh.sizes,
         "max_target_length": target.model.max_target_length,
+        "rows_multiple": target.batch.rows_multiple,
         "peak_tflops_per_device": machine.peak_tflops,
         "groups": machine.groups,
         "times": machine.times,
@@ -164,8 +165,9 @@ def compile_ways(config: Config) -> dict[str, Any]:
     ways = by_speed(pods(*_of_a_pod(target, ramp, machine)), stage)
     if not ways:
         raise ConfigError(
-            f"compile_topology={machine.name}: not even one row a group of devices fits under "
-            "remat_policy=full; use more devices or more ici_tensor_parallelism"
+            f"compile_topology={machine.name}: not even {least_rows(target.batch.rows_multiple)} a "
+            "group of devices would fit under remat_policy=full; use more devices or more "
+            "ici_tensor_parallelism"
         )
     devices = len(machine.devices)
     return {
@@ -277,8 +279,8 @@ def _print(result: dict[str, Any]) -> None:
             f"per_device_batch_size={_size(near['per_device_batch_size'])} with "
             f"{near['gradient_accumulation_steps']} accumulation fits ({near['peak_gib']:.1f} GiB)"
             if near
-            else "not even one row a group of devices fits: use remat_policy=full, more devices or "
-            "more ici_tensor_parallelism"
+            else f"not even {least_rows(result['rows_multiple'])} a group of devices would fit: "
+            "use remat_policy=full, more devices or more ici_tensor_parallelism"
         )
         print(
             f"too big   stage {s['index']} needs at least {memory['peak']:.1f} of "

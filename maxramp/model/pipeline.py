@@ -302,6 +302,8 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
     # On CPUs: behind the layers' collectives.
     moved = after(held, y_BTD[0, 0, 0].astype(jnp.float32))
     moved = jax.lax.ppermute(moved, "stage", [(s, s - 1) for s in range(1, S)])
+    # Nothing comes down to the last stage but zeros, on which no stage is to compute.
+    moved = jnp.where(stage == S - 1, held, moved)
     slots_kBTD = slots_kBTD.at[slot].set(jnp.where(taken, moved, held))
     # The result of the last stage takes the place that became free.
     made, slot = _result_of(t, S, R, k)

@@ -1,5 +1,7 @@
 """What a model takes: weights, arithmetic, and the memory of a pass. Imports no JAX."""
 
+import math
+
 from maxramp.model.keys import ModelKeys
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -36,6 +38,27 @@ def pipeline_bubble(keys: ModelKeys, stages: int) -> float:
     return 1 - work / pipeline_turns(work, stages, 1)
 
 
+def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """How the loss cuts a device's tokens into equal blocks, and these into equal groups.
+
+    The gradients of a group's logits wait for one product. As many blocks make a group as keep them
+    no larger than that product's sum in float32.
+
+    Args:
+      tokens: of the device.
+      block_tokens: tokens whose logits exist at a time; 0 = all.
+      width: of the model.
+      itemsize: bytes of a gradient of a logit.
+
+    Returns:
+      Groups, blocks of a group, and tokens of a block; the last block may be padded.
+    """
+    count = math.ceil(tokens / (block_tokens or tokens))
+    most = max(1, 4 * width // itemsize * count // tokens)
+    blocks = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+    return count // blocks, blocks, math.ceil(tokens / count)
+
+
 def pass_bytes(
     keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int, stages: int = 1
 ) -> float:
@@ -62,13 +85,16 @@ def pass_bytes(
     everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
     shard = stream / tensor  # of the residual stream between the products
     kept = {"full": shard, "minimal": 3 * shard + products, "none": everything}
-    one_layer = 0 if keys.remat_policy == "none" else everything
-    block = min(tokens, loss_block_tokens or tokens)
-    gradients = min(tokens, max(block, 4 * D // itemsize))  # of logits, as `loss` lets them wait
-    logits = (block * 2 * 4 + gradients * itemsize + D * 4) * keys.vocab_size / tensor
+    policy, recomputed = keys.remat_policy, 0 if keys.remat_policy == "none" else everything
+    groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
+    sums = 4 * D * (2 if groups > 1 else 1)  # of all groups, and the product that is added to them
+    logits = (block * (2 * 4 + blocks * itemsize) + sums) * keys.vocab_size / tensor
     layers, slots = keys.base_num_decoder_layers, 0.0
     if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
         layers /= 1 - pipeline_bubble(keys, stages)
-        one_layer *= stages / keys.num_pipeline_microbatches
         slots = 2 * stream
-    return layers * kept[keys.remat_policy] + max(one_layer, logits) + slots
+        at_once = 1
+        if policy == "none":  # a turn keeps its products, and is recomputed as a whole
+            policy, at_once = "minimal", keys.num_layers_per_pipeline_stage
+        recomputed = at_once * everything * stages / keys.num_pipeline_microbatches
+    return layers * kept[policy] + max(recomputed, logits) + slots

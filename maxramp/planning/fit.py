@@ -38,6 +38,11 @@ def pods(
         )
 
 
+def least_rows(multiple: int) -> str:
+    """The fewest rows that a group of devices takes at a time, in words."""
+    return "one row" if multiple == 1 else f"{multiple} rows"
+
+
 def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
     """The most rows that fit, and the one more that do not, with few questions.
 
@@ -90,7 +95,7 @@ def largest_batch(
             "give device_memory_gib"
         )
     parallel, multiple = batch.model_parallel_size, batch.rows_multiple
-    least = "one row" if multiple == 1 else f"{multiple} rows"
+    least = least_rows(multiple)
     ranks = mesh.size // parallel
     rate = LearningRate.of(schedule, RampupBatchManager(batch, mesh.size))
     # With accumulation the sums of the gradients live through the passes: two passes show it.

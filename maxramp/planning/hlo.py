@@ -51,8 +51,8 @@ class Instruction:
 
 Computations = dict[str, list[Instruction]]
 
-# What the text says of a result: an integer, the elements of a tuple by their place, or nothing.
-Known = int | Callable[[int], "Known"] | None
+# What the text says of a result: an integer, the elements of a tuple, or nothing.
+Known = int | tuple["Known", ...] | None
 _COMPUTED = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -69,7 +69,7 @@ _COMPUTED = {
     "NE": operator.ne,
 }
 _PASSED_ON = ("copy", "bitcast", "convert", "opt-barrier")
-_MOST_TURNS = 100_000  # of any loop; one that never ends is told by it
+_MOST_TURNS = 10_000  # that are followed; of a loop that never ends as well
 
 
 def _size_of(kind: str) -> float:
@@ -183,41 +183,50 @@ def turns(loop: Instruction, table: Mapping[str, Instruction], computations: Com
       ValueError: neither says it.
     """
 
-    def of_state(name: str, state: Known) -> Known:
-        return _result(loop.attribute(name), computations, lambda number: state)
+    @functools.cache
+    def read(name: str) -> tuple[dict[str, Instruction], str]:
+        instructions = computations[name]
+        return {i.name: i for i in instructions}, next(i.name for i in instructions if i.is_root)
 
-    state = _values(table, computations, lambda number: None)(loop.operands()[0])
+    def result(name: str, argument: Callable[[int], Known]) -> Known:
+        instructions, root = read(name)
+        return _values(instructions, result, argument)(root)
+
+    state = _values(table, result, lambda number: None)(loop.operands()[0])
     for count in range(_MOST_TURNS):
-        goes_on = of_state("condition", state)
+        goes_on = result(loop.attribute("condition"), lambda number: state)  # noqa: B023
         if goes_on is None:
             break
         if not goes_on:
             return count
-        state = of_state("body", state)
+        before, state = state, result(loop.attribute("body"), lambda number: state)  # noqa: B023
+        if state == before:  # and so for ever
+            break
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     raise ValueError(f"the loop {loop.name} does not say how often it runs")
 
 
-def _result(name: str, computations: Computations, argument: Callable[[int], Known]) -> Known:
-    """What is known of a computation's result."""
-    table = {i.name: i for i in computations[name]}
-    root = next(i.name for i in computations[name] if i.is_root)
-    return _values(table, computations, argument)(root)
-
-
 def _values(
     table: Mapping[str, Instruction],
-    computations: Computations,
+    result: Callable[[str, Callable[[int], Known]], Known],
     argument: Callable[[int], Known],
 ) -> Callable[[str], Known]:
-    """What is known of the results of a computation's instructions, by their names."""
+    """What is known of the results of a computation's instructions, by their names.
+
+    Args:
+      table: the instructions by name.
+      result: what is known of the result of another computation, called with these arguments.
+      argument: what is known of a parameter, by its number.
+    """
 
     @functools.cache
     def value(name: str) -> Known:
         if name not in table:
             return None
         i = table[name]
+        if not any(kind[0] in "psu" and math.prod(shape) == 1 for kind, shape in i.types):
+            return None
         of = i.operands()
         if i.opcode == "constant":
             found = re.match(r"(-?\d+|true|false)\)", i.rest)
@@ -225,17 +234,17 @@ def _values(
         if i.opcode == "parameter":
             return argument(int(i.rest.partition(")")[0]))
         if i.opcode == "tuple":
-            return lambda at: value(of[at])
+            return tuple(map(value, of))
         if i.opcode == "copy-start":
-            return lambda at: value(of[0])
+            return value(of[0]), value(of[0])
         if i.opcode in ("get-tuple-element", "copy-done"):
             elements = value(of[0])
-            return elements and elements(int(i.attribute("index") or 0))
+            return elements and elements[int(i.attribute("index") or 0)]
         if i.opcode in _PASSED_ON:
             return value(of[0])
         if i.opcode in ("fusion", "call"):
             called = i.attribute("calls") or i.attribute("to_apply")
-            return _result(called, computations, lambda number: value(of[number]))
+            return result(called, lambda number: value(of[number]))
         compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
         known = [value(operand) for operand in of] if compute else [None]
         return None if None in known else compute(*known)

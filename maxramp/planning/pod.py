@@ -73,6 +73,13 @@ class Pod:
                 }
         seconds = time.perf_counter() - start
         analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
+        try:
+            work = self._machine.work(compiled.as_text())
+        except ValueError as error:
+            raise ConfigError(
+                f"compile_topology={self._machine.name}: the step compiles, but what its program "
+                f"does cannot be counted: {error}; try another version of jax"
+            ) from None
         return limit | {
             "memory_gib": {
                 "arguments": analysis.argument_size_in_bytes / GIB,
@@ -82,7 +89,7 @@ class Pod:
             },
             "fits": peak <= self._limit,
             "compile_seconds": seconds,
-            **self._machine.work(compiled.as_text()),
+            **work,
         }
 
     def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:

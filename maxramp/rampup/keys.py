@@ -95,11 +95,11 @@ class BatchKeys(CurveKeys):
     node_schedule: str = one_of("best", "nemo", "fixed")
     node_time_tolerance: float = at_least(0)
     planned_pass_overhead: float = at_least(0)
-    ici_tensor_parallelism: int
-    dcn_tensor_parallelism: int
-    ici_pipeline_parallelism: int
-    dcn_pipeline_parallelism: int
-    num_pipeline_microbatches: int
+    ici_tensor_parallelism: int = positive_or_open()
+    dcn_tensor_parallelism: int = positive_or_open()
+    ici_pipeline_parallelism: int = positive_or_open()
+    dcn_pipeline_parallelism: int = positive_or_open()
+    num_pipeline_microbatches: int = positive_or_open()
     # how long
     steps: int = positive_or_open()
     total_samples: int = positive_or_open()
@@ -155,6 +155,12 @@ class BatchKeys(CurveKeys):
                 "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; "
                 "give one of them"
             )
+        if self._open_stages and self.nodes > 1 and self.node_schedule != "fixed":
+            raise ConfigError(
+                f"{self._open_stages} makes other stages on other numbers of nodes, and "
+                f"node_schedule={self.node_schedule} takes any up to num_nodes={self.nodes}; give "
+                "the number of stages, or use node_schedule=fixed"
+            )
 
     @property
     def samples_of_run(self) -> int:
@@ -183,27 +189,41 @@ class BatchKeys(CurveKeys):
         return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
 
     @property
+    def _open_stages(self) -> str:
+        """The key that leaves the stages open, with its value; empty where none does."""
+        names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
+        return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
+
+    @property
     def rows_multiple(self) -> int:
         """What a rank's rows of a pass are a multiple of: its share of a pipeline's micro batches.
 
         Raises:
-          ConfigError: stages do not share them equally.
+          ConfigError: stages do not share them equally, or it is open how many there are.
         """
         count, stages = self.num_pipeline_microbatches, self.stages
         if count == -1:
             return 1
+        made = (
+            f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism}"
+        )
+        if self._open_stages:
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "
+                f"{self._open_stages} leaves their number open; give it"
+            )
         if stages == 1 and count > 1:
             raise ConfigError(
-                f"num_pipeline_microbatches={count} is for a pipeline, and ici_pipeline_parallelism"
-                f"={self.ici_pipeline_parallelism} makes none; use -1, or 2 or more stages"
+                f"num_pipeline_microbatches={count} is for a pipeline, and {made} is none; use -1, "
+                "or 2 or more stages"
             )
         if count % stages:
             low = count // stages * stages
             near = f"{low} or {low + stages}" if low else f"{stages}"
             raise ConfigError(
                 f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
-                f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
-                f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism} make; use {near}"
+                f"{made} make; use {near}"
             )
         return count // stages
 

@@ -90,27 +90,36 @@ def refusal(
             f"{keys.num_pipeline_microbatches} / {keys.stages} stages)"
         )
     if not _rows_per_rank_limit(keys, threshold.rows_per_device) and not threshold.accumulation:
-        most = show(rows_per_device_limit(keys) * parallel)
+        given = f"per_device_batch_size={keys.per_device_batch_size:g}"
+        enough = f"per_device_batch_size={show(Fraction(multiple, parallel))}"
+        if keys.micro_batch_size != -1:
+            given = f"micro_batch_size={keys.micro_batch_size}"
+            enough = f"micro_batch_size={multiple}"
         return ConfigError(
-            f"stage {index} with a global batch of {batch}: a pass may have {most} rows a data-"
-            f"parallel rank, and the pipeline takes them{pipeline}; use a micro_batch_size of "
-            f"{multiple}, or fewer micro batches"
+            f"stage {index} with a global batch of {batch}: {given} is too little for a pipeline "
+            f"that works{pipeline}; use {enough}, or fewer micro batches"
         )
-    if num_devices is None and keys.node_schedule != "fixed":
+    of_all_devices = multiple > 1 and threshold.rows_per_device
+    if num_devices is None and keys.node_schedule != "fixed" and not of_all_devices:
         unit, rows = Fraction(keys.devices_per_node, parallel), multiple
-        what = f"divides it over {show(unit)} data-parallel ranks a node{pipeline}"
-        fewest, other = min(keys.min_nodes, keys.nodes), "fewer devices_per_node"
+        ranks = f"{show(unit)} data-parallel {'rank' if unit == 1 else 'ranks'} a node"
+        what = f"divides it over {ranks}{pipeline}"
+        fewest = min(keys.min_nodes, keys.nodes)
+        other = "fewer devices_per_node" if keys.devices_per_node > 1 else "other num_nodes"
+        other = "fewer micro batches" if pipeline else other
         if keys.node_schedule == "nemo":
             rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
-            what = f"gives each of {show(unit)} ranks a node whole micro batches of {rows}"
+            what = f"gives each of {ranks} whole micro batches of {rows}"
             fewest, other = 1, "a smaller micro_batch_size, or node_schedule=best"
-        remedy = f"use a multiple of {show(max(Fraction(1), unit) * rows)}"
         numbers = [n for n in range(fewest, keys.nodes + 1) if rows and n * unit % 1 == 0]
         units = [int(n * unit) * rows for n in numbers]
+        least = min(units, default=max(Fraction(1), unit) * rows)
+        remedy = f"use a multiple of {show(least)}"
         below = max((batch // size * size for size in units), default=0)
-        if 0 < below < batch:
+        if units and below < batch:
             above = min(-(-batch // size) * size for size in units)
-            remedy += f" (the nearest are {below} and {above})"
+            nearest = f"are {below} and {above}" if below else f"is {above}"
+            remedy += f" (the nearest {nearest})"
         return ConfigError(
             f"stage {index} with a global batch of {batch}: no number of nodes from "
             f"{fewest} to num_nodes={keys.nodes} {what}; {remedy}, or {other}"

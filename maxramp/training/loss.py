@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.marks import PADDING
+from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import (
@@ -106,12 +107,7 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
     """One device's sums, and the gradients of its objective to x and head; () without."""
     D, V = head_DV.shape
     tokens = targets_BT.size
-    count = -(-tokens // (block_tokens or tokens))
-    # One product for as many blocks as make their gradients no larger than the sum in float32.
-    most = 4 * D // x_BTD.dtype.itemsize
-    groups = -(-count // max(1, most * count // tokens))
-    blocks = -(-count // groups)
-    size = -(-tokens // (groups * blocks))
+    groups, blocks, size = loss_blocks(tokens, block_tokens, D, x_BTD.dtype.itemsize)
     padding = groups * blocks * size - tokens
     x = jnp.pad(x_BTD.reshape(tokens, D), ((0, padding), (0, 0)))
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding), constant_values=PADDING)

@@ -67,23 +67,33 @@ def in_layer_order(tree: Any) -> Any:
 
     Any number of a pipeline's stages can go on from it.
     """
-    return _with_models(tree, Decoder.in_layer_order)
+    return _in_layer_order(tree) if _is_circular(tree) else tree
 
 
 def in_stage_order(tree: Any) -> Any:
-    """The inverse of `in_layer_order`: as the pipeline of the mesh that is set holds them."""
-    return _with_models(tree, Decoder.in_stage_order)
+    """The inverse of `in_layer_order`: as the pipeline of the mesh that is set holds them.
+
+    The tree's arrays are given up.
+    """
+    return _in_stage_order(tree) if _is_circular(tree) else tree
 
 
-def _with_models(tree: Any, change: Callable[[Decoder], Decoder]) -> Any:
-    def is_model(x: Any) -> bool:
-        return isinstance(x, Decoder)
+def _is_model(x: Any) -> bool:
+    return isinstance(x, Decoder)
 
-    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
-    if not any(model.is_circular for model in models):
-        return tree
-    changed = functools.partial(jax.tree.map, lambda x: change(x) if is_model(x) else x)
-    return jax.jit(functools.partial(changed, is_leaf=is_model))(tree)
+
+def _is_circular(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_model)
+    return any(x.is_circular for x in leaves if _is_model(x))
+
+
+def _with_models(change: Callable[[Decoder], Decoder], tree: Any) -> Any:
+    return jax.tree.map(lambda x: change(x) if _is_model(x) else x, tree, is_leaf=_is_model)
+
+
+# Compiled once for every mesh: a run saves often.
+_in_layer_order = jax.jit(functools.partial(_with_models, Decoder.in_layer_order))
+_in_stage_order = jax.jit(functools.partial(_with_models, Decoder.in_stage_order), donate_argnums=0)
 
 
 class HeldState:

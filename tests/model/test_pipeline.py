@@ -20,14 +20,15 @@ from maxramp.data.batch import take_apart
 from maxramp.data.marks import START
 from maxramp.errors import ConfigError
 from maxramp.model import blocks, pipeline
+from maxramp.model.decoder import Decoder
 from maxramp.model.layers import dense
-from maxramp.model.size import pipeline_bubble, pipeline_turns
+from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
 from maxramp.plan import make_plan
 from maxramp.planning import hlo
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.objective import next_token_prediction, segments
-from maxramp.training.state import init_state
+from maxramp.training.state import in_layer_order, init_state
 from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32
@@ -36,9 +37,11 @@ TOLERANCE = 1e-5
 
 
 def config_of(*arguments, devices=8):
-    """Four layers, at a step as large as the gradient."""
+    """Four layers, at a step as large as the gradient. Without an epsilon in its norms, a stage
+    that computes on zeros makes NaN."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
     given = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
+    given += ("normalization_layer_epsilon=0",)
     return make_config(*constant, *given, *arguments, devices=devices)
 
 
@@ -173,6 +176,53 @@ def test_a_kernel(monkeypatch, kernel, length):
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_every_turn_computes_on_rows(slots):
+    """A norm without epsilon makes NaN of zeros: in any turn, in the gradient of the weights."""
+    mesh = make_mesh(config_of("ici_pipeline_parallelism=4", devices=4))
+    random = np.random.default_rng(0)
+    weights_LDF, x_BTD = random.random((4, 2, 2)), random.random((4 * slots, 1, 2))
+
+    def norm(x):
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
+
+    def of_stages(weights, x_BTD, segments):
+        return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD)
+
+    def by_turns(weights_LDF, x_BTD):
+        pipe = pipeline.Pipeline(4 * slots, repeats=1, layers=1, gather_once=False)
+        return pipeline.run(pipe, of_stages, None, weights_LDF, x_BTD, None)
+
+    def by_layers(weights_LDF, x_BTD):
+        for weight_DF in weights_LDF:
+            x_BTD = jnp.einsum("BTD,DF->BTF", norm(x_BTD), weight_DF)
+        return x_BTD
+
+    def gradient(run, weights_LDF, x_BTD):
+        times = jnp.arange(x_BTD.size, dtype=jnp.float32).reshape(x_BTD.shape)
+        times = jax.reshard(times, jax.typeof(x_BTD).sharding.spec)
+        return jax.jit(jax.grad(lambda *a: (run(*a) * times).sum()))(weights_LDF, x_BTD)
+
+    with jax.set_mesh(mesh):
+        arrays = jnp.float32(weights_LDF), jnp.float32(x_BTD)
+        actual = gradient(by_turns, *map(jax.reshard, arrays, (P("stage"), X_BTD)))
+        np.testing.assert_allclose(actual, gradient(by_layers, *arrays), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_are_reordered_by_one_program(monkeypatch):
+    """A run saves often: the program that puts layers in their own order is made once."""
+    config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
+    reordered, traced = Decoder._reordered, []
+    with jax.set_mesh(make_mesh(config)):
+        model = first_state(config).model
+        monkeypatch.setattr(
+            Decoder, "_reordered", lambda *arguments: traced.append(1) or reordered(*arguments)
+        )
+        for _ in range(2):
+            in_layer_order(model)
+    assert len(traced) <= 1
+
+
 def test_micro_batches_are_added_in_float32():
     """The gradient of a weight in bfloat16 is rounded once: 256 and 15 times 1 make 272, where
     bfloat16 would lose every 1."""
@@ -255,6 +305,23 @@ def test_bubble(microbatches, stages, repeats, expected):
     assert pipeline_bubble(config.model, stages) == pytest.approx(expected)
 
 
+def test_what_a_pass_is_estimated_to_keep():
+    """remat_policy=none keeps between turns what minimal does, and in a turn all of its layers."""
+
+    def estimated(policy, *arguments, length=512):
+        given = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
+        given += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
+        return pass_bytes(config_of(*given).model, 4, 1, 1, stages=2)
+
+    assert estimated("none", "num_pipeline_repeats=2") == estimated(
+        "minimal", "num_pipeline_repeats=2"
+    )
+    # Of 4 rows 2 are in a turn, and the arrays with the most elements are the scores.
+    rows, heads, T = 2, 8, 512
+    more = estimated("none") - estimated("minimal")
+    assert more == pytest.approx(rows * heads * T * T * (4 + 4), rel=0.2)
+
+
 REFUSED = {
     "layers that stages do not share": (
         "ici_pipeline_parallelism=8",
@@ -298,7 +365,11 @@ REFUSED = {
     "passes with too few rows": (
         "ici_pipeline_parallelism=2 num_pipeline_microbatches=4 per_device_batch_size=-1 "
         "global_batch_size=32 micro_batch_size=1",
-        ("stage 0", "use a micro_batch_size of 2"),
+        ("stage 0", "micro_batch_size=1 is too little", "use micro_batch_size=2"),
+    ),
+    "stages that the number of nodes decides": (
+        "ici_pipeline_parallelism=-1 ici_fsdp_parallelism=1 num_nodes=2 devices_per_node=4",
+        ("ici_pipeline_parallelism=-1", "num_nodes=2", "node_schedule=fixed"),
     ),
 }
 
@@ -351,6 +422,51 @@ def test_refused_in_one_line(name):
     arguments, parts = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         ramp = RampupBatchManager(config_of(*arguments.split()).batch, 8)
+        ramp.check(ramp.stages)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+REFUSED_BY_ITSELF = {
+    "no micro batches": ({"num_pipeline_microbatches": 0}, ("must be 1 or more",)),
+    "negative ones": ({"num_pipeline_microbatches": -4}, ("must be 1 or more",)),
+    "as many as less than none": ({"num_pipeline_microbatches": -2}, ("must be 1 or more",)),
+    "stages of nothing": ({"ici_pipeline_parallelism": -2}, ("must be 1 or more",)),
+    "micro batches of any number of stages": (
+        {"ici_pipeline_parallelism": -1, "num_pipeline_microbatches": 4},
+        ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=-1 leaves their number open"),
+    ),
+    "micro batches without stages": (
+        {"ici_pipeline_parallelism": 1, "num_pipeline_microbatches": 4},
+        ("ici_pipeline_parallelism=1 x dcn_pipeline_parallelism=1 is none",),
+    ),
+    "too few rows of a device": (
+        {"num_pipeline_microbatches": 4, "global_batch_size": 64},
+        ("per_device_batch_size=1 is too little", "use per_device_batch_size=2"),
+    ),
+    "rows of a device that no number of nodes divides": (
+        {"num_pipeline_microbatches": 4, "per_device_batch_size": 3},
+        ("per_device_batch_size 3", "the nearest are 2 or 4", "or use fewer micro batches"),
+    ),
+    "a batch that one device a node does not divide": (
+        {"num_pipeline_microbatches": 4, "global_batch_size": 7, "micro_batch_size": 2}
+        | {"per_device_batch_size": -1, "devices_per_node": 1},
+        (
+            "over 1 data-parallel rank a node in multiples of 2 rows",
+            "the nearest are 6 and 8",
+            "or fewer micro batches",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_ITSELF)
+def test_the_schedule_refuses_by_itself(name):
+    changes, parts = REFUSED_BY_ITSELF[name]
+    keys = {"ici_pipeline_parallelism": 2, "per_device_batch_size": 1, "devices_per_node": 4}
+    with pytest.raises(ConfigError) as error:
+        ramp = RampupBatchManager(keys | changes)
         ramp.check(ramp.stages)
     assert "\n" not in str(error.value)
     for part in parts:

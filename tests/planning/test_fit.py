@@ -6,10 +6,12 @@ import re
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp import compile
 from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import machine as machines
 from maxramp.planning.fit import by_speed, edge, largest_batch, pods
+from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
@@ -69,6 +71,31 @@ def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
         largest_batch(config.recipe, *arguments_of(config, one_device, 0.0001))
+
+
+def test_a_program_that_cannot_be_read(one_device):
+    """One line that names the machine."""
+    config = make_config("base_num_decoder_layers=1", "enable_rampup_batch_size=False", devices=1)
+
+    def work(text):
+        raise ValueError("the loop while.1 does not say how often it runs")
+
+    machine = dataclasses.replace(one_device, work=work)
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch, 1))
+    pod = Pod(config.recipe, rate, make_mesh(config), machine, 1.0, config.batch)
+    with pytest.raises(ConfigError, match="compile_topology=.*: .* while.1 does not say .*; try"):
+        pod.step(1, 1)
+
+
+@pytest.mark.parametrize("share, least", [(1, "one row"), (4, "4 rows")])
+def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
+    config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
+    ramp = RampupBatchManager(config.batch, 8)
+    monkeypatch.setattr(compile, "_resolved", lambda config: (config, ramp, one_device))
+    monkeypatch.setattr(compile, "_of_a_pod", lambda *arguments: ())
+    monkeypatch.setattr(compile, "pods", lambda: iter(()))
+    with pytest.raises(ConfigError, match=f"not even {least} a group of devices would fit"):
+        compile.compile_ways(config)
 
 
 @pytest.mark.slow

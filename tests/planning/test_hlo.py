@@ -203,6 +203,7 @@ LOOPS = {
         ("tuple(%next.3,", "tuple(%kept.3,"),
         ("  ROOT %o.3", "  %kept.3 = s32[] copy(%next.3)\n  ROOT %o.3"),
     ),
+    "thousands of turns": (2000, ("constant(5)", "constant(2000)")),
     "a limit that the compiler alone knows": (9, SAYS_9, ("constant(5)", "custom-call()")),
 }
 
@@ -213,7 +214,19 @@ def test_how_often_loops_run(loop):
     assert hlo.count(changed(*changes)).cycles == 7 * turns
 
 
-@pytest.mark.parametrize("change", [("constant(5)", "custom-call()"), ("add(", "divide(")])
+SAYS_NOT = {
+    "no limit": ("constant(5)", "custom-call()"),
+    "no counter": ("add(", "divide("),
+    "no end": ("direction=LT", "direction=GE"),
+    "no step": ("constant(1)", "constant(0)"),
+    "an end that is far": ("constant(5)", "constant(2000000000)"),
+}
+
+
+@pytest.mark.parametrize("change", SAYS_NOT)
 def test_a_loop_that_does_not_say_how_often_it_runs(change):
+    changes = [SAYS_NOT[change]]
+    if change == "no end":  # from 5 up
+        changes += [("constant(0)", "constant(7)")]
     with pytest.raises(ValueError, match="loop l.4 does not say how often"):
-        hlo.count(changed(change))
+        hlo.count(changed(*changes))

@@ -8,6 +8,7 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data.marks import PADDING
+from maxramp.model.size import loss_blocks
 from maxramp.parallel.sharding import HEAD_DV, X_BTD
 from maxramp.training.loss import cross_entropy_sums
 
@@ -77,6 +78,22 @@ def test_blocks_change_nothing(mesh, block_tokens, z_loss):
     np.testing.assert_allclose(alone, sums, rtol=1e-6)
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(gradient, 3 * expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "tokens, block_tokens, width, expected",
+    [
+        (8 * 2048, 2048, 3072, (4, 2, 2048)),  # 3 blocks of gradients would fit, 2 divide 8
+        (8 * 2048, 2048, 4096, (2, 4, 2048)),
+        (2048, 2048, 64, (1, 1, 2048)),
+        (7 * 512, 512, 1536, (7, 1, 512)),
+        (1000, 300, 4096, (1, 4, 250)),
+        (1000, 0, 64, (1, 1, 1000)),
+    ],
+)
+def test_blocks_are_as_large_as_asked_for(tokens, block_tokens, width, expected):
+    """Groups, blocks of a group, tokens of a block; gradients of logits in bfloat16."""
+    assert loss_blocks(tokens, block_tokens, width, 2) == expected
 
 
 def test_logits_exist_for_one_block_at_a_time():
