@@ -119,9 +119,10 @@ class Decoder(nnx.Module):
 
         if self.remat_policy != "none":
             # A loop's backward pass is another loop. Only outside of one could the compiler find
-            # that it has computed a layer before, and must be prevented, which costs copies.
-            policy, unrolled = _SAVEABLE[self.remat_policy], self.unroll > 1
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
+            # that it has computed a layer before, and must be prevented, which costs copies. A
+            # single layer is none: the compiler takes loops of one turn apart.
+            policy, count = _SAVEABLE[self.remat_policy], len(jax.tree.leaves(layers)[0])
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=count == 1 or self.unroll > 1)
 
         def named(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return layer(checkpoint_name(x_BTD, _LAYER_INPUT), block), None
