@@ -425,7 +425,7 @@ def test_a_folder_that_cannot_be_written(mount, cache_dir):
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", ".plan.json.tmp"))],
+    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json"))],
 )
 def test_something_in_the_way(tmp_path, cache_dir, name):
     (tmp_path / "run").mkdir()
