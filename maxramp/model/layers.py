@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, V vo
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -16,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.keys import ModelKeys
+from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.platform import platform
 from maxramp.parallel.sharding import (
     GATHERED_VD,
@@ -30,6 +32,7 @@ from maxramp.parallel.sharding import (
     of_own_gradient,
     staged,
     summed_at_once,
+    without_axis,
 )
 
 _ACTIVATIONS = {
@@ -93,7 +96,9 @@ def dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> 
       out_sharding: of the result.
     """
     weight = weight[...].astype(x.dtype)
-    product = _product_apart if jax.typeof(weight).sharding.spec.reduced else _product
+    weight_spec = jax.typeof(weight).sharding.spec
+    is_apart = weight_spec.reduced or _confuses_rows(weight_spec)
+    product = _product_apart if is_apart else _product
     x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
     is_staged = weight.ndim > len(weight_axes)
     (B, T), letters = x.shape[:2], "BT"
@@ -133,10 +138,26 @@ def _stages(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _product(subscripts: str, out_sharding: P, x: jax.Array, weight: jax.Array) -> jax.Array:
+    spec = jax.typeof(weight).sharding.spec
+    if _confuses_rows(spec):
+        weight = jax.reshard(weight, without_axis(spec, "fsdp"))
     return jnp.einsum(subscripts, x, weight, out_sharding=out_sharding)
 
 
-# The same with a weight whose gradient stays apart (`sharding.of_weight`).
+def _confuses_rows(spec: P) -> bool:
+    """Whether XLA may return the rows of a product with such a weight in another order.
+
+    Where a weight is sharded over fsdp and tensor, and rows over fsdp and another axis, it puts the
+    rows of few tokens in the order of the weight's shards, and leaves them there. So there weights
+    are gathered before the product.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    copies = math.prod(sizes[axis] for axis in COPY_AXES if axis not in spec.partitions)
+    return copies > 1 and sizes["fsdp"] > 1 and sizes["tensor"] > 1
+
+
+# The same with a weight whose gradient stays apart (`sharding.of_weight`); what it keeps of the
+# weight for the backward pass are shards.
 _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
 
@@ -151,7 +172,8 @@ def _product_apart_backward(subscripts, out_sharding, residuals, dy):
     dx = _product(f"{y_axes},{weight_axes}->{x_axes}", jax.typeof(x).sharding.spec, dy, weight)
     # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
     # and then over those on which the weight is a shard.
-    dweight = _product(f"{x_axes},{y_axes}->{weight_axes}", of_own_gradient(spec), x, dy)
+    subscripts = f"{x_axes},{y_axes}->{weight_axes}"
+    dweight = jnp.einsum(subscripts, x, dy, out_sharding=of_own_gradient(spec))
     return dx, jax.reshard(dweight, of_gradient(spec))
 
 

@@ -39,7 +39,8 @@ MLP_OUT_FD = P("tensor", "fsdp")
 
 def without_axis(spec: P, axis: str) -> P:
     """The spec of an array that is gathered over an axis."""
-    return P(*(None if part == axis else part for part in spec.partitions))
+    whole = (None if part == axis else part for part in spec.partitions)
+    return P(*whole, reduced=spec.reduced)
 
 
 # Gradients that travel once: over the axes in the `reduced` of a weight's spec its gradient stays

@@ -8,13 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, ROOT, make_config, make_mesh
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.model.layers import dense
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
+from maxramp.parallel.sharding import (
+    MLP_IN_DF,
+    MLP_OUT_FD,
+    STREAM_BTD,
+    X_BTD,
+    X_BTF,
+    of_gradient,
+    of_weight,
+)
 from maxramp.training.loss import cross_entropy_sums
 
 # Weights as published with the models.
@@ -154,3 +164,36 @@ def test_initial_weights():
         assert np.mean(x == y) < 0.01
         if x.shape[0] == 2:
             assert np.mean(x[0] == x[1]) < 0.01
+
+
+@pytest.mark.parametrize(
+    "subscripts, x_spec, spec, y_spec",
+    [
+        ("BTD,DF->BTF", X_BTD, MLP_IN_DF, X_BTF),
+        ("BTF,FD->BTD", X_BTF, MLP_OUT_FD, STREAM_BTD),
+    ],
+)
+@pytest.mark.parametrize("apart", [(), ("data",)])
+def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
+    """On all axes, and their gradients: XLA alone returns the rows in another order."""
+    config = make_config(
+        "enable_rampup_batch_size=False",
+        "per_device_batch_size=1",
+        *("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
+    )
+    mesh, random = make_mesh(config), np.random.default_rng(0)
+    x, weight, dy = (random.standard_normal(s) for s in ((8, 1, 16), (16, 32), (8, 1, 32)))
+
+    def products(x, weight, dy):
+        weight = jax.reshard(weight, of_weight(spec, apart))
+        y, back = jax.vjp(lambda x, w: dense(x, subscripts, w, y_spec), x, weight)
+        dx, dweight = back(dy)
+        assert jax.typeof(dweight).sharding.spec == of_gradient(of_weight(spec, apart))
+        return y, dx, jax.reshard(dweight, spec)
+
+    with jax.set_mesh(mesh):
+        arrays = zip((x, weight, dy), (x_spec, spec, y_spec), strict=True)
+        placed = (jax.device_put(np.float32(a), NamedSharding(mesh, s)) for a, s in arrays)
+        found = jax.jit(products)(*placed)
+    for one, other in zip(found, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
