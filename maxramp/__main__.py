@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": "starts a run here, under SLURM or on GKE, and restarts it until it is done",
     "compile": "compiles every stage for a TPU pod, without a TPU",
     "generate": "writes text with the weights of a run",
+    "grpo": "improves a model by rewards: reinforcement learning",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",
     "suggest": "suggests a ramp for a run, or none, from what was measured",
     "branch": "measures how large the batch may be at a checkpoint, by training with several",

@@ -23,11 +23,12 @@ FLOORS = (
     ("planning",),
     ("checkpoints",),
     ("run",),
-    ("launch.keys",),
+    ("launch.keys", "rl.keys"),
     ("config",),
     ("launch", "generation"),
+    ("rl",),
     (
-        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate"),
+        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "grpo"),
         *("branch", "suggest", "launch.__main__", "__main__"),
     ),
 )

@@ -12,8 +12,15 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import BackendKeys, MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
-from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, Recipe
+from maxramp.training.keys import (
+    LearningRateKeys,
+    ObjectiveKeys,
+    OptimizerKeys,
+    PolicyKeys,
+    Recipe,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +47,8 @@ class Config:
     profiling: ProfilerKeys
     planning: PlanKeys
     launch: LaunchKeys
+    policy: PolicyKeys
+    rollout: RolloutKeys
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -28,12 +28,18 @@ class Batch:
       begins: bool, whether a document begins with the token; None where rows are read as one text.
       loss_mask: bool, whether the token may be a target; None = all may.
       weights: float32, what an objective multiplies the token's term by; None = 1.
+      shares: float32, what the token adds to the divisor of all terms; None = 1.
+      sampled_log_probs: float32, of the token when it was sampled; None where none was.
+      reference_log_probs: float32, of the token under a policy to stay near; None without one.
     """
 
     tokens: jax.Array | np.ndarray
     begins: jax.Array | np.ndarray | None = None
     loss_mask: jax.Array | np.ndarray | None = None
     weights: jax.Array | np.ndarray | None = None
+    shares: jax.Array | np.ndarray | None = None
+    sampled_log_probs: jax.Array | np.ndarray | None = None
+    reference_log_probs: jax.Array | np.ndarray | None = None
 
 
 def take_apart(rows: np.ndarray, packed: bool) -> Batch:

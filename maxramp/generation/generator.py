@@ -9,7 +9,7 @@ Shapes: B rows, P tokens of the longest prompt, S tokens of the longest row, V v
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from maxramp.model.cache import Cache
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.mesh import on_mesh
 from maxramp.parallel.sharding import (
     REPLICATED,
     ROWS_B,
@@ -123,6 +124,7 @@ class Generator:
         seed: int,
         stops: Sequence[int] = (),
         samples: Sequence[int] | None = None,
+        room: int | None = None,
     ) -> list[Answer]:
         """The answers to prompts.
 
@@ -136,13 +138,14 @@ class Generator:
           samples: a number for each prompt; draws depend on the seed, this number and the position
             of a token, and so neither on the prompts beside it nor on how they are cut into
             batches. Without, 0, 1, 2, ...
+          room: tokens of the longest prompt that shares these programs; without, of these prompts.
 
         Raises:
           ConfigError: a prompt is empty, or too long for the model's rows.
           TrainingError: the weights give logits that are no numbers.
         """
         *_, answers = self.stream(
-            weights, prompts, most_tokens, sampling, seed, stops, samples, every=most_tokens
+            weights, prompts, most_tokens, sampling, seed, stops, samples, room, most_tokens
         )
         return answers
 
@@ -155,15 +158,14 @@ class Generator:
         seed: int,
         stops: Sequence[int] = (),
         samples: Sequence[int] | None = None,
+        room: int | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
         """`generate`, with the answers as far as they are after every so many tokens."""
         self._check(prompts, most_tokens)
         samples = range(len(prompts)) if samples is None else samples
-        longest = max(map(len, prompts))
-        slots = self._length(longest + most_tokens)
+        length, slots = self._lengths(room or max(map(len, prompts)), most_tokens)
         rows = self._place(_new_rows(prompts, most_tokens, samples, slots, self._ranks))
-        length = min(slots, self._length(longest))
         caches = self._prefill(weights, rows, length=length, slots=slots)
         seed, stops = np.uint32(seed), tuple(stops)
         for first in range(0, most_tokens, every):
@@ -175,6 +177,53 @@ class Generator:
             yield answers
             if all(answer.done for answer in answers):
                 return
+
+    def lowerings(
+        self,
+        model: Decoder,
+        count: int,
+        room: int,
+        most_tokens: int,
+        sampling: Sampling,
+        stops: Sequence[int],
+    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """The programs of `prepare` and `generate` for so many prompts, by what they do.
+
+        Compile what they return, and a call finds it: JAX keeps what a function was lowered to.
+
+        Args:
+          model: its shapes and shardings.
+          count: of prompts, of up to `room` tokens each. The others are as in `generate`.
+        """
+        weights = on_mesh(self._prepare.eval_shape(model), self._mesh)
+        length, slots = self._lengths(room, most_tokens)
+        prompts = [np.zeros(1, np.int32)] * count
+        rows = _new_rows(prompts, most_tokens, range(count), slots, self._ranks)
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), rows
+        )
+
+        def decode() -> jax.stages.Lowered:
+            caches = self._prefill.eval_shape(weights, rows, length=length, slots=slots)
+            caches = on_mesh(caches, self._mesh)
+            numbers = np.uint32(0), np.int32(1)
+            return self._decode.lower(
+                weights, caches, rows, *numbers, sampling=sampling, stops=tuple(stops)
+            )
+
+        return {
+            "preparing weights": lambda: self._prepare.lower(model),
+            "reading prompts": lambda: self._prefill.lower(
+                weights, rows, length=length, slots=slots
+            ),
+            "writing answers": decode,
+            "gathering them": lambda: self._gather.lower(rows),
+        }
+
+    def _lengths(self, longest: int, most_tokens: int) -> tuple[int, int]:
+        """Tokens of a row that are read at once, and all that there may be."""
+        slots = self._length(longest + most_tokens)
+        return min(slots, self._length(longest)), slots
 
     def _check(self, prompts: Sequence[np.ndarray], most_tokens: int) -> None:
         longest = self._keys.max_target_length
@@ -206,10 +255,12 @@ class Generator:
 
     def _place(self, rows: Rows) -> Rows:
         def place(x: np.ndarray) -> jax.Array:
-            sharding = NamedSharding(self._mesh, TOKENS_BT if x.ndim == 2 else ROWS_B)
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+            return jax.make_array_from_callback(x.shape, self._sharding(x), lambda index: x[index])
 
         return jax.tree.map(place, rows)
+
+    def _sharding(self, x: np.ndarray) -> NamedSharding:
+        return NamedSharding(self._mesh, TOKENS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
         """Caches of `slots` slots, with the first `length` tokens of every row in them."""

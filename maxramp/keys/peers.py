@@ -2,7 +2,7 @@
 
 Keys that MaxText and base.yml share stand in base.yml alone. Of the others a key is renamed,
 ignored where training does not depend on it, or refused with what to do in its place. NeMo's keys
-are those with a dot in them, of NeMo's launcher and of Megatron-Bridge.
+are those with a dot in them, of NeMo's launcher and of Megatron-Bridge; MaxText's rl. has one too.
 """
 
 import dataclasses
@@ -15,6 +15,13 @@ from maxramp.keys import base as defaults
 RENAMED = {
     "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
     "jax_distributed_initialization_timeout": "join_timeout_seconds",
+    # Reinforcement learning, in prompts.
+    "batch_size": "global_batch_size",
+    "num_batches": "steps",
+    "rl.num_generations": "num_generations",
+    "rl.num_iterations": "num_iterations",
+    "rl.grpo_beta": "grpo_beta",
+    "rl.grpo_epsilon": "grpo_epsilon",
     # NeMo's launcher.
     "run.name": "run_name",
     "exp_manager.exp_dir": "base_output_directory",
@@ -184,6 +191,13 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         (False, []),
         "not supported: all weights are trained on text, in every step; leave it out",
     ),
+    ("rl.loss_algo", ("grpo",), "not supported: the ratio is of tokens, not of answers; use grpo"),
+    (
+        "decode_sampling_top_k decode_sampling_nucleus_p",
+        (0, 1, -1),
+        "not supported: answers are drawn from all tokens, as their probabilities say; leave it "
+        "out",
+    ),
     ("adam_eps_root", (0,), "not supported; leave it out"),
     ("adamw_mask", ([],), "not supported: all weights decay; leave it out"),
     ("skip_step_on_spikes", (False,), "not supported; skip_bad_steps leaves out bad gradients"),
@@ -316,7 +330,7 @@ class Peer:
 
 def look_up(name: str, value: Any) -> Peer | None:
     """What becomes of `name` with `value`; None where it is ours, or nobody's as far as we know."""
-    owner = "NeMo" if "." in name else "MaxText"
+    owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     key = RENAMED.get(name, name)
     if key != name and value is None and not defaults.may_be_unset(key):
         if name in DERIVED:

@@ -6,17 +6,19 @@ The axes are those of `axes`.
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import is_address
 from maxramp.parallel import processes
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.parallel.sharding import REPLICATED
 
 # Explicit: the sharding of every array is part of its type, and a matrix product whose result could
 # be laid out in two ways does not trace until the code says which.
@@ -88,3 +90,17 @@ def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Me
     else:
         grid = mesh_utils.create_device_mesh(ici, devices)
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
+
+
+def on_mesh(tree: Any, mesh: Mesh) -> Any:
+    """Shapes of arrays with their shardings on a mesh's devices: what a program is lowered for.
+
+    Args:
+      tree: from `jax.eval_shape`; what has no sharding is on every device.
+    """
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding else REPLICATED
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)

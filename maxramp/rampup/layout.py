@@ -37,6 +37,8 @@ def rows_per_device_limit(config: Any) -> Fraction:
     keys = BatchKeys.read(config)
     if keys.micro_batch_size != -1:
         return Fraction(keys.micro_batch_size, keys.model_parallel_size)
+    if keys.per_device_batch_size <= 0:  # no size of a pass is given: any batch is one
+        return Fraction(keys.global_batch_size, keys.model_parallel_size)
     return exact(keys.per_device_batch_size)
 
 

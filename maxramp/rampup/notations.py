@@ -79,7 +79,8 @@ def check(keys: BatchKeys) -> None:
             f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not "
             "given; use rampup_policy=seesaw or noise, or leave it out"
         )
-    if keys.per_device_batch_size <= 0 and keys.micro_batch_size == -1:
+    sizes = (keys.micro_batch_size, keys.global_batch_size)
+    if keys.per_device_batch_size <= 0 and sizes == (-1, -1):
         raise ConfigError(
             f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 "
             "(rows per device in one forward and backward pass)"

@@ -21,6 +21,13 @@ def describe_stage(stage: Stage, last: int) -> str:
     )
 
 
+def _result(record: Record) -> str:
+    """What a step reached: the mean reward, where there are rewards."""
+    if "reward" in record:
+        return f"reward {record['reward']:.3f}  length {record['answer_length']:.1f}"
+    return f"loss {record['loss']:.4f}"
+
+
 def duration(seconds: float) -> str:
     """45s, 3m20s, 2h05m, 3d04h."""
     s = round(seconds)
@@ -111,7 +118,7 @@ class Display:
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
             f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  loss {record['loss']:.4f}  "
+            f"{record['global_batch_size']:>4}  {_result(record)}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:

@@ -13,7 +13,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,10 +85,7 @@ class MetricsLog:
 
         def finish(read: dict[str, Any], seconds: float) -> Record:
             skipped = {"bad_steps": int(read["bad_steps"])} if "bad_steps" in read else {}
-            if skipped.get("bad_steps"):
-                self._check_bad_steps(step, **skipped)
-            else:
-                self._check_finite(step, read)
+            check_numbers(self._keys, step, read)
             high, low = (int(word) for word in read["batch_fingerprint"])
             tokens = stage.global_batch_size * self._row_tokens
             flops = tokens * self._flops_per_token / stage.devices
@@ -182,30 +179,38 @@ class MetricsLog:
             for write in self._writers:
                 write(record)
 
-    def _check_bad_steps(self, step: int, bad_steps: int) -> None:
-        if bad_steps >= self._keys.skip_bad_steps:
+
+def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
+    """Checks that a step's loss and gradient norm are numbers, or that it was skipped.
+
+    Args:
+      keys: which numbers end the run.
+      step: 0-based.
+      read: the step's metrics, on the host.
+
+    Raises:
+      TrainingError: they end the run.
+    """
+    stands = ", the last checkpoint is from before" if keys.enable_checkpointing else ""
+    if bad_steps := int(read.get("bad_steps", 0)):
+        if bad_steps >= keys.skip_bad_steps:
             raise TrainingError(
                 f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
-                f"skip_bad_steps={bad_steps} in a row end the run{self._what_stands()}; lower "
+                f"skip_bad_steps={bad_steps} in a row end the run{stands}; lower "
                 "learning_rate, or look at the data of these steps"
             )
-
-    def _check_finite(self, step: int, read: dict[str, Any]) -> None:
-        for name in ("loss", "grad_norm"):
-            value = float(read[name])
-            for key, bad in (
-                ("abort_on_nan_loss", math.isnan(value)),
-                ("abort_on_inf_loss", math.isinf(value)),
-            ):
-                if bad and getattr(self._keys, key):
-                    raise TrainingError(
-                        f"{name}={value} at step {step}; {key}=True ends the "
-                        f"run{self._what_stands()}; lower learning_rate, or look at the data of "
-                        "this step"
-                    )
-
-    def _what_stands(self) -> str:
-        return ", the last checkpoint is from before" if self._keys.enable_checkpointing else ""
+        return
+    for name in ("loss", "grad_norm"):
+        value = float(read[name])
+        for key, bad in (
+            ("abort_on_nan_loss", math.isnan(value)),
+            ("abort_on_inf_loss", math.isinf(value)),
+        ):
+            if bad and getattr(keys, key):
+                raise TrainingError(
+                    f"{name}={value} at step {step}; {key}=True ends the run{stands}; lower "
+                    "learning_rate, or look at the data of this step"
+                )
 
 
 class JsonlWriter:

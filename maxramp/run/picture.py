@@ -1,4 +1,4 @@
-"""The pictures: a run's batch size and loss, a plan's batch size, nodes and learning rate."""
+"""The pictures: a run's batch size and loss, a policy's rewards, a plan's batch size and nodes."""
 
 import pathlib
 from typing import Any
@@ -55,6 +55,48 @@ def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
     for axes in (batch_axes, loss_axes):
         axes.spines["top"].set_visible(False)
     batch_axes.set_title(title, loc="left", parse_math=False)  # a run may be named $x$
+    figure.savefig(path, dpi=130)
+
+
+def draw_policy(records: list[Record], path: pathlib.Path, title: str) -> None:
+    """Draws the records of reinforcement learning over prompts; does nothing without a step."""
+    steps = [record for record in records if "reward" in record]
+    if not steps:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    diverges = any(record.get("kl") is not None for record in steps)
+    labels = {
+        "reward": "mean reward",
+        "answer_length": "mean length\n(tokens)",
+        "kl": "KL from the first\nweights (nats)",
+        "entropy": "entropy\n(nats)",
+        "global_batch_size": "batch\n(prompts)",
+    }
+    if not diverges:
+        del labels["kl"]
+    panels = figure.subplots(len(labels), sharex=True, height_ratios=[3, *[1] * (len(labels) - 1)])
+    ends = [record["consumed_samples"] for record in steps]
+    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
+    for axes, (name, label) in zip(panels, labels.items(), strict=True):
+        values = [float("nan") if r.get(name) is None else r[name] for r in steps]
+        if name == "global_batch_size":
+            x, y = [*starts, ends[-1]], [*values, values[-1]]
+            axes.fill_between(x, y, step="post", color="tab:blue", alpha=0.15, linewidth=0)
+            axes.step(x, y, where="post", color="tab:blue", linewidth=1.8)
+            axes.set_ylim(0, max(y) * 1.15)
+        else:
+            axes.plot(ends, values, color="tab:orange", linewidth=1.2)
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    panels[-1].set_xlabel("consumed prompts")
+    panels[-1].set_xlim(0, ends[-1])
+    panels[0].set_title(title, loc="left", parse_math=False)
+    figure.align_ylabels()
     figure.savefig(path, dpi=130)
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from maxramp.keys.section import Keys, at_least, below_one, one_of, uint32
+from maxramp.errors import ConfigError
+from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
 from maxramp.model.keys import ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
 
@@ -13,6 +14,33 @@ class ObjectiveKeys(Keys):
 
     z_loss_multiplier: float = at_least(0)
     loss_block_tokens: int = at_least(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyKeys(Keys):
+    """What reinforcement learning minimizes over the answers to prompts."""
+
+    num_generations: int = at_least(1)
+    grpo_normalize_advantages: bool
+    grpo_epsilon: float = at_least(0)
+    grpo_epsilon_high: float = at_least(0)
+    grpo_beta: float = at_least(0)
+    grpo_normalization: str = one_of("token", "sequence")
+    num_iterations: int = at_least(1)
+    decode_sampling_temperature: float = above_zero()
+
+    def check(self) -> None:
+        """Checks each key, and that a group has a spread to divide by.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if self.num_generations == 1:
+            raise ConfigError(
+                "num_generations=1: an answer's advantage is over the others to its prompt, and "
+                "there are none; use 2 or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

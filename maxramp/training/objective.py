@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, S tokens of a row and the one after it (T + 1).
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -14,10 +15,26 @@ from maxramp.model.decoder import Decoder
 from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.loss import cross_entropy_sums
 
-# (model, micro batch) -> (what is minimized, (what is shown as the loss, its tokens)),
-# each a sum over tokens in float32: sums of any split of the rows add up to the same.
-Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
-Objective = Callable[[Decoder, Batch], Sums]
+Shown = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a step minimizes.
+
+    Attributes:
+      sums: (model, micro batch) -> (what is minimized, what is shown by name), each a sum over
+        tokens in float32: sums of any split of the rows add up to the same.
+      shown: the names: "loss", "tokens", and whatever else. All the others, and what is minimized,
+        are divided by "tokens" once the whole batch is added up.
+    """
+
+    sums: Callable[[Decoder, Batch], tuple[jax.Array, Shown]]
+    shown: tuple[str, ...] = ("loss", "tokens")
+
+    def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
+        """The sums of a micro batch."""
+        return self.sums(model, batch)
 
 
 def next_token_prediction(keys: ObjectiveKeys) -> Objective:
@@ -27,16 +44,16 @@ def next_token_prediction(keys: ObjectiveKeys) -> Objective:
       keys: the weight of the z-loss, and the block of tokens whose logits exist at a time.
     """
 
-    def objective(model: Decoder, batch: Batch) -> Sums:
+    def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         x_BTD = model.hidden(batch.tokens[:, :-1], segments(batch))
         with jax.named_scope("loss"):
-            minimized, *shown = cross_entropy_sums(
+            minimized, loss, tokens = cross_entropy_sums(
                 x_BTD, model.head(), targets(batch), keys.z_loss_multiplier, keys.loss_block_tokens
             )
-        return minimized, tuple(shown)
+        return minimized, {"loss": loss, "tokens": tokens}
 
-    return objective
+    return Objective(sums)
 
 
 def targets(batch: Batch) -> jax.Array:

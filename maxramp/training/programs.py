@@ -1,19 +1,6 @@
-"""Every stage's program, compiled before it is needed.
+"""Every stage's program, compiled before it is needed: a new batch shape is a new program."""
 
-A new batch shape is a new program. Lowering needs the mesh of the main thread and takes tenths of a
-second: one program after each step, while the devices are busy with it. Compiling takes seconds to
-minutes and needs no mesh: one background thread does it, in the order of use, which is the same on
-every host, while earlier stages train.
-"""
-
-import collections
-import concurrent.futures
-import dataclasses
-import functools
 import os
-import queue
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
-from maxramp.errors import TrainingError, reason_of
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import cpu, processes
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import Stage
-from maxramp.training.device_memory import GIB, compiled_bytes
+from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objective import next_token_prediction
@@ -41,15 +26,6 @@ _GPU_OPTIONS = {"optimization_level": 19}
 # With rows and heads both sharded XLA would turn products into loops that each gather a part of the
 # weight. They take longer than gathering it first, and five times as long to compile.
 _TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
-
-
-@dataclasses.dataclass
-class _Program:
-    """A program on its way: lowered, then compiled."""
-
-    name: str
-    lower: Callable[[], jax.stages.Lowered]
-    compiled: concurrent.futures.Future
 
 
 def compiler_options(on: str | None) -> dict[str, int]:
@@ -124,14 +100,8 @@ class Programs:
         """
         self._expansion = expansion
         self._row_length, self._packed = recipe.model.max_target_length + 1, packed
-        self._memory_limit = memory_limit
-        self._options = compiler_options(expansion.mesh.devices.flat[0].platform)
-        self._say, self._on_failure = say, on_failure
-        self._failure: TrainingError | None = None
-        self._programs: dict[Any, _Program] = {}
-        self._ahead: collections.deque[_Program] = collections.deque()  # not yet lowered
-        self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
-        self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
+        options = compiler_options(expansion.mesh.devices.flat[0].platform)
+        self._ahead = Ahead(options, memory_limit, say, on_failure)
 
         train_step = make_train_step(recipe, learning_rate)
         objective = next_token_prediction(recipe.objective)
@@ -154,11 +124,7 @@ class Programs:
         for stage in later:
             self.add(stage)
 
-        self._thread = threading.Thread(
-            target=self._compile_all, name=processes.COMPILING, daemon=True
-        )
-        self._thread.start()
-        self._lower_next()
+        self._ahead.lower()
 
     def add(self, stage: Stage) -> tuple[int, ...]:
         """Has the step of one more stage compiled, after those that wait to be.
@@ -182,18 +148,15 @@ class Programs:
         Raises:
           TrainingError: it does not compile.
         """
-        return self._get(self.add(stage))
+        return self._ahead.get(self.add(stage))
 
     def eval_step(self) -> tuple[Callable, float]:
         """The compiled evaluation step, and the seconds spent waiting for it."""
-        return self._get("eval")
+        return self._ahead.get("eval")
 
     def lower_ahead(self) -> None:
         """Lowers one program more, or prepares the memory of one: what to do between two steps."""
-        if self._ahead:
-            self._lower_next()
-        elif self._sizes:
-            cpu.prepare(self._sizes.popleft())
+        self._ahead.lower()
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.
@@ -201,16 +164,11 @@ class Programs:
         Raises:
           TrainingError: there is one.
         """
-        if self._failure:
-            raise self._failure
+        self._ahead.raise_failure()
 
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
-        self._ahead.clear()
-        self._work.put(None)
-        for program in self._programs.values():
-            program.compiled.cancel()
-        self._thread.join(1.0)
+        self._ahead.close()
 
     def _batch(self, accumulation: int, rows: int) -> Batch:
         return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
@@ -218,52 +176,7 @@ class Programs:
     def _announce(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
     ) -> None:
-        if key not in self._programs:  # stages of one shape share a program
-            lower = functools.partial(jax.jit(function, donate_argnums=donate).lower, *arguments)
-            self._programs[key] = _Program(name, lower, concurrent.futures.Future())
-            self._ahead.append(self._programs[key])
+        def lower() -> jax.stages.Lowered:
+            return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
-    def _get(self, key: Any) -> tuple[Callable, float]:
-        program = self._programs[key]
-        if program.compiled.done():
-            return program.compiled.result(), 0.0
-        start = time.perf_counter()
-        while program in self._ahead:
-            self._lower_next()
-        return program.compiled.result(), time.perf_counter() - start
-
-    def _lower_next(self) -> None:
-        program = self._ahead.popleft()
-        self._work.put((program, program.lower()))
-
-    def _compile_all(self) -> None:
-        while item := self._work.get():
-            program, lowered = item
-            if not program.compiled.set_running_or_notify_cancel():
-                continue
-            start = time.perf_counter()
-            try:
-                compiled = lowered.compile(self._options or None)
-                self._report(program.name, compiled, time.perf_counter() - start)
-                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-            except Exception as error:  # whatever the compiler raises is the answer to who asks
-                failure = TrainingError(
-                    f"the program of {program.name} did not compile: {reason_of(error)}"
-                )
-                self._failure = self._failure or failure
-                self._on_failure()
-                program.compiled.set_exception(failure)
-            else:
-                program.compiled.set_result(compiled)
-
-    def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:
-        needed, limit = compiled_bytes(compiled), self._memory_limit
-        self._say(
-            f"ready    {name}: compiled in {seconds:.1f} s, needs {needed / GIB:.3g} GiB a device"
-        )
-        if limit and needed > limit:
-            self._say(
-                f"warning  {name} needs {needed / GIB:.3g} GiB a device, which has "
-                f"{limit / GIB:.3g}: it will not run; start again with a smaller "
-                "per_device_batch_size and more gradient_accumulation_steps, or remat_policy=full"
-            )
+        self._ahead.announce(key, name, lower)

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.mesh import on_mesh
 from maxramp.parallel.platform import platform
-from maxramp.parallel.sharding import REPLICATED
 from maxramp.training.keys import Recipe
 from maxramp.training.optimizer import make_optimizer
 
@@ -53,13 +53,7 @@ def initial_state(recipe: Recipe) -> TrainState:
 def abstract_state(recipe: Recipe, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the train state on a mesh."""
 
-    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = (
-            x.sharding.spec if x.sharding else REPLICATED
-        )  # what is not sharded is on every device
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(on_mesh, jax.eval_shape(functools.partial(init_state, recipe)))
+    return on_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
 
 
 def in_layer_order(tree: Any) -> Any:

@@ -6,7 +6,7 @@ it (max_target_length + 1).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from maxramp.training.fingerprint import fingerprint
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objective import Objective, next_token_prediction
+from maxramp.training.objective import Objective, Shown, next_token_prediction
 from maxramp.training.optimizer import make_optimizer
 from maxramp.training.state import TrainState
 
@@ -86,10 +86,6 @@ def train_step(
             gradients, shown = gradient(model, micro_batch)
         return jax.tree.map(jnp.add, sums, (gradients, shown)), kept
 
-    def zeros_of_gradient(w: jax.Array) -> jax.Array:
-        spec = of_gradient(jax.typeof(w).sharding.spec)
-        return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
-
     A, B, _ = batch.tokens.shape
     # With several passes each copy of the weights adds up its own gradients, which travel once,
     # after the last.
@@ -98,20 +94,63 @@ def train_step(
     model = state.model.cast(apart)  # once, whatever the number of micro batches
     before = optimizer, state.opt_state
 
-    # In float32 whatever the weights are, so that the sum of many passes is that of one.
-    zeros = jax.tree.map(zeros_of_gradient, model), (jnp.float32(0), jnp.float32(0))
+    zeros = zero_sums(model, objective.shown)
     sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
-    gradients, (cross_entropy, tokens) = sums
-    tokens = jnp.maximum(tokens, 1)  # where no token is a target, all sums are 0
+    gradients, shown = sums
+    shown["tokens"] = jnp.maximum(shown["tokens"], 1)  # where no token is a target, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
     )
-    grad_norm = jnp.sqrt(add_up(squares(gradients))) / tokens
+    grad_norm = jnp.sqrt(add_up(squares(gradients))) / shown["tokens"]
     read = jax.tree.map(lambda x: after(x, grad_norm), batch)
     noise = {}
     if kept:
         copies = math.prod(sizes[axis] for axis in apart)
         noise = noise_scale.metrics(kept, read, copies, gradients, *before)
+    state, metrics = update(
+        state, (gradients, shown), A * B, optimizer=optimizer, learning_rate=learning_rate
+    )
+    return state, {**metrics, "batch_fingerprint": fingerprint(read), **noise}
+
+
+def zero_sums(model: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
+    """What the gradients of micro batches, and what is shown of them, are added to.
+
+    In float32 whatever the weights are, so that the sum of many passes is that of one.
+    """
+
+    def zeros(w: jax.Array) -> jax.Array:
+        spec = of_gradient(jax.typeof(w).sharding.spec)
+        return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
+
+    return jax.tree.map(zeros, model), {name: jnp.float32(0) for name in shown}
+
+
+def update(
+    state: TrainState,
+    sums: tuple[Decoder, Shown],
+    samples: int,
+    *,
+    optimizer: OptimizerKeys,
+    learning_rate: LearningRate,
+    again: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The optimizer's part of a step: from the sums over a whole batch to the next state.
+
+    Args:
+      state: before the step.
+      sums: gradients, sharded as the weights are, and what the objective shows.
+      samples: of the batch.
+      optimizer: how the gradient becomes an update.
+      learning_rate: of consumed samples.
+      again: the batch was counted by an update before this one; the clock stands.
+
+    Returns:
+      The next state, and the metrics of `train_step` that do not depend on the rows alone.
+    """
+    gradients, shown = sums
+    tokens = shown["tokens"]
+    grad_norm = jnp.sqrt(add_up(squares(gradients))) / tokens
     scale = 1 / tokens
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold
@@ -119,19 +158,17 @@ def train_step(
     gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
 
     low, high = state.consumed_samples
-    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), A * B)
+    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), samples)
     with jax.named_scope("optimizer"):
-        update = make_optimizer(optimizer).update
-        direction, opt_state = update(gradients, state.opt_state, state.model)
+        change = make_optimizer(optimizer).update
+        direction, opt_state = change(gradients, state.opt_state, state.model)
         model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
-    new_low = low + jnp.uint32(A * B)
+    new_low = low + jnp.uint32(0 if again else samples)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
-        "loss": cross_entropy / tokens,
+        **{name: value / tokens for name, value in shown.items() if name != "tokens"},
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "batch_fingerprint": fingerprint(read),
-        **noise,
     }
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
@@ -155,6 +192,6 @@ def eval_step(
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         _, shown = objective(model, micro_batch)
-        return jax.tree.map(jnp.add, sums, shown), None
+        return jax.tree.map(jnp.add, sums, (shown["loss"], shown["tokens"])), None
 
     return jax.lax.scan(add_micro_batch, sums, batch)[0]

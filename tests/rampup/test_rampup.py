@@ -80,6 +80,15 @@ def test_constant_batch_is_one_stage():
 # --- What it is made of --------------------------------------------------------------------------
 
 
+def test_without_a_size_of_a_pass_a_batch_is_one():
+    keys = {"rampup_batch_size": [16, 16, 800], "global_batch_size": 32}
+    keys |= {"per_device_batch_size": -1, "micro_batch_size": -1}
+    for devices in (1, 4):
+        stages = RampupBatchManager(keys, devices).stages
+        assert [s.gradient_accumulation_steps for s in stages] == [1, 1]
+        assert [s.micro_batch_size for s in stages] == [16, 32]
+
+
 def test_a_mapping_is_as_good_as_an_object():
     assert RampupBatchManager(vars(settings())).stages == RampupBatchManager(settings()).stages
     nemo = {"rampup_batch_size": (16, 16, 96), "global_batch_size": 48, "learning_rate": 1e-3}

@@ -18,7 +18,7 @@ from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.noise import ratio_of_means
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.objective import Objective, next_token_prediction
 from maxramp.training.state import init_state
 from maxramp.training.step import make_train_step, train_step
 
@@ -160,16 +160,17 @@ def test_truth_lies_in_the_interval():
     p = rng.dirichlet(np.full(VOCAB, 0.3))
     truth = (1 - np.square(p).sum()) / np.square(p).sum()
 
-    def objective(model, batch):
+    def sums(model, batch):
         rows_BS = batch.tokens
         counts_V = (rows_BS[:, 1:, None] == jnp.arange(VOCAB)).sum((0, 1), dtype=jnp.float32)
         counts_V = jax.reshard(counts_V, jax.sharding.PartitionSpec("tensor"))
         tokens = jnp.float32(rows_BS[:, 1:].size)
-        return (model.embedding_VD[...] * counts_V[:, None]).sum(), (tokens, tokens)
+        minimized = (model.embedding_VD[...] * counts_V[:, None]).sum()
+        return minimized, {"loss": tokens, "tokens": tokens}
 
     rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
     step = functools.partial(
-        train_step, objective=objective, optimizer=config.optimizer, learning_rate=rate
+        train_step, objective=Objective(sums), optimizer=config.optimizer, learning_rate=rate
     )
     pairs = []
     with jax.set_mesh(mesh):

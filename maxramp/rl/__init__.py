@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, rewards, and the rollouts that a step trains on."""

@@ -1,0 +1,135 @@
+"""Weights to begin with: those that are given, or of a first model of the sums, trained once.
+
+The first model is a run of its own beside the run that begins with it, of the same sizes.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import TornError
+from maxramp.config.checks import check
+from maxramp.config.keys import Config
+from maxramp.data.files.storage import write_whole
+from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
+from maxramp.generation.loading import TrainedRun
+from maxramp.keys import base
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.keys import BackendKeys, MeshKeys
+
+_DOCUMENTS = 40_000
+_SHARE_ANSWERED = 0.15  # of the sums that the first model reads
+
+# What the weights were trained as: their sizes, and the documents with their tokenizer.
+_OF_WEIGHTS = (
+    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
+    *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "mlp_activations"),
+    *("logits_via_embedding", "normalization_layer_epsilon", "rope_max_timescale"),
+    *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
+    *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
+)
+
+
+def is_ours(config: Config) -> bool:
+    """Whether no weights are given."""
+    keys = config.checkpoints
+    return not (keys.load_parameters_path or keys.load_full_state_path)
+
+
+def weights_of(config: Config) -> pathlib.Path:
+    """Where a run's first weights are; the folder of its first model where none are given.
+
+    Raises:
+      ConfigError: the prompts are the user's, and no weights are given.
+    """
+    if not is_ours(config):
+        keys = config.checkpoints
+        return pathlib.Path(keys.load_parameters_path or keys.load_full_state_path)
+    if config.rollout.prompt_file or not config.rollout.pretrain_steps:
+        raise ConfigError(
+            "load_parameters_path is empty: reinforcement learning begins with the weights of a "
+            "model that can answer at times; give a run or a checkpoint"
+        )
+    name = f"{config.run.run_name or config.run.model_name}-first-model"
+    return pathlib.Path(config.run.base_output_directory).expanduser() / name
+
+
+def with_weights(config: Config, weights: pathlib.Path) -> Config:
+    """The configuration with these first weights, the sizes they have and the tokenizer they know.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it does not suit the keys.
+    """
+    there = TrainedRun(weights, []).checkpoint.config
+    of_weights = {name: there[name] for name in _OF_WEIGHTS if name in there}
+    if not config.checkpoints.load_full_state_path:
+        of_weights["load_parameters_path"] = str(weights)
+    config = config.replace(**of_weights, eval_interval=-1)  # there is no text to hold out
+    check(config)
+    return config
+
+
+def train(config: Config, folder: pathlib.Path) -> int:
+    """Trains the first model with `maxramp.train`, unless it is there: several processes of a job
+    train it together, as they train what follows.
+
+    Returns:
+      0, or EXIT_PREEMPTED where a signal ended that.
+
+    Raises:
+      TrainingError: it was not trained.
+    """
+    if _is_trained(folder, config.rollout.pretrain_steps):
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = folder / "sums.jsonl"
+    write_whole(documents, _documents(config.rollout.sums_below))
+    sections = (ModelKeys, BackendKeys, MeshKeys)
+    names = [field.name for section in sections for field in dataclasses.fields(section)]
+    given = {key: config.values[key] for key in names} | {
+        "run_name": folder.name,
+        "base_output_directory": str(folder.parent),
+        "dataset_type": "grain",
+        "grain_train_files": str(documents),
+        "global_batch_size": 64,
+        "steps": config.rollout.pretrain_steps,
+        "num_epoch": 1000,
+        "eval_interval": -1,
+        "checkpoint_period": -1,
+        "enable_tensorboard": False,
+        "log_period": 100,
+    }
+    arguments = [f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in given.items()]
+    command = [sys.executable, "-m", "maxramp.train", str(base.CONFIGS / "base.yml"), *arguments]
+    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
+    status = subprocess.run([*bound, *command], check=False).returncode
+    if status not in (0, EXIT_PREEMPTED):
+        raise TrainingError(
+            f"the first model, {folder}, was not trained (exit status {status}; its own line says "
+            "why); or give load_parameters_path"
+        )
+    return status
+
+
+def _is_trained(folder: pathlib.Path, steps: int) -> bool:
+    try:
+        return folder_lib.read(folder_lib.find(folder)).step >= steps
+    except (ConfigError, TornError):
+        return False
+
+
+def _documents(bound: int) -> bytes:
+    """Sums as JSON lines, most of them left open: a model of these can answer, and seldom does."""
+    random = np.random.default_rng(0)
+    lines = []
+    for _ in range(_DOCUMENTS):
+        a, b = (int(x) for x in random.integers(0, bound, 2))
+        answer = a + b if random.random() < _SHARE_ANSWERED else "?"
+        lines.append(json.dumps({"text": f"{a}+{b}={answer}"}))
+    return "\n".join(lines).encode() + b"\n"

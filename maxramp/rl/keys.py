@@ -1,0 +1,41 @@
+"""The section of reinforcement learning: prompts, answers and rewards. Imports no JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from maxramp.errors import ConfigError
+from maxramp.keys.section import Keys, above_zero, at_least, uint32
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutKeys(Keys):
+    """What is asked, how it is answered, and what the answers are worth."""
+
+    prompt_file: str
+    sums_below: int = at_least(2)
+    max_completion_length: int = at_least(1)
+    rollout_seed: int = uint32()
+    rewards: Sequence[str]
+    reward_weights: Sequence[float]
+    reward_workers: int = at_least(1)
+    reward_timeout_seconds: float = above_zero()
+    pretrain_steps: int = at_least(0)
+
+    def check(self) -> None:
+        """Checks each key, and that every reward has a weight.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        for name in self.rewards:
+            module, colon, function = str(name).partition(":")
+            if not (module and colon and function):
+                raise ConfigError(f"rewards: {name} must be module:function")
+        if len(set(self.rewards)) < len(self.rewards):
+            raise ConfigError(f"rewards={list(self.rewards)} names a function twice; weigh it once")
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise ConfigError(
+                f"reward_weights={list(self.reward_weights)} has {len(self.reward_weights)} "
+                f"numbers for {len(self.rewards)} rewards; give one for each, or none"
+            )

@@ -1,0 +1,156 @@
+"""The programs of a step of GRPO, compiled before they are needed.
+
+A stage's parts have one shape, that of so many rows. What answers them, adds up their gradients and
+moves the weights is compiled while the stages before train.
+
+Shapes: R answers of a part, S tokens of a row and the one after it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from maxramp.data.batch import Batch
+from maxramp.model.decoder import Decoder
+from maxramp.parallel.mesh import on_mesh
+from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.rampup.schedule import Stage
+from maxramp.rl.rollout import Rollout
+from maxramp.training.ahead import Ahead
+from maxramp.training.keys import PolicyKeys, Recipe
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.policy import of_tokens, policy_gradient
+from maxramp.training.state import TrainState
+from maxramp.training.step import update, zero_sums
+
+# Programs that do not depend on the size of a part.
+_SHARED = ("preparing weights", "zeroing sums", "the update", "later updates")
+
+
+class PolicyPrograms:
+    """What a step computes, on the mesh that is set.
+
+    Attributes:
+      zeros: the weights -> sums of nothing.
+      add: sums (donated), weights and a part of the batch -> their sums.
+      update: the state (donated), the sums of the whole batch, its prompts, and whether they were
+        counted already -> the next state and metrics.
+      reference: the weights to stay near, and a part -> the same with their log-probabilities.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        policy: PolicyKeys,
+        learning_rate: LearningRate,
+        state: TrainState,
+        rollout: Rollout,
+        ahead: Ahead,
+        options: Mapping[str, Any],
+    ):
+        """
+        Args:
+          recipe: of the model and its optimizer.
+          policy: what is minimized.
+          learning_rate: of consumed prompts.
+          state: abstract.
+          rollout: writes the answers.
+          ahead: compiles.
+          options: of the compiler (`training.programs.compiler_options`).
+        """
+        jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
+        self._policy, self._rollout, self._state, self._ahead = policy, rollout, state, ahead
+        self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Lowered]]] = {}
+        self._mesh: Mesh = jax.sharding.get_mesh()
+        self._row_length = recipe.model.max_target_length + 1
+        objective = policy_gradient(policy, recipe.objective)
+
+        def add(sums: Any, model: Decoder, batch: Batch) -> Any:
+            found = jax.grad(objective, has_aux=True)(model.cast(), batch)
+            return jax.tree.map(jnp.add, sums, found)
+
+        def reference(model: Decoder, batch: Batch) -> jax.Array:
+            log_probs_RT, _ = of_tokens(policy, recipe.objective)(model.cast(), batch)
+            return jax.reshard(jnp.pad(log_probs_RT, ((0, 0), (1, 0))), TOKENS_BT)
+
+        self.zeros = jit(lambda model: zero_sums(model.cast(), objective.shown))
+        self.add = jit(add, donate_argnums=0)
+        self.update = jit(
+            functools.partial(update, optimizer=recipe.optimizer, learning_rate=learning_rate),
+            static_argnames="again",
+            donate_argnums=0,
+        )
+        self.reference = jit(reference)
+
+    def announce(self, stage: Stage) -> None:
+        """Has a stage's programs compiled after those that wait to be."""
+        answers = stage.micro_batch_size * self._policy.num_generations
+        if answers not in self._announced:  # stages whose parts are equal share their programs
+            self._announced[answers] = self._lowerings(answers)
+        for key, lower in self._announced[answers].items():
+            name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
+            self._ahead.announce(key, name, lower)
+
+    def wait(self, stage: Stage) -> float:
+        """Waits until a stage's programs are compiled, and returns the seconds that took.
+
+        One program of a later stage is lowered too.
+
+        Raises:
+          TrainingError: one does not compile.
+        """
+        answers = stage.micro_batch_size * self._policy.num_generations
+        waited = sum(self._ahead.get(key)[1] for key in self._announced[answers])
+        self._ahead.lower()
+        return waited
+
+    def raise_failure(self) -> None:
+        """Says why a program did not compile, if there is one.
+
+        Raises:
+          TrainingError: there is one.
+        """
+        self._ahead.raise_failure()
+
+    def _lowerings(self, answers: int) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
+        """The programs for parts of so many answers, in the order of their use."""
+        state, model = self._state, self._state.model
+        batch = self._batch(answers)
+
+        def sums() -> Any:
+            return on_mesh(self.zeros.eval_shape(model), self._mesh)
+
+        def change(again: bool) -> Callable[[], jax.stages.Lowered]:
+            return lambda: self.update.lower(state, sums(), np.uint32(1), again=again)
+
+        found = self._rollout.lowerings(model, answers)
+        found["zeroing sums"] = lambda: self.zeros.lower(model)
+        if self._policy.grpo_beta:
+            found["the reference"] = functools.partial(self.reference.lower, model, batch)
+            log_probs = on_mesh(self.reference.eval_shape(model, batch), self._mesh)
+            batch = dataclasses.replace(batch, reference_log_probs=log_probs)
+        found["gradients"] = lambda: self.add.lower(sums(), model, batch)
+        found["the update"] = change(again=False)
+        if self._policy.num_iterations > 1:
+            found["later updates"] = change(again=True)
+        return {(name, 0 if name in _SHARED else answers): lower for name, lower in found.items()}
+
+    def _batch(self, answers: int) -> Batch:
+        sharding = NamedSharding(self._mesh, TOKENS_BT)
+
+        def of(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((answers, self._row_length), dtype, sharding=sharding)
+
+        return Batch(
+            of(jnp.int32),
+            loss_mask=of(jnp.bool_),
+            weights=of(jnp.float32),
+            shares=of(jnp.float32),
+            sampled_log_probs=of(jnp.float32),
+        )

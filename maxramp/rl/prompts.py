@@ -1,0 +1,147 @@
+"""Prompts by number: number i of a run is the same prompt whatever the batch, host or restart."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxramp.commandline import count
+from maxramp.data.keys import DataKeys
+from maxramp.errors import ConfigError
+from maxramp.generation.loading import PromptTokenizer
+from maxramp.model.keys import ModelKeys
+from maxramp.rl.keys import RolloutKeys
+from maxramp.rl.rewards import shortened
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt, and what the data says about its answer (None where it says nothing)."""
+
+    text: str
+    truth: Any
+
+
+class Prompts(Protocol):
+    """All prompts of a run, in its order."""
+
+    hash: str
+    description: str
+    texts: Sequence[str]  # all that there are, or the longest of them
+
+    def __getitem__(self, number: int) -> Prompt: ...
+
+
+class Sums:
+    """Sums of two numbers below a bound, drawn evenly: "3+14=" and "17"."""
+
+    def __init__(self, bound: int, seed: int):
+        self._bound, self._seed = bound, seed
+        self.hash = f"sums-{bound}-{seed}"
+        self.description = f"sums of two numbers below {bound}"
+        self.texts = [f"{bound - 1}+{bound - 1}="]
+
+    def __getitem__(self, number: int) -> Prompt:
+        random = np.random.default_rng([self._seed, number])
+        a, b = (int(x) for x in random.integers(0, self._bound, 2))
+        return Prompt(f"{a}+{b}=", str(a + b))
+
+
+class FilePrompts:
+    """The lines of a JSON lines file, pass after pass, each pass in a random order of its own."""
+
+    def __init__(self, path: str, seed: int | None):
+        """
+        Args:
+          path: of the file; lines are objects with "prompt" and, if there is one, "answer".
+          seed: of the orders; None = as they stand in the file.
+
+        Raises:
+          ConfigError: it cannot be read, or a line is no such object.
+        """
+        self._seed = seed
+        try:
+            data = pathlib.Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"prompt_file={path}: cannot be read: {error.strerror}") from None
+        lines = [(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
+        self._prompts = [_parse(path, number, line) for number, line in lines]
+        if not self._prompts:
+            raise ConfigError(f"prompt_file={path}: holds no prompt; write one object a line")
+        self.hash = f"{hashlib.blake2b(data, digest_size=8).hexdigest()}-{seed}"
+        self.description = f"{path}: {count(len(lines), 'prompt')}"
+        self.texts = [prompt.text for prompt in self._prompts]
+        self._order = functools.lru_cache(2)(self._new_order)
+
+    def __getitem__(self, number: int) -> Prompt:
+        done, place = divmod(number, len(self._prompts))
+        return self._prompts[self._order(done)[place]]
+
+    def _new_order(self, done: int) -> np.ndarray:
+        if self._seed is None:
+            return np.arange(len(self._prompts))
+        return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
+
+
+def open_prompts(keys: RolloutKeys, data: DataKeys) -> Prompts:
+    """The prompts of a run.
+
+    Args:
+      keys: which they are.
+      data: their order.
+
+    Raises:
+      ConfigError: the file cannot be read, or a line of it is no prompt.
+    """
+    if not keys.prompt_file:
+        return Sums(keys.sums_below, data.data_shuffle_seed)
+    return FilePrompts(
+        keys.prompt_file, data.data_shuffle_seed if data.enable_data_shuffling else None
+    )
+
+
+def check_lengths(
+    prompts: Prompts, tokenizer: PromptTokenizer, keys: RolloutKeys, model: ModelKeys
+) -> None:
+    """Checks that every prompt and its answer fit into a row.
+
+    Raises:
+      ConfigError: one does not.
+    """
+    room = model.max_target_length - keys.max_completion_length
+    if room < 1:
+        raise ConfigError(
+            f"max_completion_length={keys.max_completion_length} leaves no room for a prompt in "
+            f"max_target_length={model.max_target_length}; raise that, or lower it"
+        )
+    for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
+        if len(tokens) > room:
+            raise ConfigError(
+                f"max_completion_length={keys.max_completion_length} leaves a prompt {room} of "
+                f"max_target_length={model.max_target_length} tokens, and {shortened(text)} has "
+                f"{len(tokens)}; raise max_target_length, or lower max_completion_length"
+            )
+
+
+def _parse(path: str, number: int, line: bytes) -> Prompt:
+    where = f"prompt_file={path}: line {number}"
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where} is not JSON; write one object a line") from None
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        raise ConfigError(f'{where} has no text "prompt"; write {{"prompt": ..., "answer": ...}}')
+    try:
+        value["prompt"].encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{where} has half a surrogate pair in its prompt, which is no text"
+        ) from None
+    if not value["prompt"]:
+        raise ConfigError(f"{where} has an empty prompt")
+    return Prompt(value["prompt"], value.get("answer"))

@@ -1,0 +1,210 @@
+"""Rewards: Python functions of prompts and answers, in worker processes with a time limit.
+
+A function is named module:function and takes lists of the same length:
+
+    def correct(prompts: list[str], answers: list[str], truths: list) -> list[float]
+
+`truths` holds what the data says about each prompt, None where it says nothing.
+"""
+
+import concurrent.futures
+import importlib
+import math
+import multiprocessing
+import numbers
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from maxramp.errors import ConfigError, TrainingError
+
+_SHOWN = 80  # characters of a prompt in an error
+
+
+class Rewards:
+    """What reward functions give, worked out in processes of their own."""
+
+    def __init__(self, names: Sequence[str], workers: int, timeout: float):
+        """Starts the workers, which import the functions.
+
+        Args:
+          names: module:function of each; modules are found in the current folder too.
+          workers: processes.
+          timeout: seconds that a part of a batch may take.
+
+        Raises:
+          ConfigError: a function cannot be imported.
+        """
+        self._timeout = timeout
+        self._workers = [_Worker(tuple(names)) for _ in range(workers)]
+        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "rewards")
+        for worker in self._workers:
+            worker.ready(timeout)
+
+    def submit(
+        self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]
+    ) -> concurrent.futures.Future:
+        """Has the rewards of answers worked out: a future (float64 [answers, functions], seconds).
+
+        It raises TrainingError where a function fails, hangs, or returns something else than one
+        finite number for each answer.
+        """
+        count = len(prompts)
+        size = -(-count // len(self._workers)) or 1
+        parts = [slice(first, first + size) for first in range(0, count, size)]
+        futures = [
+            self._pool.submit(
+                worker.work,
+                list(prompts[part]),
+                list(answers[part]),
+                list(truths[part]),
+                self._timeout,
+            )
+            for worker, part in zip(self._workers, parts, strict=False)
+        ]
+        joined: concurrent.futures.Future = concurrent.futures.Future()
+        start = time.perf_counter()
+        left = [len(futures)]
+        lock = threading.Lock()
+
+        def done(_: Any) -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            try:
+                rewards = np.concatenate([future.result() for future in futures])
+                joined.set_result((rewards, time.perf_counter() - start))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        for future in futures:
+            future.add_done_callback(done)
+        return joined
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self._workers:
+            worker.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    """A process that holds the functions."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self._names, self._busy = names, threading.Lock()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, names, sys.path), daemon=True)
+        self._process.start()
+        other.close()
+
+    def ready(self, timeout: float) -> None:
+        """Waits until the functions are imported."""
+        error = self._receive(max(timeout, 60.0))
+        if error:
+            raise ConfigError(error)
+
+    def work(
+        self, prompts: list[str], answers: list[str], truths: list[Any], timeout: float
+    ) -> np.ndarray:
+        """The rewards: [answers, functions]."""
+        try:
+            with self._busy:
+                self._pipe.send((prompts, answers, truths))
+                failed, found = self._receive(timeout)
+        except TimeoutError:
+            self.kill()
+            raise TrainingError(
+                f"rewards={list(self._names)}: {len(prompts)} answers took more than "
+                f"reward_timeout_seconds={timeout:g}, the first to {shortened(prompts[0])}; "
+                "give them more time, or a limit of their own"
+            ) from None
+        except (EOFError, OSError):
+            self._process.join(5.0)
+            raise TrainingError(
+                f"rewards={list(self._names)}: their process ended (exit status "
+                f"{self._process.exitcode}) on {len(prompts)} answers, the first to "
+                f"{shortened(prompts[0])}"
+            ) from None
+        if failed:
+            raise TrainingError(found)
+        return np.array(found, np.float64).T
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _receive(self, timeout: float) -> Any:
+        if not wait([self._pipe], timeout):
+            raise TimeoutError
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
+    """A worker's life: imports the functions, then answers until nobody asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's to hear
+    sys.path[:] = ["", *path]
+    functions = []
+    try:
+        for name in names:
+            module, _, attribute = name.partition(":")
+            function = getattr(importlib.import_module(module), attribute)
+            if not callable(function):
+                raise TypeError("it is no function")
+            functions.append(function)
+    except Exception as error:
+        pipe.send(
+            f"rewards: {name} cannot be imported: {type(error).__name__}: {error}; write "
+            "module:function, of a module in this folder or one that is installed"
+        )
+        return
+    pipe.send(None)
+    while True:
+        try:
+            arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_call_all(names, functions, arguments))
+
+
+def _call_all(names: tuple[str, ...], functions: list, arguments: tuple) -> tuple[bool, Any]:
+    found = []
+    for name, function in zip(names, functions, strict=True):
+        error, values = _call(function, *arguments)
+        if error:
+            prompts, answers, truths = arguments
+            for one in zip(prompts, answers, truths, strict=True):  # which of them it is
+                of_one, _ = _call(function, *([part] for part in one))
+                if of_one:
+                    where = f"the answer {shortened(one[1])} to the prompt {shortened(one[0])}"
+                    return True, f"rewards: {name} {of_one} on {where}"
+            return True, f"rewards: {name} {error} on {len(prompts)} answers"
+        found.append(values)
+    return False, found
+
+
+def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[str, list[float]]:
+    """("", rewards), or what is wrong."""
+    try:
+        values = list(function(prompts, answers, truths))
+    except Exception as error:
+        return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", []
+    if len(values) != len(prompts):
+        return f"returned {len(values)} rewards for {len(prompts)} answers", []
+    for value in values:
+        number = isinstance(value, numbers.Real | np.generic) and not isinstance(value, str)
+        if not number or not math.isfinite(value):
+            return f"returned {value!r}, which is no finite number,", []
+    return "", [float(value) for value in values]
+
+
+def shortened(text: str) -> str:
+    """A text as an error shows it: its beginning, in quotes."""
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

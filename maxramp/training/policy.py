@@ -1,0 +1,105 @@
+"""Group relative policy optimization (Shao et al., arXiv 2402.03300) as an objective.
+
+Shapes: P prompts, G answers to each, B rows, T tokens, S tokens of a row and the one after it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxramp.data.batch import Batch
+from maxramp.model.decoder import Decoder
+from maxramp.training.keys import ObjectiveKeys, PolicyKeys
+from maxramp.training.log_probs import log_probs
+from maxramp.training.objective import Objective, Shown
+
+_LEAST_SPREAD = 1e-4  # added to a group's standard deviation
+
+
+def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
+    """How much better each answer is than the others to its prompt: float32 [P, G].
+
+    Args:
+      rewards_PG: one of each answer.
+      normalize: divide by the group's standard deviation, as GRPO does; without, easy and hard
+        prompts weigh as their rewards differ (Liu et al., arXiv 2503.20783).
+    """
+    rewards_PG = np.asarray(rewards_PG, np.float64)
+    centred_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)
+    if normalize:
+        centred_PG /= rewards_PG.std(1, keepdims=True) + _LEAST_SPREAD
+    return centred_PG.astype(np.float32)
+
+
+def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
+    """What a token of each answer adds to the divisor of a step: float32 [B].
+
+    Args:
+      lengths_B: tokens of each answer.
+      grpo_normalization: "token": all tokens of a step weigh alike (DAPO, Yu et al., arXiv
+        2503.14476); "sequence": all answers do, whatever their length, as in GRPO.
+    """
+    if grpo_normalization == "token":
+        return np.ones(len(lengths_B), np.float32)
+    return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
+
+
+def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
+    """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
+
+    Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A:
+    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1), where d = log p of
+    the reference - log p (the k3 estimator of Schulman, joschu.net/blog/kl-approx.html). The two
+    bounds are DAPO's. Batches hold advantages as weights.
+
+    Args:
+      keys: bounds and weights.
+      objective: the block of tokens whose logits exist at a time.
+    """
+
+    def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
+        log_p_BT, entropy_BT = of_tokens(keys, objective)(model, batch)
+        mask_BT = batch.loss_mask[:, 1:]
+        share_BT = jnp.where(mask_BT, batch.shares[:, 1:], 0)
+        advantage_BT = batch.weights[:, 1:]
+        change_BT = jnp.where(mask_BT, log_p_BT - batch.sampled_log_probs[:, 1:], 0)
+        ratio_BT = jnp.exp(change_BT)
+        clipped_BT = jnp.clip(ratio_BT, 1 - keys.grpo_epsilon, 1 + keys.grpo_epsilon_high)
+        surrogate_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+        cut_BT = surrogate_BT < ratio_BT * advantage_BT
+        loss_BT = -surrogate_BT
+        shown = {}
+        if keys.grpo_beta:
+            ahead_BT = jnp.where(mask_BT, batch.reference_log_probs[:, 1:] - log_p_BT, 0)
+            kl_BT = jnp.exp(ahead_BT) - ahead_BT - 1
+            loss_BT += keys.grpo_beta * kl_BT
+            shown["kl"] = (share_BT * kl_BT).sum()
+        loss = (share_BT * loss_BT).sum()
+        shown |= {
+            "loss": loss,
+            "tokens": share_BT.sum(),
+            "entropy": (share_BT * entropy_BT).sum(),
+            "clip_share": (share_BT * cut_BT).sum(),
+            "sampler_difference": (share_BT * jnp.abs(change_BT)).sum(),
+        }
+        return loss, shown
+
+    shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
+    return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
+
+
+def of_tokens(
+    keys: PolicyKeys, objective: ObjectiveKeys
+) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
+    """Log-probabilities of a batch's tokens behind the first, and entropies: two [B, T]."""
+
+    def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        x_BTD = model.hidden(batch.tokens[:, :-1])
+        rows = batch.tokens.shape[0]
+        block = -(-objective.loss_block_tokens // rows)
+        temperature = keys.decode_sampling_temperature
+        return log_probs(x_BTD, model.head(), batch.tokens[:, 1:], temperature, block)
+
+    return find

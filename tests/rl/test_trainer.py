@@ -1,0 +1,155 @@
+"""Steps of GRPO: one update however the prompts are cut, and the same bits when it is repeated."""
+
+import contextlib
+import functools
+import threading
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.data import tokenizers
+from maxramp.generation.loading import PromptTokenizer
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rl.programs import PolicyPrograms
+from maxramp.rl.prompts import FilePrompts, Sums
+from maxramp.rl.rewards import Rewards
+from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.trainer import PolicyTrainer
+from maxramp.training.ahead import Ahead
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import abstract_state, init_state
+
+QUICK = {"xla_backend_optimization_level": 0}
+KEYS = ("num_generations=4", "max_completion_length=6", "opt_type=sgd", "learning_rate=1")
+KEYS += ("warmup_steps_fraction=0", "steps=4", "global_batch_size=4", "max_target_length=16")
+KEYS += ("base_num_decoder_layers=1",)
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    # As good as chance: no answer of random weights is right, but they differ in length.
+    with contextlib.closing(Rewards(["maxramp.rl.tasks:brevity"], 2, 60.0)) as functions:
+        yield functions
+
+
+class Run:
+    """A tiny model and what takes its steps; a step of it can be repeated from the same weights."""
+
+    def __init__(self, rewards, micro, *keys, devices=1):
+        config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
+        self.ramp, self.mesh = RampupBatchManager(config.batch, devices), make_mesh(config)
+        bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
+        with jax.set_mesh(self.mesh):
+            make = functools.partial(init_state, config.recipe)
+            self._make = jax.jit(make, compiler_options=QUICK)
+            ahead = Ahead({}, 0, lambda line: None, lambda: None)
+            state = abstract_state(config.recipe, self.mesh)
+            rollout = GeneratorRollout(
+                config.rollout, 1.0, config.model, state.model, bytes_, QUICK
+            )
+            programs = PolicyPrograms(
+                config.recipe,
+                config.policy,
+                LearningRate.of(config.schedule, self.ramp),
+                state,
+                rollout,
+                ahead,
+                QUICK,
+            )
+            for stage in self.ramp.stages:
+                programs.announce(stage)
+            self._trainer = PolicyTrainer(
+                config.policy,
+                config.rollout,
+                config.model.max_target_length,
+                rollout,
+                programs,
+                Sums(10, 0),
+                bytes_,
+                rewards,
+                self._make().model if config.policy.grpo_beta else None,
+            )
+
+    def __call__(self, steps=1):
+        """The metrics of each step, and the change of the weights."""
+        with jax.set_mesh(self.mesh):
+            state, records = self._make(), []
+            before = [np.array(x) for x in jax.tree.leaves(state.model)]
+            for step in range(steps):
+                stage = self.ramp.stage_at_step(step)
+                state, record = self._trainer.step(state, stage, self.ramp.samples_before(step))
+                records.append(record)
+            assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]
+            after = [np.array(x) for x in jax.tree.leaves(state.model)]
+            return records, [a - b for a, b in zip(after, before, strict=True)]
+
+
+MEASURED = ("seconds", "per_second")
+
+
+def numbers(record):
+    return {k: v for k, v in record.items() if not k.endswith(MEASURED)}
+
+
+@pytest.mark.parametrize(
+    "micro, keys, devices",
+    [
+        (2, (), 1),
+        pytest.param(
+            1, ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_update_depends_on_no_cutting(rewards, micro, keys, devices):
+    (whole,), change = Run(rewards, 4, "grpo_beta=0.1")()
+    (cut,), other = Run(rewards, micro, "grpo_beta=0.1", *keys, devices=devices)()
+    assert whole["sampler_difference"] < 1e-5 and whole["reward_std"] > 0
+    found = numbers(cut)
+    assert found.pop("batch_fingerprint") == whole["batch_fingerprint"]
+    for name, value in found.items():
+        assert value == pytest.approx(whole[name], rel=1e-5, abs=1e-5), name
+    for one, two in zip(change, other, strict=True):
+        assert np.abs(one).max() > 0
+        assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max()
+
+
+def test_a_step_repeats_to_the_last_bit(rewards):
+    """Prompts, answers, rewards, losses: what a restart in the middle of a rollout relies on. And
+    every stage's programs are compiled in the background alone."""
+    compiled = []
+
+    def listen(event, seconds, fun_name="", **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append((threading.current_thread().name, fun_name))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run = Run(
+            rewards, 2, "rampup_batch_size=[1,1,1]", "global_batch_size=2", "num_iterations=2"
+        )
+        first, change = run(steps=2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    names = [name for thread, name in compiled if thread == "compile"]
+    assert [names.count(f"jit({name})") for name in ("_write", "add", "update")] == [2, 2, 2]
+    assert {name for thread, name in compiled if thread != "compile"} == {"jit(init_state)"}
+    again, other = run(steps=2)
+    assert list(map(numbers, first)) == list(map(numbers, again))
+    assert all(np.array_equal(a, b) for a, b in zip(change, other, strict=True))
+    assert first[0]["batch_fingerprint"] != first[1]["batch_fingerprint"]
+    assert first[0]["compile_seconds"] > 0 == again[1]["compile_seconds"]
+
+
+def test_prompts_of_a_file(tmp_path):
+    """Each once in every pass, in an order of its own."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{i}", "answer": {i}}}\n' for i in range(7)))
+    prompts = FilePrompts(str(path), 3)
+    passes = [[prompts[7 * n + i].truth for i in range(7)] for n in range(3)]
+    assert all(sorted(order) == list(range(7)) for order in passes)
+    assert len(set(map(tuple, passes))) == 3
+    assert [prompts[i].text for i in range(3)] == [f"p{i}" for i in passes[0][:3]]
+    in_order = FilePrompts(str(path), None)
+    assert [in_order[i].truth for i in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]

@@ -1,0 +1,149 @@
+"""The objective of GRPO: its formula, and one update however the answers are cut and sharded.
+
+Shapes: P prompts, G answers to each, A parts, B rows of a part, S tokens of a row and the next.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+
+from maxramp.data.batch import Batch
+from maxramp.parallel.sharding import BATCH_ABS, TOKENS_BT
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.keys import PolicyKeys
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
+from maxramp.training.state import init_state
+from maxramp.training.step import train_step
+
+P, G, S, VOCAB = 4, 4, 17, 264
+QUICK = {"xla_backend_optimization_level": 0}
+KEYS = PolicyKeys(
+    num_generations=G,
+    grpo_normalize_advantages=True,
+    grpo_epsilon=0.2,
+    grpo_epsilon_high=0.28,
+    grpo_beta=0.1,
+    grpo_normalization="token",
+    num_iterations=1,
+    decode_sampling_temperature=0.8,
+)
+
+
+def config_of(*keys, devices=8):
+    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={P * G / devices}")
+    constant += ("warmup_steps_fraction=0", "steps=20", "opt_type=sgd", "learning_rate=1")
+    return make_config(*constant, *keys, devices=devices)
+
+
+def random_batch(grpo_normalization="token"):
+    """Answers of many lengths, sampled by a policy that is not quite the model's."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, VOCAB, (P * G, S), dtype=np.int32)
+    begin = np.repeat(random.integers(1, 6, P), G)
+    end = begin + random.integers(1, S - 5, P * G)
+    at = np.arange(S)
+    mask = (at >= begin[:, None]) & (at < end[:, None])
+    tokens[at >= end[:, None]] = -1
+    of_answer = advantages(random.random((P, G)), True).ravel()
+    share = shares(end - begin, grpo_normalization)
+    log_probs = random.normal(-5.5, 0.4, (2, P * G, S)).astype(np.float32)
+    return Batch(
+        tokens,
+        loss_mask=mask,
+        weights=np.where(mask, of_answer[:, None], 0).astype(np.float32),
+        shares=np.where(mask, share[:, None], 0).astype(np.float32),
+        sampled_log_probs=log_probs[0],
+        reference_log_probs=log_probs[1],
+    )
+
+
+@functools.cache
+def stepped(parts, grpo_normalization="token", *keys, devices=8):
+    """The metrics and the weights after a step on the batch in so many parts."""
+    config = config_of(*keys, devices=devices)
+    mesh = make_mesh(config)
+    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch, devices))
+    policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
+    step = functools.partial(
+        train_step,
+        objective=policy_gradient(policy, config.objective),
+        optimizer=config.optimizer,
+        learning_rate=rate,
+    )
+    with jax.set_mesh(mesh):
+        state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+        batch = jax.tree.map(lambda x: x.reshape(parts, -1, S), random_batch(grpo_normalization))
+        batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABS))
+        after, metrics = jax.jit(step, compiler_options=QUICK)(state, batch)
+        change = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.model, state.model)
+        return {name: np.asarray(x) for name, x in metrics.items()}, jax.tree.leaves(change)
+
+
+MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2")
+
+
+@pytest.mark.parametrize("grpo_normalization", ["token", "sequence"])
+@pytest.mark.parametrize("parts, keys, devices", [(4, (), 1), (2, MESH, 8)])
+def test_the_update_depends_on_no_cutting(grpo_normalization, parts, keys, devices):
+    whole, change = stepped(1, grpo_normalization, devices=1)
+    cut, other = stepped(parts, grpo_normalization, *keys, devices=devices)
+    assert set(whole) == set(cut)
+    for name in set(whole) - {"batch_fingerprint"}:
+        assert cut[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+    for one, two in zip(change, other, strict=True):
+        assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("grpo_normalization", ["token", "sequence"])
+def test_it_is_the_formula(grpo_normalization):
+    """In float64, token by token, from the log-probabilities of the whole forward pass."""
+    config = config_of(devices=1)
+    mesh, batch = make_mesh(config), random_batch(grpo_normalization)
+    with jax.set_mesh(mesh):
+        model = jax.jit(
+            functools.partial(init_state, config.recipe), compiler_options=QUICK
+        )().model
+        placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
+        forward = jax.jit(type(model).__call__)
+        logits = np.asarray(forward(model, placed.tokens[:, :-1]), np.float64)
+        found, entropy = jax.jit(of_tokens(KEYS, config.objective))(model, placed)
+    logits /= KEYS.decode_sampling_temperature
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(log_p, np.maximum(batch.tokens[:, 1:, None], 0), 2)[..., 0]
+    np.testing.assert_allclose(found, chosen, atol=2e-5)
+    np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), atol=2e-5)
+    total = kl_total = clipped = divisor = 0.0
+    for row, at in zip(*np.nonzero(batch.loss_mask), strict=True):
+        share = 1.0 if grpo_normalization == "token" else 1 / batch.loss_mask[row].sum()
+        log_ratio = chosen[row, at - 1] - batch.sampled_log_probs[row, at]
+        ratio, advantage = np.exp(log_ratio), batch.weights[row, at]
+        surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+        d = batch.reference_log_probs[row, at] - chosen[row, at - 1]
+        kl = np.exp(d) - d - 1
+        total += share * (-surrogate + 0.1 * kl)
+        kl_total, divisor = kl_total + share * kl, divisor + share
+        clipped += share * (surrogate < ratio * advantage - 1e-12)
+    metrics, _ = stepped(1, grpo_normalization, devices=1)
+    assert metrics["loss"] == pytest.approx(total / divisor, rel=1e-4)
+    assert metrics["kl"] == pytest.approx(kl_total / divisor, rel=1e-4)
+    assert metrics["clip_share"] == pytest.approx(clipped / divisor, rel=1e-5)
+    assert 0 < metrics["clip_share"] < 1
+    assert divisor == pytest.approx(
+        P * G if grpo_normalization == "sequence" else batch.loss_mask.sum()
+    )
+
+
+def test_advantages_are_of_a_group():
+    rewards = np.array([[1.0, 0, 0, 1], [0, 0, 0, 0], [5, 5, 5, 9]])
+    centred = advantages(rewards, False)
+    assert centred.tolist() == [[0.5, -0.5, -0.5, 0.5], [0] * 4, [-1, -1, -1, 3]]
+    normal = advantages(rewards, True)
+    np.testing.assert_allclose(normal[0], [1, -1, -1, 1], rtol=1e-3)
+    np.testing.assert_allclose(normal[2].std(), 1, rtol=1e-3)
+    assert not normal[1].any()
