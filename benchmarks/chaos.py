@@ -7,7 +7,7 @@ it is compared with the same run without a disturbance: every step exactly once 
 metrics.jsonl and TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the
 same loss curve, and where the shape never changed the same bits.
 
-python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--pipelines] [--adaptive]
+python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--pipelines] [--adaptive] [--grpo]
                            [--folder DIR] [--json FILE] [key=value ...]
 """
 
@@ -52,6 +52,16 @@ MODEL = [
     "eval_per_device_batch_size=8",
     "log_period=1000",
     "hang_timeout_seconds=60",
+]
+# With --grpo: prompts in the place of rows.
+POLICY = [
+    "max_completion_length=6",
+    "num_generations=4",
+    "rewards=[maxramp.rl.tasks:brevity]",
+    "pretrain_steps=10",
+    "eval_interval=-1",
+    "lr_schedule_type=cosine",
+    "num_epoch=1",
 ]
 TOLERANCE = 0.05  # nats: between runs whose sums were made in another order
 
@@ -99,7 +109,13 @@ ENDS = {"kill": 5, "term": 3, "int": 1, "save": 4, "compile": 2, "start": 2, "te
 
 
 class Job:
-    """One start: its processes, and what they print."""
+    """One start: its processes, and what they print.
+
+    Attributes:
+      program: of maxramp, and the config file that it is given.
+    """
+
+    program = "train", "base.yml"
 
     def __init__(self, folder: pathlib.Path, shape: Shape, keys: list[str]):
         self.folder, self.processes = folder, []
@@ -110,7 +126,8 @@ class Job:
         kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         if shape.devices > 1:
             kept["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={shape.devices}"
-        command = [sys.executable, "-m", "maxramp.train", str(ROOT / "configs" / "base.yml")]
+        module, config = self.program
+        command = [sys.executable, "-m", f"maxramp.{module}", str(ROOT / "configs" / config)]
         given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
         for index in range(shape.processes):
             job = {
@@ -311,6 +328,11 @@ def main() -> int:
         help="the ramp is decided while it runs: by its latest samples, or with --same-shape by "
         "what is measured",
     )
+    parser.add_argument(
+        "--grpo",
+        action="store_true",
+        help="reinforcement learning, every start alike: other sums would draw other answers",
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     parser.add_argument("keys", nargs="*", help="key=value of the run")
@@ -331,6 +353,10 @@ def main() -> int:
         f"jax_cache_dir={folder / 'cache'}",
         *given.keys,
     ]
+    if given.grpo:
+        Job.program, given.same_shape = ("grpo", "post_train/rl.yml"), True
+        keys += [*POLICY, f"load_parameters_path={folder / 'calm-first-model'}"]
+        Job(folder / "calm", Shape(), [*keys[:-1], "steps=1"]).end(60)  # trains the first model
     keys = [f"{k}={v}" for k, v in dict(key.split("=", 1) for key in keys).items()]
     for name in ("calm", "storm"):
         shutil.rmtree(folder / name, ignore_errors=True)

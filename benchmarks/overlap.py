@@ -1,0 +1,132 @@
+"""Reinforcement learning: what cutting a batch into parts saves where rewards wait.
+
+python benchmarks/overlap.py [--json FILE]
+
+Steps of the shipped config with a batch of 32 prompts, whole and in 4 parts, with rewards that wait
+5 ms for each answer, as those of a service do, and with rewards that are there at once. Steps are
+interleaved, and medians are reported: of the seconds of a step, of the sum of its phases, and of
+the ratio of the two.
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import contextlib
+import statistics
+import time
+
+import figures
+import jax
+
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.data import tokenizers
+from maxramp.generation.loading import PromptTokenizer
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rl.programs import PolicyPrograms
+from maxramp.rl.prompts import Sums
+from maxramp.rl.rewards import Rewards
+from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.tasks import brevity
+from maxramp.rl.trainer import PolicyTrainer
+from maxramp.training.ahead import Ahead
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import abstract_state, initial_state
+
+CONFIG = str(figures.ROOT / "configs" / "post_train" / "rl.yml")
+WAIT, ROUNDS = 0.005, 9
+PHASES = ("rollout_seconds", "reward_seconds", "training_seconds")
+
+
+def waiting(prompts, answers, truths):
+    """A reward from far away."""
+    time.sleep(WAIT * len(prompts))
+    return brevity(prompts, answers, truths)
+
+
+class Steps:
+    """Steps with rewards of a function, in parts of so many prompts."""
+
+    def __init__(self, reward: str, part: int, closing: contextlib.ExitStack):
+        keys = ("rampup_batch_size=none", f"micro_batch_size={part}", f"rewards=[{reward}]")
+        config = resolve(load([CONFIG, *keys], note=lambda line: None), 1, 1, 1)
+        self._ramp = RampupBatchManager(config.batch, 1)
+        self._mesh = mesh_lib.make_mesh(config.mesh)
+        tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
+        rewards = Rewards(config.rollout.rewards, 1, 60.0)
+        closing.callback(rewards.close)
+        ahead = Ahead({}, 0, lambda line: None, lambda: None)
+        closing.callback(ahead.close)
+        with jax.set_mesh(self._mesh):
+            state = abstract_state(config.recipe, self._mesh)
+            temperature = config.policy.decode_sampling_temperature
+            rollout = GeneratorRollout(
+                config.rollout, temperature, config.model, state.model, tokenizer, {}
+            )
+            programs = PolicyPrograms(
+                config.recipe,
+                config.policy,
+                LearningRate.of(config.schedule, self._ramp),
+                state,
+                rollout,
+                ahead,
+                {},
+            )
+            programs.announce(self._ramp.stages[0])
+            self._state = initial_state(config.recipe)
+            self._trainer = PolicyTrainer(
+                config.policy,
+                config.rollout,
+                config.model.max_target_length,
+                rollout,
+                programs,
+                Sums(10, 0),
+                tokenizer,
+                rewards,
+                initial_state(config.recipe).model,
+            )
+
+    def step(self) -> dict:
+        with jax.set_mesh(self._mesh):
+            self._state, record = self._trainer.step(self._state, self._ramp.stages[0], 0)
+        return record
+
+
+def main() -> None:
+    given = figures.parser("overlap", __doc__).parse_args()
+    here = "overlap:waiting"
+    rewards = {"rewards that wait": here, "quick rewards": "maxramp.rl.tasks:brevity"}
+    report = {}
+    with contextlib.ExitStack() as closing:
+        runs = {
+            (name, parts): Steps(function, 32 // parts, closing)
+            for name, function in rewards.items()
+            for parts in (1, 4)
+        }
+        records = {key: [] for key in runs}
+        for run in runs.values():
+            run.step()  # compiles
+        for _ in range(ROUNDS):
+            for key, run in runs.items():
+                records[key].append(run.step())
+    for (name, parts), steps in records.items():
+        ratios = [r["step_seconds"] / sum(r[phase] for phase in PHASES) for r in steps]
+        report[f"{name}, {parts} part{'s' if parts > 1 else ''}"] = {
+            "step_seconds": statistics.median(r["step_seconds"] for r in steps),
+            "phases_seconds": statistics.median(sum(r[p] for p in PHASES) for r in steps),
+            "ratio": statistics.median(ratios),
+            "largest_ratio": max(ratios),
+        }
+    for name, found in report.items():
+        print(f"{name:<30}", "  ".join(f"{key} {value:.3f}" for key, value in found.items()))
+    waits = [
+        report[f"rewards that wait, {parts}"]["step_seconds"] for parts in ("1 part", "4 parts")
+    ]
+    print(f"where rewards wait, a step in 4 parts takes {waits[1] / waits[0]:.2f} of a whole one")
+    figures.save(given.json, report)
+
+
+if __name__ == "__main__":
+    main()
