@@ -349,14 +349,7 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     assert len(open_rows(unread.data, unread.reading, True).train[0].items)
 
 
-# Every fourth as a whole run, and most of those among the slow ones: seconds each.
-WHOLE = [
-    pytest.param(name, marks=[] if index % 5 == 0 else pytest.mark.slow)
-    for index, name in enumerate(list(CASES)[::4])
-]
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", list(CASES)[::4])
 def test_nothing_is_trained(name, f, tmp_path):
     """As a real run: exit status 2, the line and nothing else, no step and no checkpoint."""
     arguments, names = CASES[name]
