@@ -75,11 +75,17 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _refuse(config: Config) -> None:
-    """Refuses what the steps of reinforcement learning do not measure.
+    """Refuses what reinforcement learning cannot be done with, before a model is trained for it.
 
     Raises:
       ConfigError: a key asks for it.
     """
+    room = config.model.max_target_length - config.rollout.max_completion_length
+    if room < 1:
+        raise ConfigError(
+            f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
+            f"prompt in max_target_length={config.model.max_target_length}; raise that, or lower it"
+        )
     if config.optimizer.log_gradient_noise_scale:
         raise ConfigError(
             "log_gradient_noise_scale=True: steps of reinforcement learning do not measure it, and "

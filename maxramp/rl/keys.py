@@ -32,6 +32,8 @@ class RolloutKeys(Keys):
             module, colon, function = str(name).partition(":")
             if not (module and colon and function):
                 raise ConfigError(f"rewards: {name} must be module:function")
+        if not self.rewards:
+            raise ConfigError("rewards=[] names no function; give module:function")
         if len(set(self.rewards)) < len(self.rewards):
             raise ConfigError(f"rewards={list(self.rewards)} names a function twice; weigh it once")
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):

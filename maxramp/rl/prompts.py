@@ -114,11 +114,6 @@ def check_lengths(
       ConfigError: one does not.
     """
     room = model.max_target_length - keys.max_completion_length
-    if room < 1:
-        raise ConfigError(
-            f"max_completion_length={keys.max_completion_length} leaves no room for a prompt in "
-            f"max_target_length={model.max_target_length}; raise that, or lower it"
-        )
     for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
         if len(tokens) > room:
             raise ConfigError(

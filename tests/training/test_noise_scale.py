@@ -92,8 +92,8 @@ def gradients_of_rows(step):
         objective = next_token_prediction(config.objective)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
-            g, (_, count) = gradient(model, Batch(jnp.asarray(row_S)[None]))
-            tokens.append(float(count))
+            g, shown = gradient(model, Batch(jnp.asarray(row_S)[None]))
+            tokens.append(float(shown["tokens"]))
             seen = [
                 x / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
                 for x, v in zip(matrices(g.layers), v_of, strict=True)

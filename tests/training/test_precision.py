@@ -58,9 +58,9 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         model = jax.tree_util.tree_map_with_path(weight, abstract)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
             placed = jax.device_put(rows_RS, NamedSharding(mesh, TOKENS_BT))
-            found, (loss, tokens) = gradient(model, placed)
-            assert tokens == rows_RS[:, 1:].size
-            for path, x in [*jax.tree.leaves_with_path(found), ("loss", loss)]:
+            found, shown = gradient(model, placed)
+            assert shown["tokens"] == rows_RS[:, 1:].size
+            for path, x in [*jax.tree.leaves_with_path(found), ("loss", shown["loss"])]:
                 name = jax.tree_util.keystr(path) if path != "loss" else path
                 sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
     return sums

@@ -1,0 +1,125 @@
+"""`python -m maxramp.grpo`: its first model, its restarts, and what it refuses."""
+
+import signal
+import subprocess
+import time
+import types
+
+import pytest
+from conftest import ROOT, TINY, command, environment, run
+
+from maxramp import grpo
+from maxramp.config.load import load
+from maxramp.data import tokenizers
+from maxramp.errors import EXIT_PREEMPTED, ConfigError
+from maxramp.generation.loading import PromptTokenizer
+from maxramp.rl import first_model
+from maxramp.rl.prompts import FilePrompts, Sums, check_lengths
+from maxramp.run.metrics import read_records
+
+RL = str(ROOT / "configs" / "post_train" / "rl.yml")
+JOB = (
+    *TINY,
+    *("base_num_decoder_layers=1", "pretrain_steps=2", "rewards=[maxramp.rl.tasks:brevity]"),
+    *("rampup_batch_size=[2,2,8]", "global_batch_size=4", "micro_batch_size=2", "steps=14"),
+    *("num_generations=4", "max_completion_length=6", "checkpoint_period=5", "grpo_beta=0.1"),
+)
+
+
+def job(folder, name, *keys):
+    return (RL, *JOB, f"base_output_directory={folder}", f"run_name={name}", *keys)
+
+
+def what_happened(folder, name):
+    """The records of every step, without what the clock measured."""
+    records = read_records(folder / name / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(14))
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
+
+
+@pytest.mark.slow
+def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
+    """From a first model that the command trains, to the last bit of prompts, answers, losses."""
+    keys = (f"jax_cache_dir={cache_dir}",)
+    done = run(*job(tmp_path, "whole", *keys), module="grpo")
+    assert done.returncode == 0, done.stderr
+    assert "reward -" in done.stdout and (tmp_path / "whole" / "ramp.png").exists()
+    keys += (f"load_parameters_path={tmp_path / 'whole-first-model'}",)
+    records = tmp_path / "stopped" / "metrics.jsonl"
+    for number, step in ((signal.SIGTERM, 3), (signal.SIGKILL, 9)):
+        process = subprocess.Popen(
+            command(*job(tmp_path, "stopped", *keys), module="grpo"),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+        )
+        while process.poll() is None and len(read_records(records)) < step:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == (EXIT_PREEMPTED if number == signal.SIGTERM else -number)
+    assert len(read_records(records)) < 14
+    assert run(*job(tmp_path, "stopped", *keys), module="grpo").returncode == 0
+    assert what_happened(tmp_path, "stopped") == what_happened(tmp_path, "whole")
+
+
+def refused(capsys, *arguments):
+    assert grpo.main([RL, *arguments], types.SimpleNamespace()) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        (["num_generations=1"], "num_generations=1: an answer's advantage is over the others"),
+        (["prompt_file=p.jsonl"], "load_parameters_path is empty"),
+        (["load_parameters_path=nowhere"], "nowhere: no checkpoint there"),
+        (["rewards=[exact_match]"], "rewards: exact_match must be module:function"),
+        (["reward_weights=[1,2]"], "reward_weights=[1, 2] has 2 numbers for 1 rewards"),
+        (["rewards=[a:b,a:b]"], "names a function twice"),
+        (["rewards=[]"], "rewards=[] names no function"),
+        (["log_gradient_noise_scale=True"], "log_gradient_noise_scale=True: steps of reinforcem"),
+        (["max_completion_length=16"], "max_completion_length=16 leaves no room for a prompt"),
+        (["rl.loss_algo=gspo-token"], "rl.loss_algo=gspo-token"),
+        (["decode_sampling_top_k=50"], "decode_sampling_top_k=50"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, keys, says):
+    assert says in refused(capsys, *keys)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": 3}', 'line 3 has no text "prompt"'),
+        ('{"prompt": ""}', "line 1 has an empty prompt"),
+        ('{"prompt": "\\ud800"}', "half a surrogate pair"),
+        ("\n", "holds no prompt"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_holds_no_prompts(tmp_path, text, says):
+    path = tmp_path / "prompts.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        FilePrompts(str(path), 0)
+
+
+def test_a_prompt_that_leaves_no_room(tmp_path):
+    config = load([RL, "max_completion_length=12"])
+    bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "ab"}\n{"prompt": "1+2="}\n')
+    for prompts in (Sums(10, 0), FilePrompts(str(path), 0)):
+        with pytest.raises(ConfigError, match="leaves a prompt 4 of max_target_length=16 tokens"):
+            check_lengths(prompts, bytes_, config.rollout, config.model)
+
+
+def test_the_first_model_is_beside_the_run():
+    config = load([RL, "run_name=a", "base_output_directory=b"])
+    assert first_model.is_ours(config)
+    assert str(first_model.weights_of(config)) == "b/a-first-model"
+    given = config.replace(load_parameters_path="c")
+    assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
