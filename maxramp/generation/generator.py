@@ -178,7 +178,7 @@ class Generator:
             if all(answer.done for answer in answers):
                 return
 
-    def lowerings(
+    def traced(
         self,
         model: Decoder,
         count: int,
@@ -186,10 +186,10 @@ class Generator:
         most_tokens: int,
         sampling: Sampling,
         stops: Sequence[int],
-    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    ) -> dict[str, Callable[[], jax.stages.Traced]]:
         """The programs of `prepare` and `generate` for so many prompts, by what they do.
 
-        Compile what they return, and a call finds it: JAX keeps what a function was lowered to.
+        Lower and compile what they return, and a call finds it: JAX keeps what it lowers.
 
         Args:
           model: its shapes and shardings.
@@ -203,21 +203,21 @@ class Generator:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), rows
         )
 
-        def decode() -> jax.stages.Lowered:
+        def decode() -> jax.stages.Traced:
             caches = self._prefill.eval_shape(weights, rows, length=length, slots=slots)
             caches = on_mesh(caches, self._mesh)
             numbers = np.uint32(0), np.int32(1)
-            return self._decode.lower(
+            return self._decode.trace(
                 weights, caches, rows, *numbers, sampling=sampling, stops=tuple(stops)
             )
 
         return {
-            "preparing weights": lambda: self._prepare.lower(model),
-            "reading prompts": lambda: self._prefill.lower(
+            "preparing weights": lambda: self._prepare.trace(model),
+            "reading prompts": lambda: self._prefill.trace(
                 weights, rows, length=length, slots=slots
             ),
             "writing answers": decode,
-            "gathering them": lambda: self._gather.lower(rows),
+            "gathering them": lambda: self._gather.trace(rows),
         }
 
     def _lengths(self, longest: int, most_tokens: int) -> tuple[int, int]:

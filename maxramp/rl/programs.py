@@ -66,7 +66,7 @@ class PolicyPrograms:
         """
         jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
         self._policy, self._rollout, self._state, self._ahead = policy, rollout, state, ahead
-        self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Lowered]]] = {}
+        self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         self._mesh: Mesh = jax.sharding.get_mesh()
         self._row_length = recipe.model.max_target_length + 1
         objective = policy_gradient(policy, recipe.objective)
@@ -92,10 +92,10 @@ class PolicyPrograms:
         """Has a stage's programs compiled after those that wait to be."""
         answers = stage.micro_batch_size * self._policy.num_generations
         if answers not in self._announced:  # stages whose parts are equal share their programs
-            self._announced[answers] = self._lowerings(answers)
-        for key, lower in self._announced[answers].items():
+            self._announced[answers] = self.traced(answers)
+        for key, trace in self._announced[answers].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
-            self._ahead.announce(key, name, lower)
+            self._ahead.announce(key, name, functools.partial(_lower, trace))
 
     def wait(self, stage: Stage) -> float:
         """Waits until a stage's programs are compiled, and returns the seconds that took.
@@ -118,7 +118,7 @@ class PolicyPrograms:
         """
         self._ahead.raise_failure()
 
-    def _lowerings(self, answers: int) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
+    def traced(self, answers: int) -> dict[tuple, Callable[[], jax.stages.Traced]]:
         """The programs for parts of so many answers, in the order of their use."""
         state, model = self._state, self._state.model
         batch = self._batch(answers)
@@ -126,20 +126,20 @@ class PolicyPrograms:
         def sums() -> Any:
             return on_mesh(self.zeros.eval_shape(model), self._mesh)
 
-        def change(again: bool) -> Callable[[], jax.stages.Lowered]:
-            return lambda: self.update.lower(state, sums(), np.uint32(1), again=again)
+        def change(again: bool) -> Callable[[], jax.stages.Traced]:
+            return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
-        found = self._rollout.lowerings(model, answers)
-        found["zeroing sums"] = lambda: self.zeros.lower(model)
+        found = self._rollout.traced(model, answers)
+        found["zeroing sums"] = lambda: self.zeros.trace(model)
         if self._policy.grpo_beta:
-            found["the reference"] = functools.partial(self.reference.lower, model, batch)
+            found["the reference"] = functools.partial(self.reference.trace, model, batch)
             log_probs = on_mesh(self.reference.eval_shape(model, batch), self._mesh)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
-        found["gradients"] = lambda: self.add.lower(sums(), model, batch)
+        found["gradients"] = lambda: self.add.trace(sums(), model, batch)
         found["the update"] = change(again=False)
         if self._policy.num_iterations > 1:
             found["later updates"] = change(again=True)
-        return {(name, 0 if name in _SHARED else answers): lower for name, lower in found.items()}
+        return {(name, 0 if name in _SHARED else answers): trace for name, trace in found.items()}
 
     def _batch(self, answers: int) -> Batch:
         sharding = NamedSharding(self._mesh, TOKENS_BT)
@@ -154,3 +154,7 @@ class PolicyPrograms:
             shares=of(jnp.float32),
             sampled_log_probs=of(jnp.float32),
         )
+
+
+def _lower(trace: Callable[[], jax.stages.Traced]) -> jax.stages.Lowered:
+    return trace().lower()

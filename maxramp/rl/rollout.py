@@ -36,8 +36,8 @@ class Rollout(Protocol):
         """
         ...
 
-    def lowerings(self, model: Decoder, count: int) -> dict[str, Callable]:
-        """The programs of this process for `count` prompts (`Generator.lowerings`), by name."""
+    def traced(self, model: Decoder, count: int) -> dict[str, Callable]:
+        """The programs of this process for `count` prompts (`Generator.traced`), by name."""
         ...
 
 
@@ -88,8 +88,8 @@ class GeneratorRollout:
             self._room,
         )
 
-    def lowerings(self, model: Decoder, count: int) -> dict[str, Callable]:
-        """As `Generator.lowerings`."""
-        return self._generator.lowerings(
+    def traced(self, model: Decoder, count: int) -> dict[str, Callable]:
+        """As `Generator.traced`."""
+        return self._generator.traced(
             model, count, self._room, self._most, self._sampling, self._ends
         )
