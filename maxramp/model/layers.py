@@ -149,8 +149,10 @@ def _confuses_rows(spec: P) -> bool:
 
     Where a weight is sharded over fsdp and tensor, and rows over fsdp and another axis, it puts the
     rows of few tokens in the order of the weight's shards, and leaves them there. So there weights
-    are gathered before the product.
+    are gathered before the product. XLA for TPUs gathers them by itself.
     """
+    if platform() == "tpu":
+        return False
     sizes = jax.sharding.get_abstract_mesh().shape
     copies = math.prod(sizes[axis] for axis in COPY_AXES if axis not in spec.partitions)
     return copies > 1 and sizes["fsdp"] > 1 and sizes["tensor"] > 1
