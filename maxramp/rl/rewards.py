@@ -12,6 +12,7 @@ import importlib
 import math
 import multiprocessing
 import numbers
+import os
 import signal
 import sys
 import threading
@@ -69,7 +70,6 @@ class Rewards:
             for worker, part in zip(self._workers, parts, strict=False)
         ]
         joined: concurrent.futures.Future = concurrent.futures.Future()
-        start = time.perf_counter()
         left = [len(futures)]
         lock = threading.Lock()
 
@@ -79,8 +79,8 @@ class Rewards:
                 if left[0]:
                     return
             try:
-                rewards = np.concatenate([future.result() for future in futures])
-                joined.set_result((rewards, time.perf_counter() - start))
+                rewards, seconds = zip(*(future.result() for future in futures), strict=True)
+                joined.set_result((np.concatenate(rewards), max(seconds)))
             except BaseException as error:
                 joined.set_exception(error)
 
@@ -114,12 +114,14 @@ class _Worker:
 
     def work(
         self, prompts: list[str], answers: list[str], truths: list[Any], timeout: float
-    ) -> np.ndarray:
-        """The rewards: [answers, functions]."""
+    ) -> tuple[np.ndarray, float]:
+        """The rewards, [answers, functions], and the seconds that they took."""
         try:
             with self._busy:
+                start = time.perf_counter()
                 self._pipe.send((prompts, answers, truths))
                 failed, found = self._receive(timeout)
+                seconds = time.perf_counter() - start
         except TimeoutError:
             self.kill()
             raise TrainingError(
@@ -136,7 +138,7 @@ class _Worker:
             ) from None
         if failed:
             raise TrainingError(found)
-        return np.array(found, np.float64).T
+        return np.array(found, np.float64).T, seconds
 
     def kill(self) -> None:
         self._process.kill()
@@ -150,6 +152,7 @@ class _Worker:
 def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     """A worker's life: imports the functions, then answers until nobody asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's to hear
+    os.environ["JAX_PLATFORMS"] = "cpu"  # and the devices are its too
     sys.path[:] = ["", *path]
     functions = []
     try:
