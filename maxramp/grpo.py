@@ -234,7 +234,6 @@ def train(
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "global_batch_size": stage.global_batch_size,
             "consumed_samples": consumed,
-            "consumed_tokens": consumed * ramp.keys.max_target_length,
             **metrics,
         }
         for write in writers:

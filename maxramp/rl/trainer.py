@@ -98,7 +98,8 @@ class PolicyTrainer:
         """
         begin, seconds = time.perf_counter(), defaultdict(float)
         seconds["compile"] = self._programs.wait(stage)
-        weights = self._rollout.prepare(state.model)
+        with _counted(seconds, "rollout"):
+            weights = self._rollout.prepare(state.model)
         count, parts = stage.micro_batch_size, stage.gradient_accumulation_steps
         batches: list[Batch] = []
         found: list[tuple[_Part, np.ndarray]] = []

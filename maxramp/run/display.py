@@ -21,11 +21,10 @@ def describe_stage(stage: Stage, last: int) -> str:
     )
 
 
-def _result(record: Record) -> str:
-    """What a step reached: the mean reward, where there are rewards."""
-    if "reward" in record:
-        return f"reward {record['reward']:.3f}  length {record['answer_length']:.1f}"
-    return f"loss {record['loss']:.4f}"
+def _result(record: Record) -> tuple[str, float]:
+    """What a step reached: the mean reward, where there are rewards, or else the loss."""
+    name = "reward" if "reward" in record else "loss"
+    return name, record[name]
 
 
 def duration(seconds: float) -> str:
@@ -55,7 +54,7 @@ class Display:
         self._started = time.perf_counter()
         # Of this start: steps, tokens, the seconds they took, the first and the last loss.
         self._steps_done, self._tokens, self._seconds = 0, 0, 0.0
-        self._first_loss = self._last_loss = 0.0
+        self._result, self._first, self._last = "loss", 0.0, 0.0
         self._eval_loss: float | None = None
 
     def start(self, ramp: RampupBatchManager) -> None:
@@ -102,12 +101,10 @@ class Display:
         if stage.index != self._stage_index:
             self._stage_index = stage.index
             self.say(describe_stage(stage, self._last_stage))
-        tokens = (
-            record["consumed_tokens"] * record["global_batch_size"] // record["consumed_samples"]
-        )
-        self._last_loss = record["loss"]
+        tokens = round(record["tokens_per_second"] * record["step_seconds"])
+        name, self._last = _result(record)
         if not self._steps_done:
-            self._first_loss = record["loss"]
+            self._result, self._first = name, self._last
         else:  # the first step of a start holds its compile: it says nothing about the pace
             pace = record["step_seconds"] / record["global_batch_size"]
             self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
@@ -118,7 +115,7 @@ class Display:
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
             f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {_result(record)}  "
+            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:
@@ -140,6 +137,6 @@ class Display:
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         return (
             f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens in "
-            f"{duration(time.perf_counter() - self._started)}; loss {self._first_loss:.4f} -> "
-            f"{self._last_loss:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+            f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
+            f"{self._last:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

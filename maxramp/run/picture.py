@@ -71,8 +71,8 @@ def draw_policy(records: list[Record], path: pathlib.Path, title: str) -> None:
     diverges = any(record.get("kl") is not None for record in steps)
     labels = {
         "reward": "mean reward",
-        "answer_length": "mean length\n(tokens)",
-        "kl": "KL from the first\nweights (nats)",
+        "answer_length": "length\n(tokens)",
+        "kl": "KL\n(nats)",
         "entropy": "entropy\n(nats)",
         "global_batch_size": "batch\n(prompts)",
     }
