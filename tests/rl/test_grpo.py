@@ -123,3 +123,10 @@ def test_the_first_model_is_beside_the_run():
     assert str(first_model.weights_of(config)) == "b/a-first-model"
     given = config.replace(load_parameters_path="c")
     assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
+
+
+def test_maxtexts_names_are_taken():
+    keys = ("batch_size=8", "num_batches=5", "rl.num_generations=3", "rl.grpo_beta=0.5")
+    config = load([RL, "rampup_batch_size=none", *keys, "micro_batch_size=-1"], note=len)
+    assert (config.batch.global_batch_size, config.batch.steps) == (8, 5)
+    assert (config.policy.num_generations, config.policy.grpo_beta) == (3, 0.5)
