@@ -25,6 +25,10 @@ class TrainingError(RuntimeError):
     """Why a run that had started must stop, in one line. Programs exit with status 1."""
 
 
+class NotFiniteError(TrainingError):
+    """Weights or losses are no numbers: a state that is not worth saving."""
+
+
 class PeerLostError(TrainingError):
     """Another process of the job ended. Programs exit with status 77: start the job again."""
 

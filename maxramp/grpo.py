@@ -29,10 +29,11 @@ from maxramp.errors import (
     EXIT_PREEMPTED,
     EXIT_STAGE_END,
     ConfigError,
+    NotFiniteError,
     TrainingError,
     report,
 )
-from maxramp.generation.loading import TrainedRun
+from maxramp.generation.loading import PromptTokenizer, TrainedRun
 from maxramp.parallel import agreement, cpu, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.processes import run
@@ -40,7 +41,7 @@ from maxramp.planning.cost import PassCost
 from maxramp.rampup.numbers import plain_number
 from maxramp.rl import first_model
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.prompts import check_lengths, open_prompts
+from maxramp.rl.prompts import Prompts, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
 from maxramp.rl.trainer import PolicyTrainer
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
         weights = first_model.weights_of(loaded)
         if first_model.is_ours(loaded) and (status := first_model.train(loaded, weights)):
             return status
-        loaded = first_model.with_weights(loaded, weights)
+        loaded = first_model.with_weights(loaded, weights, notes.append)
         hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
         with Watchdog(hang, join) as watchdog:
             return _run(loaded, notes, preemption, watchdog)
@@ -104,9 +105,13 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
     mesh = mesh_lib.make_mesh(config.mesh)
     jax.set_mesh(mesh)
     weights = first_model.weights_of(config)
-    tokenizer = TrainedRun(weights, []).tokenizer()
-    prompts = open_prompts(config.rollout, config.data)
-    check_lengths(prompts, tokenizer, config.rollout, config.model)
+    tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, []).tokenizer())
+    prompts = agreement.raise_everywhere(lambda: _prompts(config, tokenizer))
+    if len(hashes := {*agreement.all_gather_json(prompts.hash)}) > 1:
+        raise ConfigError(
+            f"prompt_file={config.rollout.prompt_file}: {len(hashes)} different files on the "
+            "processes of the job; give all of them the same one"
+        )
     with contextlib.ExitStack() as closing:
         output = closing.enter_context(Output(config.run, to_yaml(config)))
         if jax.process_index() == 0:
@@ -221,6 +226,8 @@ def train(
         stage = ramp.stage_at_step(step)
         try:
             state, metrics = trainer.step(state, stage, ramp.samples_before(step))
+        except NotFiniteError:  # nothing that is worth saving
+            raise
         except TrainingError:  # of a reward, or a program: every process comes here
             if step > first_step:
                 checkpoints.save(step, state, ramp, output.flush, last=True)
@@ -252,6 +259,12 @@ def train(
         output.write_next_stage(schedule)
         return EXIT_STAGE_END
     return 0
+
+
+def _prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
+    prompts = open_prompts(config.rollout, config.data)
+    check_lengths(prompts, tokenizer, config.rollout, config.model)
+    return prompts
 
 
 def _rewards(config: Config, closing: contextlib.ExitStack) -> Rewards | None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.marks import PADDING
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.cache import Cache
 from maxramp.model.decoder import Decoder
@@ -142,7 +142,7 @@ class Generator:
 
         Raises:
           ConfigError: a prompt is empty, or too long for the model's rows.
-          TrainingError: the weights give logits that are no numbers.
+          NotFiniteError: the weights give logits that are no numbers.
         """
         *_, answers = self.stream(
             weights, prompts, most_tokens, sampling, seed, stops, samples, room, most_tokens
@@ -375,7 +375,9 @@ def _new_rows(
 def _answers(rows: Rows, prompts: Sequence[np.ndarray], stops: Sequence[int]) -> list[Answer]:
     """What stands behind the prompts, in arrays of their own."""
     if np.isnan(rows.log_probs_BS).any():
-        raise TrainingError("the weights give logits that are not numbers; take another checkpoint")
+        raise NotFiniteError(
+            "the weights give logits that are not numbers; take another checkpoint"
+        )
     answers = []
     for row, prompt in enumerate(prompts):
         answer = slice(len(prompt), rows.lengths_B[row])

@@ -9,11 +9,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import TornError
+from maxramp.commandline import print_note
 from maxramp.config.checks import check
 from maxramp.config.keys import Config
 from maxramp.data.files.storage import write_whole
@@ -26,11 +29,13 @@ from maxramp.parallel.keys import BackendKeys, MeshKeys
 _DOCUMENTS = 40_000
 _SHARE_ANSWERED = 0.15  # of the sums that the first model reads
 
-# What the weights were trained as: their sizes, and the documents with their tokenizer.
-_OF_WEIGHTS = (
+# What weights were trained as: their sizes, and the documents with their tokenizer.
+_SIZES = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
     *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "mlp_activations"),
     *("logits_via_embedding", "normalization_layer_epsilon", "rope_max_timescale"),
+)
+_DATA = (
     *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
     *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
 )
@@ -60,14 +65,23 @@ def weights_of(config: Config) -> pathlib.Path:
     return pathlib.Path(config.run.base_output_directory).expanduser() / name
 
 
-def with_weights(config: Config, weights: pathlib.Path) -> Config:
+def with_weights(
+    config: Config, weights: pathlib.Path, note: Callable[[str], None] = print_note
+) -> Config:
     """The configuration with these first weights, the sizes they have and the tokenizer they know.
+
+    Args:
+      config: loaded.
+      weights: a checkpoint, or a run's folder.
+      note: takes a line about sizes that the keys give otherwise.
 
     Raises:
       ConfigError: there is no such checkpoint, or it does not suit the keys.
     """
     there = TrainedRun(weights, []).checkpoint.config
-    of_weights = {name: there[name] for name in _OF_WEIGHTS if name in there}
+    of_weights = {name: there[name] for name in (*_SIZES, *_DATA) if name in there}
+    if other := _other_sizes(config, there):
+        note(f"{weights} has {other}; these sizes are taken")
     if not config.checkpoints.load_full_state_path:
         of_weights["load_parameters_path"] = str(weights)
     config = config.replace(**of_weights, eval_interval=-1)  # there is no text to hold out
@@ -85,11 +99,11 @@ def train(config: Config, folder: pathlib.Path) -> int:
     Raises:
       TrainingError: it was not trained.
     """
-    if _is_trained(folder, config.rollout.pretrain_steps):
+    documents, text = folder / "sums.jsonl", _documents(config.rollout.sums_below)
+    if _is_trained(config, folder) and documents.exists() and documents.read_bytes() == text:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    documents = folder / "sums.jsonl"
-    write_whole(documents, _documents(config.rollout.sums_below))
+    write_whole(documents, text)
     sections = (ModelKeys, BackendKeys, MeshKeys)
     names = [field.name for section in sections for field in dataclasses.fields(section)]
     given = {key: config.values[key] for key in names} | {
@@ -117,11 +131,18 @@ def train(config: Config, folder: pathlib.Path) -> int:
     return status
 
 
-def _is_trained(folder: pathlib.Path, steps: int) -> bool:
+def _is_trained(config: Config, folder: pathlib.Path) -> bool:
     try:
-        return folder_lib.read(folder_lib.find(folder)).step >= steps
+        found = folder_lib.read(folder_lib.find(folder))
     except (ConfigError, TornError):
         return False
+    return found.step >= config.rollout.pretrain_steps and not _other_sizes(config, found.config)
+
+
+def _other_sizes(config: Config, there: Mapping[str, Any]) -> str:
+    """The sizes of weights that differ from those that the keys give, in one line."""
+    other = {name: there[name] for name in _SIZES if there.get(name) != config.values[name]}
+    return ", ".join(f"{name}={value}" for name, value in other.items())
 
 
 def _documents(bound: int) -> bytes:

@@ -115,6 +115,11 @@ def check_lengths(
     """
     room = model.max_target_length - keys.max_completion_length
     for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
+        if not len(tokens):
+            raise ConfigError(
+                f"prompt_file={keys.prompt_file}: {shortened(text)} has no tokens; use add_bos="
+                "True, or leave it out"
+            )
         if len(tokens) > room:
             raise ConfigError(
                 f"max_completion_length={keys.max_completion_length} leaves a prompt {room} of "
