@@ -117,8 +117,8 @@ def check_lengths(
     for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
         if not len(tokens):
             raise ConfigError(
-                f"prompt_file={keys.prompt_file}: {shortened(text)} has no tokens; use add_bos="
-                "True, or leave it out"
+                f"prompt_file={keys.prompt_file}: {shortened(text)} has no tokens; leave it "
+                "out, or use add_bos=True"
             )
         if len(tokens) > room:
             raise ConfigError(

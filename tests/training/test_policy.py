@@ -37,7 +37,13 @@ KEYS = PolicyKeys(
 
 def config_of(*keys, devices=8):
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={P * G / devices}")
-    constant += ("warmup_steps_fraction=0", "steps=20", "opt_type=sgd", "learning_rate=1")
+    constant += (
+        "base_num_decoder_layers=1",
+        "warmup_steps_fraction=0",
+        "steps=20",
+        "opt_type=sgd",
+        "learning_rate=1",
+    )
     return make_config(*constant, *keys, devices=devices)
 
 
@@ -88,8 +94,15 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
 MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2")
 
 
-@pytest.mark.parametrize("grpo_normalization", ["token", "sequence"])
-@pytest.mark.parametrize("parts, keys, devices", [(4, (), 1), (2, MESH, 8)])
+@pytest.mark.parametrize(
+    "grpo_normalization, parts, keys, devices",
+    [
+        ("token", 4, (), 1),
+        ("sequence", 2, MESH, 8),
+        pytest.param("sequence", 4, (), 1, marks=pytest.mark.slow),
+        pytest.param("token", 2, MESH, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_the_update_depends_on_no_cutting(grpo_normalization, parts, keys, devices):
     whole, change = stepped(1, grpo_normalization, devices=1)
     cut, other = stepped(parts, grpo_normalization, *keys, devices=devices)
