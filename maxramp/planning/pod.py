@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError, reason_of
 from maxramp.planning.machine import Machine
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import Stage
-from maxramp.training.device_memory import GIB, compiled_bytes
+from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options, lower_step
@@ -72,7 +72,8 @@ class Pod:
                     "compile_seconds": time.perf_counter() - start,
                 }
         seconds = time.perf_counter() - start
-        analysis, peak = compiled.memory_analysis(), compiled_bytes(compiled) / GIB
+        arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
+        peak = compiled_bytes(compiled) / GIB
         try:
             work = self._machine.work(compiled.as_text())
         except ValueError as error:
@@ -82,9 +83,10 @@ class Pod:
             ) from None
         return limit | {
             "memory_gib": {
-                "arguments": analysis.argument_size_in_bytes / GIB,
-                "temporaries": analysis.temp_size_in_bytes / GIB,
+                "arguments": arguments,
+                "temporaries": peak - arguments,
                 "peak": peak,
+                "by_parts": bytes_by_parts(compiled) / GIB,
                 "limit": self._limit,
             },
             "fits": peak <= self._limit,

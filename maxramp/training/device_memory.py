@@ -15,7 +15,20 @@ def device_memory(device_memory_gib: float) -> int:
 
 
 def compiled_bytes(compiled: Any) -> int:
-    """Peak bytes per device of a compiled program, by the compiler's own account."""
+    """Bytes per device that a compiled program allocates, by the compiler's own account.
+
+    jax 0.12 says what the compiler holds against the device's memory. Before that there are only
+    its parts.
+    """
+    total = getattr(compiled.memory_analysis(), "total_allocation_bytes", 0)
+    return total or bytes_by_parts(compiled)
+
+
+def bytes_by_parts(compiled: Any) -> int:
+    """Arguments, results and temporaries of a compiled program, added up.
+
+    On TPUs too much: memory that is used again after a loop counts again.
+    """
     analysis = compiled.memory_analysis()
     return (
         analysis.argument_size_in_bytes

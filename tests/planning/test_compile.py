@@ -4,6 +4,8 @@ import importlib.util
 import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conftest import BASE, TINY, run
 
@@ -17,6 +19,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
 
 POD = [
     *TINY,
@@ -245,3 +248,33 @@ def test_shipped_pods_resolve():
         ramp = RampupBatchManager(config.batch, chips)
         ramp.check(ramp.stages)
         assert len(ramp.stages) > 1
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
+    """Its parts are more than a chip has; the compiler refuses what is more than that in truth."""
+    chip = topology.describe(topology.parse("v5p:2x2x1"), 1).devices[0]
+
+    def loss(x, weights):
+        def layer(x, weight):
+            return jnp.tanh(x @ weight), x
+
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    def compile_for(width):
+        one = jax.sharding.SingleDeviceSharding(chip)
+        x, weights = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one)
+            for shape in ((width, width), (8, width, width))
+        )
+        return jax.jit(jax.grad(loss)).lower(x, weights).compile()
+
+    compiled = compile_for(51200)
+    if bytes_by_parts(compiled) == compiled_bytes(compiled):
+        pytest.skip("this jax knows only the parts")
+    assert compiled_bytes(compiled) < 95.74 * GIB < bytes_by_parts(compiled)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"\(100.34G\) exceeds available HBM"):
+        compile_for(53248)
+    # The same buffers, 53,248 wide, so the compiler counts as `compiled_bytes` does.
+    assert compiled_bytes(compiled) * (53248 / 51200) ** 2 / GIB == pytest.approx(100.34, abs=0.01)
