@@ -279,7 +279,7 @@ def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
 def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     """Arrays of the last checkpoints that do not hold the same bits."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from maxramp.checkpoints.store import stored_arrays
+    from maxramp.checkpoints.arrays import stored_arrays
 
     arrays = [list(stored_arrays(folder_lib.find(folder))) for folder in (stormy, calm)]
     pairs = zip(*arrays, strict=True)

@@ -129,7 +129,7 @@ def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
     import numpy as np
 
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
-    from maxramp.checkpoints.store import stored_arrays
+    from maxramp.checkpoints.arrays import stored_arrays
 
     arrays, values, strange = 0, 0, 0
     for array in stored_arrays(checkpoint):

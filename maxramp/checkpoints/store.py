@@ -9,66 +9,32 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import itertools
-import logging
-import math
 import pathlib
 import platform
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
+from maxramp.checkpoints.background import agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.timer import Timer
 from maxramp.data.order import SHUFFLE
-from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import agreement, processes
+from maxramp.parallel import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
-# What it has to say is in the errors it raises; on stderr it would be pages.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-# What TensorStore says of them stands among paths and line numbers of its own.
-_DISK_ERRORS = (
-    "No space left on device",
-    "Read-only file system",
-    "Disk quota exceeded",
-    "File too large",
-    "Input/output error",
-    "Permission denied",
-)
-
 # Orbax writes into the folder that it is given: it gets its name here, when it is whole.
 _IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-
-# Keys that decide which arrays there are and of what shape.
-_SHAPE_KEYS = (
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "head_dim",
-    "base_mlp_dim",
-    "base_num_decoder_layers",
-    "vocab_size",
-    "logits_via_embedding",
-    "decoder_block",
-    "weight_dtype",
-    "mu_dtype",
-    "opt_type",
-)
 
 
 class Checkpoints:
@@ -103,7 +69,7 @@ class Checkpoints:
         self._last_good: int | None = None
         self._failed_in_a_row = 0
         self._saving: tuple[int, concurrent.futures.Future] | None = None
-        self._timer: _Timer | None = None
+        self._timer: Timer | None = None
 
     def latest(self) -> Checkpoint | None:
         """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
@@ -170,30 +136,8 @@ class Checkpoints:
             ) from None
 
     def compare(self, checkpoint: Checkpoint, abstract: Any) -> None:
-        """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
-
-        Args:
-          checkpoint: the one to go on from.
-          abstract: an abstract train state, or parts of one by name.
-
-        Raises:
-          ConfigError: names the first parameter that differs, and the keys that make it so.
-        """
-        items = abstract if isinstance(abstract, dict) else _items(abstract)
-        with _reading(checkpoint.path):
-            stored = ocp.checkpointables_metadata(checkpoint.path).metadata
-        there, wanted = _leaves(stored, items), _leaves(items, items)
-        changed = [k for k in _SHAPE_KEYS if checkpoint.config.get(k) != self._values[k]]
-        keys = ", ".join(
-            f"{k}={self._values[k]} (there {checkpoint.config.get(k)})" for k in changed
-        )
-        for path in sorted(there.keys() | wanted.keys()):
-            if there.get(path) != wanted.get(path):
-                raise ConfigError(
-                    f"{checkpoint.path}: {path} is {_shown(there.get(path))}, but "
-                    f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
-                    "model and optimizer keys it was trained with, or another run_name"
-                )
+        """Refuses a checkpoint whose arrays are not those of `abstract`, as `arrays.compare`."""
+        compare(checkpoint, abstract, self._values)
 
     def restore(self, checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
         """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
@@ -201,8 +145,8 @@ class Checkpoints:
         Raises:
           ConfigError: the arrays cannot be read.
         """
-        with _reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(checkpoint.path, _items(abstract))
+        with reading(checkpoint.path):
+            loaded = ocp.load_checkpointables(checkpoint.path, items_of(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
         state = in_stage_order(state)
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
@@ -244,13 +188,13 @@ class Checkpoints:
         """
         checkpoint = self._read(folder_lib.find(path))
         self.compare(checkpoint, {"model": model})
-        with _reading(checkpoint.path):
+        with reading(checkpoint.path):
             loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
         return in_stage_order(loaded)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
-        self._timer = _Timer(self._keys.checkpoint_period_minutes)
+        self._timer = Timer(self._keys.checkpoint_period_minutes)
         if not (self._keys.enable_checkpointing and self._is_first):
             return
         for step in self._torn:
@@ -323,19 +267,19 @@ class Checkpoints:
         )
         error = self._error_of(prepare)
         if any(agreement.all_gather_json(error is not None)):
-            writing = _raiser(error or OSError("the first process cannot write"))
+            writing = raiser(error or OSError("the first process cannot write"))
         else:
             try:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
                         folder_lib.unfinished(checkpoint.path),
-                        _items(in_layer_order(state)),
+                        items_of(in_layer_order(state)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
-                writing = _raiser(raised)
+                writing = raiser(raised)
         self._timer.stop()
-        self._saving = step, _in_thread(lambda: self._write(checkpoint.path, writing))
+        self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing))
         if last or not self._keys.async_checkpointing:
             self._finish_save(last)
 
@@ -400,7 +344,7 @@ class Checkpoints:
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
-        reason = _agreed(saving)
+        reason = agreed_reason(saving)
         if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return
@@ -431,67 +375,7 @@ class Checkpoints:
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._saving
         if failed := saving.exception():
-            self._warn(f"{self._folder / str(step)} was not saved: {_reason_of(failed)}")
-
-
-def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, one by one.
-
-    Raises:
-      TornError: one cannot be read.
-      MemoryError, JaxRuntimeError: it does not fit into memory here.
-    """
-    try:
-        stored = ocp.checkpointables_metadata(path).metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        for name, tree in stored.items():
-            leaves, structure = jax.tree.flatten(tree)
-            for i, leaf in enumerate(leaves):
-                wanted = [ocp.PLACEHOLDER] * len(leaves)
-                wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-                loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
-                yield np.asarray(jax.tree.leaves(loaded)[i])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise folder_lib.TornError(_reason_of(error)) from None
-
-
-class _Timer:
-    """Whether checkpoint_period_minutes have passed since the end of the last save.
-
-    Clocks differ between processes, and all must save the same step, so the first process's clock
-    counts. Its answer travels through the devices, dispatched behind one step and read behind the
-    next, when it is there without waiting.
-    """
-
-    def __init__(self, minutes: float):
-        self._seconds = 60 * minutes
-        self._pending: jax.Array | None = None
-        if minutes > 0 and jax.process_count() > 1:
-            mesh = jax.sharding.get_mesh()
-            self._sharding = NamedSharding(mesh, P(mesh.axis_names))
-            self._any = jax.jit(jnp.max)
-        self.start()
-
-    def stop(self) -> None:
-        """A save begins, on every process after the same step."""
-        self._start, self._pending = math.inf, None
-
-    def start(self) -> None:
-        """It is written, or has failed."""
-        self._start = time.monotonic()
-
-    def is_due(self) -> bool:
-        if self._seconds < 0:
-            return False
-        due = time.monotonic() - self._start >= self._seconds
-        if jax.process_count() == 1:
-            return due
-        before = self._pending
-        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
-        self._pending = self._any(jax.make_array_from_process_local_data(self._sharding, mine))
-        return before is not None and bool(before)
+            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
 
 
 def versions() -> dict[str, str]:
@@ -500,97 +384,3 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         p: importlib.metadata.version(p) for p in packages
     }
-
-
-def _reason_of(error: BaseException) -> str:
-    """What a library raised, in a line that a person can read."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    text = " ".join(str(error).split())
-    for known in _DISK_ERRORS:
-        if known in text:
-            return known
-    return text[:200] or type(error).__name__
-
-
-class _reading:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line.
-
-    Too little memory is no fault of the checkpoint, and is raised as it is.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception) and not is_out_of_memory(error):
-            raise ConfigError(
-                f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
-                "the one before"
-            ) from None
-
-
-def _items(state: TrainState) -> dict[str, Any]:
-    """A state as it is stored: the weights can be read by themselves."""
-    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "model"}
-    return {"model": state.model, "optimizer": rest}
-
-
-def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
-
-
-def _path(path: Any) -> str:
-    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return ".".join(name for name in names if name != "value")
-
-
-def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
-    """What a thread of its own makes of a function; nothing waits for the thread at the end."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=processes.SAVING, daemon=True).start()
-    return future
-
-
-def _agreed(saving: concurrent.futures.Future) -> str:
-    """Why a save failed on some process; "" once it is done on all.
-
-    Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it here,
-    and leave their threads behind.
-    """
-    several = jax.process_count() > 1
-    while True:
-        concurrent.futures.wait([saving], timeout=0.2 if several else None)
-        own = None  # not yet done
-        if saving.done():
-            error = saving.exception()
-            own = _reason_of(error) if error else ""
-        reasons = agreement.all_gather_json(own)
-        for process, reason in enumerate(reasons):
-            if reason:
-                return f"process {process}: {reason}" if several else reason
-        if None not in reasons:
-            return ""
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail

@@ -16,8 +16,9 @@ from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.arrays import reading, stored_arrays
 from maxramp.checkpoints.resume import changes_since
-from maxramp.checkpoints.store import Checkpoints, _reading, stored_arrays, versions
+from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -241,8 +242,7 @@ def test_what_a_kill_left_is_removed(copied):
 
 def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
     """However long the files take: no save is due while one is written."""
-    config = config_of("checkpoint_period=-1", "checkpoint_period_minutes=1e-9")
-    folder = Folder(tmp_path / "c", config)
+    folder = Folder(tmp_path / "c", config := config_of("checkpoint_period_minutes=1e-9"))
     go_on, write_sizes = threading.Event(), folder_lib.write_sizes
 
     def slow(path):
@@ -419,7 +419,7 @@ def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
     """Nobody shall move a checkpoint away because a device was too small for it."""
     path = folder_lib.find(saved_folder.path)
     monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
-    with pytest.raises(MemoryError), _reading(path):
+    with pytest.raises(MemoryError), reading(path):
         ocp.load_checkpointables(path)
     with pytest.raises(MemoryError):
         list(stored_arrays(path))
