@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-import pathlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,12 +11,16 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints import s3
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
+from maxramp.folders.place import Place
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+s3.teach()
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (
@@ -79,7 +83,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     """
     items = abstract if isinstance(abstract, dict) else items_of(abstract)
     with reading(checkpoint.path):
-        stored = ocp.checkpointables_metadata(checkpoint.path).metadata
+        stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
     there, wanted = _leaves(stored, items), _leaves(items, items)
     changed = [k for k in _SHAPE_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
@@ -109,7 +113,7 @@ class reading:
     Too little memory is no fault of the checkpoint, and is raised as it is.
     """
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: Place):
         self._path = path
 
     def __enter__(self):
@@ -123,7 +127,7 @@ class reading:
             ) from None
 
 
-def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
+def stored_arrays(path: Place) -> Iterator[np.ndarray]:
     """The arrays of a checkpoint, one by one.
 
     Raises:
@@ -131,14 +135,16 @@ def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
       MemoryError, JaxRuntimeError: it does not fit into memory here.
     """
     try:
-        stored = ocp.checkpointables_metadata(path).metadata
+        stored = ocp.checkpointables_metadata(os.fspath(path)).metadata
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for name, tree in stored.items():
             leaves, structure = jax.tree.flatten(tree)
             for i, leaf in enumerate(leaves):
                 wanted = [ocp.PLACEHOLDER] * len(leaves)
                 wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-                loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
+                loaded = ocp.load_checkpointables(
+                    os.fspath(path), {name: structure.unflatten(wanted)}
+                )
                 yield np.asarray(jax.tree.leaves(loaded)[i])
     except Exception as error:
         if is_out_of_memory(error):

@@ -8,10 +8,8 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 import concurrent.futures
 import dataclasses
 import importlib.metadata
-import itertools
-import pathlib
+import os
 import platform
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +25,7 @@ from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.timer import Timer
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.folders.place import Place, check_writable, is_near, place
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement
 from maxramp.rampup.schedule import RampupBatchManager
@@ -48,7 +47,7 @@ class Checkpoints:
     def __init__(
         self,
         keys: CheckpointKeys,
-        folder: pathlib.Path,
+        folder: Place,
         corpus_hash: str,
         values: Mapping[str, Any],
         warn: Callable[[str], None],
@@ -68,6 +67,9 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
+        self._failed: list[Place] = []
+        self._late: int | None = None
+        self._waits = is_near(self._folder)  # for a save that goes on when the next is due
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._timer: Timer | None = None
 
@@ -88,7 +90,7 @@ class Checkpoints:
         def read() -> Checkpoint:
             if newest >= 0:
                 return self._read(self._folder / str(newest))
-            return self._read(folder_lib.find(pathlib.Path(self._keys.load_full_state_path)))
+            return self._read(folder_lib.find(place(self._keys.load_full_state_path)))
 
         checkpoint = agreement.raise_everywhere(read)
         self.shuffle = checkpoint.shuffle
@@ -113,8 +115,8 @@ class Checkpoints:
                 folder_lib.read(self._folder / str(step))
             except folder_lib.TornError as error:
                 self._torn.append(step)
-                if folder_lib.unfinished(self._folder / str(step)).exists():
-                    continue  # a save that was killed, where folders are renamed file by file
+                if folder_lib.was_killed(self._folder / str(step)):
+                    continue  # and folders are not renamed at once
                 reason = reason or f"{self._folder / str(step)} is torn ({error})"
             else:
                 if reason:
@@ -127,7 +129,7 @@ class Checkpoints:
             )
         return -1
 
-    def _read(self, path: pathlib.Path) -> Checkpoint:
+    def _read(self, path: Place) -> Checkpoint:
         try:
             return folder_lib.read(path)
         except folder_lib.TornError as error:
@@ -146,7 +148,7 @@ class Checkpoints:
           ConfigError: the arrays cannot be read.
         """
         with reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(checkpoint.path, items_of(abstract))
+            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), items_of(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
         state = in_stage_order(state)
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
@@ -172,11 +174,11 @@ class Checkpoints:
             return self.restore(position, abstract)
         state = initial_state(recipe)
         if self._keys.load_parameters_path:
-            path = pathlib.Path(self._keys.load_parameters_path)
+            path = place(self._keys.load_parameters_path)
             return dataclasses.replace(state, model=self.load_parameters(path, abstract.model))
         return state
 
-    def load_parameters(self, path: pathlib.Path, model: Decoder) -> Decoder:
+    def load_parameters(self, path: Place, model: Decoder) -> Decoder:
         """The weights of a checkpoint, of this run or another one.
 
         Args:
@@ -189,7 +191,7 @@ class Checkpoints:
         checkpoint = self._read(folder_lib.find(path))
         self.compare(checkpoint, {"model": model})
         with reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
+            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), {"model": model})["model"]
         return in_stage_order(loaded)
 
     def start_saving(self) -> None:
@@ -198,20 +200,8 @@ class Checkpoints:
         if not (self._keys.enable_checkpointing and self._is_first):
             return
         for step in self._torn:
-            aside = self._folder / f"{step}{folder_lib.TORN}"
-            for again in itertools.count(2):
-                if not aside.exists():
-                    break
-                aside = self._folder / f"{step}-{again}{folder_lib.TORN}"
-            (self._folder / str(step)).rename(aside)
-        self._remove_leftovers()  # last: they tell which checkpoints are half renamed
-
-    def _remove_leftovers(self) -> None:
-        """Removes the parts of saves that failed or were killed; none is going on."""
-        for path in self._folder.iterdir():
-            ours = path.suffix in (folder_lib.UNFINISHED, folder_lib.DELETING)
-            if ours and folder_lib.is_step(path.stem):
-                shutil.rmtree(path, ignore_errors=True)
+            folder_lib.set_aside(self._folder / str(step))
+        folder_lib.remove_leftovers(self._folder)  # last: they tell which are half renamed
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -232,7 +222,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         ramp: RampupBatchManager,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Callable[[], None]],
         last: bool,
     ) -> None:
         """Saves the state after `step` steps of `ramp`, unless that was the last save.
@@ -244,13 +234,17 @@ class Checkpoints:
           step: steps done.
           state: after them.
           ramp: the schedule.
-          prepare: writes what must be on disk before; where it raises an OSError nothing is saved.
+          prepare: writes what must be there before the checkpoint counts, and returns what waits
+            until it is there; where it raises an OSError nothing is saved.
           last: nothing is trained after it: returns when it is written.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
         if not self._keys.enable_checkpointing:
+            return
+        if not (last or self._waits or self._is_saved_everywhere()):
+            self._note_late(step)
             return
         self._finish_save()
         if step == self._last_good:
@@ -265,50 +259,68 @@ class Checkpoints:
             versions=versions(),
             shuffle=self.shuffle,
         )
-        error = self._error_of(prepare)
+        error, prepared = self._prepare(prepare)
         if any(agreement.all_gather_json(error is not None)):
             writing = raiser(error or OSError("the first process cannot write"))
         else:
             try:
                 with ocp.Context(atomicity_options=_IN_PLACE):
                     writing = ocp.save_checkpointables_async(
-                        folder_lib.unfinished(checkpoint.path),
+                        os.fspath(folder_lib.unfinished(checkpoint.path)),
                         items_of(in_layer_order(state)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
                 writing = raiser(raised)
         self._timer.stop()
-        self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing))
+        self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing, prepared))
         if last or not self._keys.async_checkpointing:
             self._finish_save(last)
 
-    def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
-        """What `prepare` raises, or else what stands in the way of a file."""
+    def _prepare(
+        self, prepare: Callable[[], Callable[[], None]]
+    ) -> tuple[OSError | None, Callable[[], None]]:
+        """What `prepare` raises, or else what stands in the way of a file; and what it returns."""
+        prepared: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            prepare()
+            prepared = prepare()
             if self._is_first:
-                (self._folder / ".writable").touch()
-                (self._folder / ".writable").unlink()
+                check_writable(self._folder)
         except OSError as error:
-            return error
-        return None
+            return error, prepared
+        return None, prepared
 
-    def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
+    def _write(
+        self, path: Place, writing: Callable[[], None], prepared: Callable[[], None]
+    ) -> None:
         """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
         try:
             writing()
+            prepared()
             if self._is_first:
-                unfinished = folder_lib.unfinished(path)
-                folder_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
-                unfinished.rename(path)
-                self._remove_leftovers()
+                folder_lib.commit(path)
+                for failed in self._failed:
+                    folder_lib.discard(failed)
+                self._failed.clear()
+                folder_lib.remove_leftovers(self._folder)
                 for old in self._not_kept():
-                    gone = self._folder / f"{old}{folder_lib.DELETING}"
-                    (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
-                    shutil.rmtree(gone, ignore_errors=True)
+                    folder_lib.remove(self._folder / str(old))
         finally:
             self._timer.start()
+
+    def _note_late(self, step: int) -> None:
+        """Says once for every save that others are left out as long as it goes on."""
+        slow = self._saving[0] if self._saving else None
+        if self._is_first and slow != self._late:
+            self._warn(
+                f"{self._folder / str(slow)} is still being written: no checkpoint after step "
+                f"{step}, and none until it is done"
+            )
+            self._late = slow
+
+    def _is_saved_everywhere(self) -> bool:
+        """Whether no process still writes the last save."""
+        return all(agreement.all_gather_json(self._saving is None or self._saving[1].done()))
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
@@ -349,8 +361,8 @@ class Checkpoints:
             self._last_good, self._failed_in_a_row = step, 0
             return
         if self._is_first:  # for room; what other threads still write goes after the next save
-            unfinished = folder_lib.unfinished(self._folder / str(step))
-            shutil.rmtree(unfinished, ignore_errors=True)
+            folder_lib.discard(self._folder / str(step))
+            self._failed.append(self._folder / str(step))
         self._failed_in_a_row += 1
         most = self._keys.max_failed_saves
         stands = (

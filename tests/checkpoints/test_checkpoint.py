@@ -59,7 +59,7 @@ class Folder:
             self.checkpoints.start_saving()
             for step in steps:
                 state = state or first_state()
-                self.checkpoints.save(step, state, self.ramp, lambda: None, last=False)
+                self.checkpoints.save(step, state, self.ramp, lambda: lambda: None, last=False)
         return self
 
     def restore(self):
@@ -253,10 +253,10 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=False)
+        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=False)
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
-        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=True)  # waits
+        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=True)  # waits
         assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
 
 
