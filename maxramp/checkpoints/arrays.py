@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from maxramp.checkpoints import addresses
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints import s3
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.folders.place import Place
@@ -20,7 +21,8 @@ from maxramp.training.state import TrainState
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
-s3.teach()
+warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+addresses.teach()
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (

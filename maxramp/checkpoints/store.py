@@ -17,6 +17,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.addresses import saving_context
 from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
 from maxramp.checkpoints.background import agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
@@ -31,9 +32,6 @@ from maxramp.parallel import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
-
-# Orbax writes into the folder that it is given: it gets its name here, when it is whole.
-_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
 class Checkpoints:
@@ -264,7 +262,7 @@ class Checkpoints:
             writing = raiser(error or OSError("the first process cannot write"))
         else:
             try:
-                with ocp.Context(atomicity_options=_IN_PLACE):
+                with saving_context(checkpoint.path):
                     writing = ocp.save_checkpointables_async(
                         os.fspath(folder_lib.unfinished(checkpoint.path)),
                         items_of(in_layer_order(state)),

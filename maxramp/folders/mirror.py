@@ -99,7 +99,7 @@ class Mirror:
             self._wanted.notify()
         if left:
             (self._root / _OWNER).unlink(missing_ok=True)  # so that no start removes it
-            self._warn(f"{left}; what was not sent to {self._folder} is in {self.here}")
+            self._warn(f"{_text(left)}; what was not sent to {self._folder} is in {self.here}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
         if self._claim:
@@ -134,7 +134,7 @@ class Mirror:
             except Exception as error:  # whoever waits must learn of it, whatever it is
                 failure = error
             if isinstance(failure, OSError) and not self._failing:
-                self._warn(f"{failure}; it is tried again, and the run goes on")
+                self._warn(f"{_text(failure)}; it is tried again, and the run goes on")
             self._failing = failure is not None
             for future in waiting:
                 future.set_exception(failure) if failure else future.set_result(None)
@@ -159,6 +159,11 @@ class Mirror:
         for name in self._sent.keys() - there:
             (self._folder / name).unlink(missing_ok=True)
             del self._sent[name]
+
+
+def _text(error: Exception) -> str:
+    known = isinstance(error, OSError) and error.filename
+    return f"{error.filename}: {error.strerror}" if known else str(error) or type(error).__name__
 
 
 def _state(path: pathlib.Path) -> tuple[int, int]:

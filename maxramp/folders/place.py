@@ -241,11 +241,13 @@ def move_tree(folder: Place, to: Place) -> None:
     if not isinstance(folder, ObjectPath):
         folder.rename(to)
         return
-    with _asking(folder) as store:
-        store.mv(str(folder), str(to), recursive=True)
+    for name in sizes(folder):
+        with _asking(folder) as store:
+            store.cp_file(f"{folder}/{name}", f"{to}/{name}")
+    remove_tree(folder)
 
 
-# By class, where the client that raises one gives no number.
+# What clients raise as on a disk; their texts and numbers are their own.
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
 
 
@@ -257,7 +259,7 @@ def _asking(path: ObjectPath) -> Iterator[Any]:
     except ConfigError:
         raise
     except Exception as error:  # clients have errors of their own
+        if number := _NUMBERS.get(type(error)):
+            raise OSError(number, os.strerror(number), str(path)) from None
         text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        kind = type(error) if type(error) in _NUMBERS else OSError
-        number = _NUMBERS.get(kind, errno.EIO)
-        raise kind(number, text or type(error).__name__, str(path)) from None
+        raise OSError(errno.EIO, text or type(error).__name__, str(path)) from None
