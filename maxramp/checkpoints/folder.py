@@ -9,10 +9,12 @@ checkpoints/
   50.deleting/               an old checkpoint that is being removed
   120.torn/                  what a restart found damaged and moved aside
 
-An object storage renames nothing: there a save writes to 150/ at once, files.json comes last and
-goes first, and a number without it is no checkpoint.
+An object storage renames nothing: there the arrays are in 150/ at once, files.json comes last and
+goes first, and a number without it is no checkpoint. The other names hold a mark alone, which says
+that 150/ may be removed as long as it has no files.json.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -26,6 +28,7 @@ from maxramp.folders.place import (
     Place,
     is_folder,
     is_near,
+    make_folder,
     move_tree,
     place,
     remove_tree,
@@ -105,24 +108,36 @@ def _may_be_one(path: Place) -> bool:
 
 
 def unfinished(path: Place) -> Place:
-    """Where a checkpoint is written until it is whole."""
-    return path.with_name(f"{path.name}{UNFINISHED}") if renames(path) else path
+    """What is there as long as a checkpoint is not whole."""
+    return path.with_name(f"{path.name}{UNFINISHED}")
 
 
-def was_killed(path: Place) -> bool:
-    """Whether what is torn there is a save that was killed."""
-    return unfinished(path).exists() if renames(path) else not (path / _FILES).exists()
+def unfinished_arrays(path: Place) -> Place:
+    """Where the arrays of a checkpoint are written that is not whole yet."""
+    return unfinished(path) if renames(path) else path
+
+
+def begin(path: Place) -> None:
+    """Notes that a save has begun, where its arrays do not say so by their place.
+
+    Raises:
+      OSError: it cannot be noted.
+    """
+    if not renames(path):
+        make_folder(unfinished(path))
 
 
 def commit(path: Place) -> None:
-    """Makes a checkpoint count whose arrays are all written to `unfinished(path)`.
+    """Makes a checkpoint count whose arrays are all written.
 
     Raises:
       OSError: it does not count.
     """
-    write_sizes(unfinished(path))  # before it has its name: not every rename is at once
+    write_sizes(unfinished_arrays(path))  # before it has its name: not every rename is at once
     if renames(path):
         unfinished(path).rename(path)
+    else:
+        remove_tree(unfinished(path))
 
 
 def remove(path: Place) -> None:
@@ -131,13 +146,14 @@ def remove(path: Place) -> None:
     Raises:
       OSError: it is still there.
     """
+    gone = path.with_name(f"{path.name}{DELETING}")
     if renames(path):
-        gone = path.with_name(f"{path.name}{DELETING}")
         path.rename(gone)
-        path = gone
+        remove_tree(gone)
     else:
+        make_folder(gone)
         (path / _FILES).unlink()
-    remove_tree(path)
+        _remove_marked(path, gone)
 
 
 def discard(path: Place) -> None:
@@ -145,29 +161,50 @@ def discard(path: Place) -> None:
     if is_near(path):
         remove_tree(unfinished(path))
     else:
-        threading.Thread(target=remove_tree, args=(unfinished(path),), daemon=True).start()
+        threading.Thread(target=_remove_unless_whole, args=(path,), daemon=True).start()
 
 
 def set_aside(path: Place) -> None:
-    """Gives a torn checkpoint another name; in an object storage, removes what a killed save left.
+    """Gives a torn checkpoint another name; in a storage, leaves killed saves to the next function.
 
     Raises:
       OSError: it is still there.
     """
-    if not renames(path) and was_killed(path):
-        remove_tree(path)
+    if not renames(path) and unfinished(path).exists():
         return
-    names = itertools.chain(
-        [f"{path.name}{TORN}"], (f"{path.name}-{n}{TORN}" for n in itertools.count(2))
-    )
+    again = (f"{path.name}-{n}{TORN}" for n in itertools.count(2))
+    names = itertools.chain([f"{path.name}{TORN}"], again)
     move_tree(path, next(aside for aside in map(path.with_name, names) if not aside.exists()))
 
 
 def remove_leftovers(folder: Place) -> None:
-    """Removes the parts of saves that failed or were killed; none is going on."""
+    """Removes the parts of saves and removals that failed or were killed; none is going on."""
     for path in folder.iterdir():
         if path.suffix in (UNFINISHED, DELETING) and is_step(path.stem):
-            remove_tree(path)
+            checkpoint = path.with_name(path.stem)
+            if renames(path):
+                remove_tree(path)
+            elif path.suffix == UNFINISHED:
+                _remove_unless_whole(checkpoint)
+            else:
+                _remove_marked(checkpoint, path)
+
+
+def _remove_unless_whole(path: Place) -> None:
+    """Removes what a save has written to a storage, unless it was its commit that got no answer."""
+    with contextlib.suppress(OSError):
+        if (path / _FILES).exists():
+            remove_tree(unfinished(path))
+        else:
+            _remove_marked(path, unfinished(path))
+
+
+def _remove_marked(path: Place, mark: Place) -> None:
+    """Removes a folder of a storage and then the mark that says that it may be removed."""
+    with contextlib.suppress(OSError):
+        remove_tree(path)
+        if not path.exists():
+            remove_tree(mark)
 
 
 def read(path: Place) -> Checkpoint:
@@ -191,10 +228,10 @@ def _read(path: Place) -> Checkpoint:
     there = sizes(path)
     # Earlier versions wrote files.json after the folder had its name, and could be killed before.
     # Without it, what a rename file by file would have left behind tells whether all are there.
-    if _FILES not in there and not renames(path):
-        raise TornError(f"{_FILES}: missing; the save was not finished")
     if _FILES not in there and unfinished(path).exists():
         raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
+    if _FILES not in there and not renames(path):
+        raise TornError(f"{_FILES}: missing")
     wanted = _json(path / _FILES) if _FILES in there else {}
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
     if not (isinstance(values, dict) and fields - {"shuffle"} <= values.keys()):
@@ -217,6 +254,8 @@ def _json(path: Place) -> dict[str, Any]:
     except PermissionError:
         raise
     except OSError as error:
+        if not is_near(path) and not isinstance(error, FileNotFoundError):
+            raise  # a storage that does not answer says nothing about the checkpoint
         raise TornError(f"{path.name}: {error.strerror}") from None
     except ValueError:
         raise TornError(f"{path.name}: not JSON") from None

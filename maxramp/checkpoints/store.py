@@ -6,6 +6,7 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -65,7 +66,6 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
-        self._failed: list[Place] = []
         self._late: int | None = None
         self._waits = is_near(self._folder)  # for a save that goes on when the next is due
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -113,8 +113,8 @@ class Checkpoints:
                 folder_lib.read(self._folder / str(step))
             except folder_lib.TornError as error:
                 self._torn.append(step)
-                if folder_lib.was_killed(self._folder / str(step)):
-                    continue  # and folders are not renamed at once
+                if folder_lib.unfinished(self._folder / str(step)).exists():
+                    continue  # a save that was killed, where folders are not renamed at once
                 reason = reason or f"{self._folder / str(step)} is torn ({error})"
             else:
                 if reason:
@@ -264,7 +264,7 @@ class Checkpoints:
             try:
                 with saving_context(checkpoint.path):
                     writing = ocp.save_checkpointables_async(
-                        os.fspath(folder_lib.unfinished(checkpoint.path)),
+                        os.fspath(folder_lib.unfinished_arrays(checkpoint.path)),
                         items_of(in_layer_order(state)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
@@ -293,18 +293,25 @@ class Checkpoints:
     ) -> None:
         """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
         try:
+            if self._is_first:
+                with contextlib.suppress(OSError):  # a restart then sets aside what it would remove
+                    folder_lib.begin(path)
             writing()
             prepared()
             if self._is_first:
                 folder_lib.commit(path)
-                for failed in self._failed:
-                    folder_lib.discard(failed)
-                self._failed.clear()
-                folder_lib.remove_leftovers(self._folder)
-                for old in self._not_kept():
-                    folder_lib.remove(self._folder / str(old))
+                self._tidy()
         finally:
             self._timer.start()
+
+    def _tidy(self) -> None:
+        """Removes what no restart needs; where that fails, the next save tries it again."""
+        try:
+            folder_lib.remove_leftovers(self._folder)
+            for old in self._not_kept():
+                folder_lib.remove(self._folder / str(old))
+        except OSError as error:
+            self._warn(f"old checkpoints could not be removed: {reason_of(error)}")
 
     def _note_late(self, step: int) -> None:
         """Says once for every save that others are left out as long as it goes on."""
@@ -360,7 +367,6 @@ class Checkpoints:
             return
         if self._is_first:  # for room; what other threads still write goes after the next save
             folder_lib.discard(self._folder / str(step))
-            self._failed.append(self._folder / str(step))
         self._failed_in_a_row += 1
         most = self._keys.max_failed_saves
         stands = (

@@ -68,20 +68,35 @@ def test_names(folder):
 
 
 def test_only_whole_checkpoints_count(storage, tmp_path):
-    """files.json is written last and goes first."""
+    """files.json is written last and goes first; what nobody marked is not removed."""
     folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
-    for step in (4, 8):
+    for step in (4, 8, 12, 16):
+        folder_lib.begin(folder / str(step))
         write_whole(folder / str(step) / "_CHECKPOINT_METADATA", b'{"custom_metadata": {}}')
-    assert folder_lib.steps_in(folder) == [4, 8]
-    with pytest.raises(folder_lib.TornError, match="not finished"):
-        folder_lib.read(folder / "8")
-    assert folder_lib.was_killed(folder / "8")
-    folder_lib.commit(folder / "8")
+    write_whole(folder / "20" / "of" / "others", b"")
+    assert folder_lib.steps_in(folder) == [4, 8, 12, 16, 20]
+    with pytest.raises(folder_lib.TornError, match="16.orbax-checkpoint-tmp is there too"):
+        folder_lib.read(folder / "16")
+    for step in (4, 8, 12):
+        folder_lib.commit(folder / str(step))
     with pytest.raises(ConfigError, match="not a checkpoint of maxramp"):
         folder_lib.read(folder / "8")  # whole, and somebody else's
-    folder_lib.set_aside(folder / "4")
-    folder_lib.set_aside(folder / "8")
-    assert [p.name for p in folder.iterdir()] == ["8.torn"]
+    folder_lib.begin(folder / "12")  # as if its commit had got no answer
+    folder_lib.set_aside(folder / "16")
+    folder_lib.set_aside(folder / "20")
+    folder_lib.remove(folder / "4")
+    folder_lib.remove_leftovers(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["12", "20.torn", "8"]
+    assert (folder / "20.torn" / "of" / "others").is_file()
+
+
+def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
+    """No answer is no answer: a restart must not go back to an older checkpoint for it."""
+    folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
+    write_whole(folder / "4" / "_CHECKPOINT_METADATA", b"{}")
+    away(403)
+    with pytest.raises((OSError, ConfigError)):
+        folder_lib.read(folder / "4")
 
 
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
