@@ -34,6 +34,8 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
+_LAST = 60.0  # seconds that a run which fails waits for a storage
+
 
 class Checkpoints:
     """The checkpoints of a run's folder.
@@ -329,9 +331,10 @@ class Checkpoints:
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
-        steps, newest = folder_lib.steps_in(self._folder), self._keys.max_num_checkpoints_to_keep
+        newest = self._keys.max_num_checkpoints_to_keep
         if newest is None:
             return []
+        steps = folder_lib.steps_in(self._folder)
         period, kept = self._keys.checkpoint_keep_period, {}
         if period != -1:
             for step in steps:
@@ -390,7 +393,9 @@ class Checkpoints:
         if self._saving is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._saving
-        if failed := saving.exception():
+        concurrent.futures.wait([saving], None if self._waits else _LAST)
+        failed = saving.exception() if saving.done() else TimeoutError("the storage is slow")
+        if failed:
             self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
 
 

@@ -62,30 +62,37 @@ class Mirror:
         self._ended = self._failing = False
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
-    def publish(self) -> Callable[[], None]:
-        """Asks for a round that sends all that is written by now.
-
-        Returns:
-          What waits until it is done; it raises an OSError if the storage did not take everything,
-          which is tried again later.
+    def check(self) -> None:
+        """Whether the folder still is the run's, as far as is known without asking.
 
         Raises:
-          TrainingError: the folder has been taken over by another run.
+          TrainingError: another run has taken it.
         """
         if self._claim:
             self._claim.check()
+
+    def publish(self, seconds: float | None = None) -> None:
+        """Sends all that is written by now, and makes sure that the folder still is the run's.
+
+        Args:
+          seconds: to wait at most.
+
+        Raises:
+          OSError: the storage has not taken everything; it is tried again later.
+          TrainingError: another run has taken the folder.
+        """
         done: concurrent.futures.Future = concurrent.futures.Future()
         with self._wanted:
             self._waiting.append(done)
             self._wanted.notify()
-        return done.result
+        done.result(seconds)
 
     def close(self) -> None:
         """Sends what is left, and removes the folder here unless that cannot be done."""
         deadline, left = time.monotonic() + _LAST, None
         while True:
             try:
-                self.publish()(timeout=max(1.0, deadline - time.monotonic()))
+                self.publish(max(1.0, deadline - time.monotonic()))
                 left = None
             except TrainingError as error:
                 left, deadline = error, 0.0

@@ -25,9 +25,11 @@ class Disk:
         """
         self.here, self._held = folder, held
 
-    def publish(self) -> Callable[[], None]:
-        """What is written is there: nothing to wait for."""
-        return lambda: None
+    def check(self) -> None:
+        """It is locked."""
+
+    def publish(self) -> None:
+        """What is written is there."""
 
     def close(self) -> None:
         """Leaves the lock to the end of the process."""

@@ -260,7 +260,8 @@ class Output:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
 
         Returns:
-          What waits until they are in the run's folder; it raises an OSError if they are not.
+          What waits until they are in the run's folder, for another thread than the loop's; it
+          raises an OSError if they are not.
 
         Raises:
           OSError: the file system takes no more.
@@ -268,7 +269,8 @@ class Output:
         """
         for file in self._files:
             file.flush()
-        return self._kept.publish()
+        self._kept.check()
+        return self._kept.publish
 
     def write_next_stage(self, schedule: Schedule) -> None:
         """Leaves next_stage.json for whoever starts the next job, and says so."""

@@ -110,10 +110,10 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     with log.open("ab", buffering=0) as file:
         for _ in range(3):
             file.write(b"line\n")
-            mirror.publish()()
+            mirror.publish()
             assert (folder / "metrics.jsonl").read_bytes() == log.read_bytes()
     asked = len(storage.requests)
-    mirror.publish()()
+    mirror.publish()
     assert not [r for r in storage.requests[asked:] if "metrics" in r]  # it has not changed
     mirror.close()
     assert not mirror.here.exists() and not (folder / ".lock").exists() and not warnings
@@ -122,12 +122,12 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     assert (again.here / "metrics.jsonl").read_bytes() == b"line\n" * 3
     assert (again.here / "tensorboard" / "events").read_bytes() == b"e"
     (again.here / "metrics.jsonl").unlink()
-    again.publish()()
+    again.publish()
     assert not (folder / "metrics.jsonl").exists()
     away(403)
     (again.here / "late").write_bytes(b"late")
     with pytest.raises(OSError, match="late|Forbidden|forbidden"):
-        again.publish()()
+        again.publish()
     again.close()
     away(0)
     assert len(warnings) == 2 and str(again.here) in warnings[1]
