@@ -42,6 +42,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """A client that was killed is no news."""
+
+
 class Storage:
     """A server and its proxy.
 
@@ -70,8 +77,7 @@ class Storage:
             def log_message(self, *arguments):
                 pass
 
-        self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._proxy.daemon_threads = True
+        self._proxy = _Server(("127.0.0.1", 0), Handler)
         url = f"http://127.0.0.1:{self._proxy.server_port}"
         self.environment = {
             "gs": {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ _DISK_ERRORS = (
     "Input/output error",
     "Permission denied",
 )
+
+_BATCH_BYTES = 1 << 28
 
 # Keys that decide which arrays there are and of what shape.
 _SHAPE_KEYS = (
@@ -130,7 +133,7 @@ class reading:
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, one by one.
+    """The arrays of a checkpoint, in order, read a few at a time.
 
     Raises:
       TornError: one cannot be read.
@@ -141,14 +144,28 @@ def stored_arrays(path: Place) -> Iterator[np.ndarray]:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for name, tree in stored.items():
             leaves, structure = jax.tree.flatten(tree)
-            for i, leaf in enumerate(leaves):
+            for few in _batches(leaves):
                 wanted = [ocp.PLACEHOLDER] * len(leaves)
-                wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+                for i in few:
+                    shape, dtype = leaves[i].shape, leaves[i].dtype
+                    wanted[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
                 loaded = ocp.load_checkpointables(
                     os.fspath(path), {name: structure.unflatten(wanted)}
                 )
-                yield np.asarray(jax.tree.leaves(loaded)[i])
+                arrays = jax.tree.leaves(loaded)
+                yield from (np.asarray(arrays[i]) for i in few)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise folder_lib.TornError(reason_of(error)) from None
+
+
+def _batches(leaves: list[Any]) -> Iterator[list[int]]:
+    """The places of arrays that are read together: a request for each would take long."""
+    few, size = [], 0
+    for i, leaf in enumerate(leaves):
+        few.append(i)
+        size += math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size >= _BATCH_BYTES or i == len(leaves) - 1:
+            yield few
+            few, size = [], 0

@@ -71,8 +71,11 @@ def calm(tmp_path_factory, cache_dir, storage):
     return records(folder / "run")
 
 
-def committed(storage, since):
-    return [r for r in storage.requests[since:] if "files.json" in r and r[:3] in ("POS", "PUT")]
+def committed(run):
+    """The newest checkpoint that counts, 0 without one."""
+    steps = folder_lib.steps_in(run / "checkpoints")
+    there = [s for s in steps if (run / "checkpoints" / str(s) / "files.json").exists()]
+    return max(there, default=0)
 
 
 def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
@@ -86,7 +89,7 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
         elif moment == "save":
             wait_until(lambda since=since: any("ocdbt" in r for r in storage.requests[since:]))
         else:
-            wait_until(lambda since=since: committed(storage, since))
+            wait_until(lambda: committed(address / "run"))
         process.send_signal(signal.SIGKILL)
         process.wait()
     printed = finish(start(address, cache_dir, storage))
@@ -147,9 +150,8 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     """For a few seconds in the middle: the run warns, its loop does not wait, nothing is lost."""
     address = place(f"{storage.address}/{tmp_path.name}")
     keys = ("steps=4000", "max_failed_saves=1000", "max_num_checkpoints_to_keep=1")
-    since = len(storage.requests)
     process = start(address, cache_dir, storage, *keys)
-    wait_until(lambda: committed(storage, since))
+    wait_until(lambda: committed(address / "run"))
     away(status)
     time.sleep(6)
     away(0)
