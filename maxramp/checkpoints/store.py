@@ -29,7 +29,7 @@ from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.folders.place import Place, check_writable, is_near, place
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import agreement
+from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
@@ -368,6 +368,7 @@ class Checkpoints:
         if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return
+        processes.leave_threads_behind()
         if self._is_first:  # for room; what other threads still write goes after the next save
             folder_lib.discard(self._folder / str(step))
         self._failed_in_a_row += 1

@@ -24,10 +24,8 @@ from maxramp.folders.process import is_gone, this_process
 _PERIOD = 15.0  # seconds from one round to the next
 _SHARE = 20  # and so many times as long as the last one took: the storage is not kept busy
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
-_PREFIX, _OWNER = (
-    "maxramp-mirror-",
-    "process",
-)  # of the folder in the system's, and its owner's mark
+_PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
+_OWNER = "process"  # the file in them that says whose they are
 
 
 class Mirror:

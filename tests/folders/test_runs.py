@@ -161,11 +161,11 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     if status == 403:
         assert "was not saved" in printed and "it is tried again" in printed
     run = address / "run"
-    steps = read_records(run / "metrics.jsonl")
+    steps = [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
     last = folder_lib.read(folder_lib.find(run)).step
-    assert [r["step"] for r in steps if "loss" in r] == list(range(last))
-    waited = [r["step_seconds"] for r in steps if "loss" in r][1:]
-    assert max(waited) < 2
+    assert [r["step"] for r in steps] == list(range(last))
+    waited = [r["step_seconds"] - r["compile_seconds"] for r in steps[20:]]
+    assert max(waited) < 3  # steps do not take a hundredth of it; the machine may be busy
     remove_tree(run)
 
 
@@ -186,5 +186,8 @@ def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
     for job in jobs:
         finish(job)
     finish(start(address, cache_dir, storage))
-    got = records(address / "run")
-    assert [r["batch_fingerprint"] for r in got] == [r["batch_fingerprint"] for r in calm]
+    rows, expected = (
+        [r["batch_fingerprint"] for r in got if r["loss"] is not None]
+        for got in (records(address / "run"), calm)
+    )
+    assert rows == expected
