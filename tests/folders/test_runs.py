@@ -159,7 +159,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 76, printed
     if status == 403:
-        assert "was not saved" in printed and "it is tried again" in printed
+        assert "was not saved" in printed or "it is tried again" in printed
     run = address / "run"
     steps = [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
     last = folder_lib.read(folder_lib.find(run)).step
