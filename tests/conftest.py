@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import pathlib
-import subprocess
 import sys
 
 # Programs of a tiny model take seconds to compile and no time to run. Compiled so they take a
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 import object_stores
 import pytest
+from forked import run_forked
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
@@ -156,12 +156,6 @@ def run(
     timeout: float = 240,
     optimized: bool = False,
 ):
-    """Runs a maxramp command to its end; returns the CompletedProcess with its text output."""
-    return subprocess.run(
-        command(*arguments, module=module),
-        env=environment(devices, optimized),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Runs a maxramp command to its end, forked; returns its status and text output."""
+    line = command(*arguments, module=module)
+    return run_forked(line, environment(devices, optimized), timeout)

@@ -2,15 +2,14 @@
 
 import dataclasses
 import glob
-import os
 import pathlib
-import subprocess
-import threading
+import resource
 
 import pytest
 from conftest import BASE, TINY, command, environment
+from forked import run_forked
 
-CPU_SECONDS = 5  # of processor time, which other work on the machine does not lengthen
+CPU_SECONDS = 5  # of processor time after the imports; other work does not lengthen it
 
 # Eight rows a step, of data that needs no files: a case adds what it is about.
 PLAIN = dict(
@@ -483,34 +482,26 @@ class Outcome:
     status: int
     stdout: str
     stderr: str
-    cpu_seconds: float
     trained: bool  # whether a step was logged or saved
 
 
-def execute(case: Case, files: pathlib.Path, folder: pathlib.Path) -> Outcome:
-    """Runs a case by itself in an empty folder."""
+def execute(case: Case, files: pathlib.Path, folder: pathlib.Path, limited: bool = True) -> Outcome:
+    """Runs a case by itself in an empty folder; kills it after CPU_SECONDS where `limited`."""
     folder.mkdir()
     output = folder / "output"
     arguments = [argument.replace("{files}", str(files)) for argument in case.arguments]
     if arguments and not any(a.startswith("base_output_directory=") for a in arguments):
         arguments.append(f"base_output_directory={output}")
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            command(*arguments, module=case.module),
-            stdout=stdout,
-            stderr=stderr,
-            env=environment(case.devices) | case.environment,
-            cwd=folder,
-        )
-        killer = threading.Timer(60, process.kill)
-        killer.start()
-        _, status, used = os.wait4(process.pid, 0)  # subprocess would not say what it used
-        killer.cancel()
-        process.returncode = os.waitstatus_to_exitcode(status)
+    done = run_forked(
+        command(*arguments, module=case.module),
+        environment(case.devices) | case.environment,
+        cwd=folder,
+        limits={resource.RLIMIT_CPU: CPU_SECONDS} if limited else None,
+    )
     return Outcome(
-        process.returncode,
-        *((folder / name).read_text() for name in ("stdout", "stderr")),
-        used.ru_utime + used.ru_stime,
+        done.returncode,
+        done.stdout,
+        done.stderr,
         any(p.name == "metrics.jsonl" or p.name.isdigit() for p in folder.rglob("*")),
     )
 
@@ -525,14 +516,7 @@ def files(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-# Every third case in the default tests, the others among the slow ones: seconds of CPU at most.
-EVERY_THIRD = [
-    pytest.param(name, marks=[] if index % 3 == 0 else pytest.mark.slow)
-    for index, name in enumerate(CASES)
-]
-
-
-@pytest.mark.parametrize("name", EVERY_THIRD)
+@pytest.mark.parametrize("name", CASES)
 def test_refused(name, files, tmp_path):
     if SKIPPED.get(name):
         pytest.skip("this machine has it")
@@ -546,7 +530,6 @@ def test_refused(name, files, tmp_path):
     for part in case.names:
         assert part.replace("{files}", str(files)) in line
     assert not outcome.trained
-    assert outcome.cpu_seconds < CPU_SECONDS
 
 
 def test_there_are_enough():
@@ -556,5 +539,5 @@ def test_there_are_enough():
 def test_a_good_line_is_not_refused(files, tmp_path):
     """What every case is built on trains: a case fails for its own reason alone."""
     folder = tmp_path / "run"
-    outcome = execute(keys("log_period=1"), files, folder)
+    outcome = execute(keys("log_period=1"), files, folder, limited=False)
     assert (outcome.status, outcome.trained) == (0, True), outcome.stderr

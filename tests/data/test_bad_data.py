@@ -349,14 +349,7 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     assert len(open_rows(unread.data, unread.reading, True).train[0].items)
 
 
-# Every fourth as a whole run, and most of those among the slow ones: seconds each.
-WHOLE = [
-    pytest.param(name, marks=[] if index % 5 == 0 else pytest.mark.slow)
-    for index, name in enumerate(list(CASES)[::4])
-]
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", list(CASES)[::4])
 def test_nothing_is_trained(name, f, tmp_path):
     """As a real run: exit status 2, the line and nothing else, no step and no checkpoint."""
     arguments, names = CASES[name]
@@ -373,7 +366,7 @@ def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
     """Files are too large to read before training: their rows are looked at as they come."""
     given = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
     case = keys(f"{given} enable_data_shuffling=False steps=40 per_device_batch_size=50")
-    outcome = execute(case, f, tmp_path / "run")
+    outcome = execute(case, f, tmp_path / "run", limited=False)
     assert outcome.status == 2
     names = ("{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
     check_line(outcome.stderr.removesuffix("\n"), names, f)

@@ -1,5 +1,6 @@
 """Real jax.distributed processes on this machine: the same rows whoever reads them."""
 
+import functools
 import json
 import shutil
 import socket
@@ -10,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from conftest import BASE, ROOT, TINY, environment, run
+from forked import Forked
 
 from maxramp.config.load import load
 from maxramp.data.files.megatron import MegatronWriter
@@ -57,20 +59,17 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(command, processes, devices, folders, optimized=False):
+def start(command, processes, devices, folders, optimized=False, process=Forked):
     """Starts a job; process i stands in folders[i]."""
     port, job = free_port(), []
     for i in range(processes):
         job.append(
-            subprocess.Popen(
+            process(
                 command,
-                cwd=folders[i],
                 env=environment(devices, optimized)
                 | {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}"}
                 | {"MAXRAMP_NUM_PROCESSES": str(processes), "MAXRAMP_PROCESS_ID": str(i)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                cwd=folders[i],
             )
         )
     return job
@@ -286,7 +285,9 @@ def test_hosts_are_no_slices(tmp_path):
     if not sees.stdout.startswith("11111111"):
         pytest.skip("no right to give a process a boot id of its own")
     command = [*ON_A_HOST, sys.executable, "-c", MESH, *keys(4, "jax_cache_dir=")]
-    for out, err, status in finish(start(command, 2, 2, hosts)):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = functools.partial(subprocess.Popen, **pipes)
+    for out, err, status in finish(start(command, 2, 2, hosts, process=started)):
         assert status == 0, err[-2000:]
         indices, shape, order = json.loads(out.splitlines()[-1])
         assert indices == [0, 1]  # what JAX calls slices: the hosts

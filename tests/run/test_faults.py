@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import functools
 import json
+import os
 import pathlib
 import re
 import resource
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+from forked import Forked
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.data.batch import Batch
@@ -76,19 +78,19 @@ class Job:
         self.processes = []
         for index in range(processes):
             size = (largest_file or {}).get(index)
-            limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
             job = {
                 "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
                 "MAXRAMP_NUM_PROCESSES": str(processes),
                 "MAXRAMP_PROCESS_ID": str(index),
             }
+            start = subprocess.Popen if "LD_PRELOAD" in os.environ else Forked
             self.processes.append(
-                subprocess.Popen(
+                start(
                     command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
                     env=environment(optimized=optimized) | (job if processes > 1 else {}),
                     stdout=(folder / f"stdout.{index}").open("wb"),
                     stderr=(folder / f"stderr.{index}").open("wb"),
-                    preexec_fn=limit if size else None,
+                    **({"limits": {resource.RLIMIT_FSIZE: size}} if size else {}),
                 )
             )
         self.folder = folder

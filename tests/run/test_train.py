@@ -6,13 +6,13 @@ import pathlib
 import random
 import re
 import signal
-import subprocess
 import time
 
 import numpy as np
 import pytest
 import yaml
 from conftest import BASE, TINY, command, environment, make_config, run
+from forked import Forked
 
 from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
@@ -155,13 +155,7 @@ def test_a_start_without_checkpoints_leaves_a_run_that_has_some_alone(uninterrup
 
 def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
     """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
-    process = subprocess.Popen(
-        command(*command_line),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Forked(command(*command_line), environment())
     deadline = time.monotonic() + 120
     path = folder / "metrics.jsonl"
     while process.poll() is None and time.monotonic() < deadline:
@@ -261,17 +255,14 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
     assert run(*line, devices=2).returncode == 0
     port = 20000 + os.getpid() % 20000
     processes = [
-        subprocess.Popen(
+        Forked(
             command(*arguments(tmp_path, cache_dir, "two", *more)),
-            env=environment()
+            environment()
             | {
                 "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
                 "MAXRAMP_NUM_PROCESSES": "2",
                 "MAXRAMP_PROCESS_ID": str(i),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for i in range(2)
     ]

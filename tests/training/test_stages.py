@@ -10,6 +10,7 @@ import sys
 import jax
 import pytest
 from conftest import BASE, TINY, environment, make_config, make_mesh, run
+from forked import Forked, run_forked
 
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError
@@ -70,14 +71,8 @@ def arguments(folder, cache_dir, *more):
 
 
 def run_patched(patch, given, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", PATCHED.format(patch=patch), *given],
-        env=environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    program = [sys.executable, "-c", PATCHED.format(patch=patch), *given]
+    return run_forked(program, environment() | variables)
 
 
 def losses(folder):
@@ -179,15 +174,7 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
             "MAXRAMP_PROCESS_ID": str(index),
         }
         program = PATCHED.format(patch=patch if index else "")
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, *given],
-                env=environment() | cluster,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        running.append(Forked([sys.executable, "-c", program, *given], environment() | cluster))
     (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
     assert running[1].returncode == 1
     assert "error: the program of stage 2" in error
