@@ -13,7 +13,7 @@ TIMEOUT = 60.0  # seconds that an answer may take
 
 def spec_of(folder: ObjectPath) -> dict[str, Any]:
     """What TensorStore calls a folder; the environment says the same to it as to other clients."""
-    spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
+    spec: dict[str, Any] = {"bucket": folder.bucket, "path": f"{folder.key}/"}
     if folder.scheme == "gs":
         return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec
     for key, names in (
@@ -22,6 +22,8 @@ def spec_of(folder: ObjectPath) -> dict[str, Any]:
     ):
         if given := [os.environ[name] for name in names if os.environ.get(name)]:
             spec[key] = given[0]
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it looks for files first, and complains
+        spec["aws_credentials"] = {"type": "environment"}
     return {"driver": "s3"} | spec
 
 
