@@ -8,16 +8,18 @@ metrics.jsonl and TensorBoard, the same rows (batch_fingerprint), the batch size
 same loss curve, and where the shape never changed the same bits.
 
 python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--pipelines] [--adaptive] [--grpo]
-                           [--folder DIR] [--json FILE] [key=value ...]
+                           [--storage gs|s3] [--folder DIR] [--json FILE] [key=value ...]
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +29,9 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import object_stores
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
@@ -117,18 +121,29 @@ class Job:
 
     program = "train", "base.yml"
 
-    def __init__(self, folder: pathlib.Path, shape: Shape, keys: list[str]):
-        self.folder, self.processes = folder, []
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        shape: Shape,
+        keys: list[str],
+        storage: object_stores.Storage | None = None,
+    ):
+        """Of the run in a folder, or of its name in a storage."""
+        self.folder, self.storage, self.processes = folder, storage, []
+        self._before = last_step(folder)
+        self._asked = len(storage.requests) if storage else 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        kept |= storage.environment if storage else {}
         if shape.devices > 1:
             kept["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={shape.devices}"
         module, config = self.program
         command = [sys.executable, "-m", f"maxramp.{module}", str(ROOT / "configs" / config)]
-        given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
+        output = storage.address if storage else folder.parent
+        given = [f"base_output_directory={output}", f"run_name={folder.name}"]
         for index in range(shape.processes):
             job = {
                 "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
@@ -152,6 +167,21 @@ class Job:
 
     def printed(self, name: str = "stdout", index: int = 0) -> str:
         return self.folder.with_name(f"{self.folder.name}.{name}.{index}").read_text()
+
+    def steps(self) -> int:
+        """How many steps this start has done, as far as one can see."""
+        if not self.storage:
+            return last_step(self.folder) - self._before
+        found = [int(n) for n in re.findall(r"^step +(\d+) ", self.printed(), re.MULTILINE)]
+        return found[-1] - found[0] + 1 if found else 0
+
+    def saves(self) -> bool:
+        """Whether a checkpoint is being written."""
+        if self.storage:
+            asked = self.storage.requests[self._asked :]
+            return any("ocdbt" in r and r[:3] in ("POS", "PUT") for r in asked)
+        folder = self.folder / "checkpoints"
+        return any(p.suffix == folder_lib.UNFINISHED for p in folder.iterdir())
 
     def running(self) -> bool:
         return all(process.poll() is None for process in self.processes)
@@ -191,7 +221,6 @@ def last_step(folder: pathlib.Path) -> int:
 def strike(job: Job, end: str, random_: random.Random) -> list[int]:
     """Brings a start to its end; returns the exit statuses."""
     one = [random_.choice(job.processes)] if random_.random() < 0.5 else job.processes
-    first = last_step(job.folder)
     ahead, pause = random_.randint(1, 40), random_.random()
     if end == "start":
         time.sleep(4 * pause)
@@ -199,10 +228,9 @@ def strike(job: Job, end: str, random_: random.Random) -> list[int]:
         job.wait_for(lambda: "run      " in job.printed())
         time.sleep(pause)
     else:
-        job.wait_for(lambda: "stage " in job.printed() and last_step(job.folder) >= first + ahead)
+        job.wait_for(lambda: "stage " in job.printed() and job.steps() >= ahead)
     if end == "save":
-        folder = job.folder / "checkpoints"
-        job.wait_for(lambda: any(p.suffix == folder_lib.UNFINISHED for p in folder.iterdir()))
+        job.wait_for(job.saves)
     number = {"term": signal.SIGTERM, "term, kill": signal.SIGTERM, "int": signal.SIGINT}.get(end)
     for process in one:
         process.send_signal(number or signal.SIGKILL)
@@ -213,7 +241,14 @@ def strike(job: Job, end: str, random_: random.Random) -> list[int]:
     return job.end(grace=60 if end in ("term", "int") else 3)
 
 
-def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) -> dict:
+def storm(
+    folder: pathlib.Path,
+    kills: int,
+    seed: int,
+    shapes,
+    keys: list[str],
+    storage: object_stores.Storage | None,
+) -> dict:
     """Starts the run until it ends, with so many kills; returns what was done."""
     random_, done, faults = random.Random(seed), collections.Counter(), []
     starts, began = 0, time.monotonic()
@@ -225,7 +260,7 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
             cache = [f"jax_cache_dir={folder.with_name('cold')}"]
             shutil.rmtree(folder.with_name("cold"), ignore_errors=True)
         keys_here = [k for k in keys if not (cache and k.startswith("jax_cache_dir="))] + cache
-        job = Job(folder, shape, keys_here)
+        job = Job(folder, shape, keys_here, storage)
         starts += 1
         statuses = strike(job, end, random_)
         if statuses == [0] * shape.processes:
@@ -235,22 +270,42 @@ def storm(folder: pathlib.Path, kills: int, seed: int, shapes, keys: list[str]) 
         # and the abort of a JAX process that lost its coordinator.
         fine = {0, EXIT_PREEMPTED, EXIT_LOST, -signal.SIGKILL, -signal.SIGABRT}
         fine |= {-signal.SIGTERM, -signal.SIGINT}
-        if end in ("term", "int") and last_step(folder) >= 0:
+        if end in ("term", "int") and (last_step(folder) >= 0 or job.steps()):
             fine -= {-signal.SIGKILL, -signal.SIGABRT, EXIT_LOST}
         stderr = [job.printed("stderr", i) for i in range(shape.processes)]
-        if not set(statuses) <= fine or (any(stderr) and shape.processes == 1):
+        wrong = [line for line in stderr if unexpected(line, storage)]
+        if not set(statuses) <= fine or (wrong and shape.processes == 1):
             faults.append(f"{end} {shape}: status {statuses}: {' | '.join(stderr)[-1500:]}")
         print(
             f"{sum(done.values()):>4} {end:<10} {shape.processes} x {shape.devices} devices, "
             f"tensor {shape.tensor}, stages {shape.stages}, {shape.micro_batch_size} rows: "
-            f"at step {last_step(folder)}, exit status {statuses}",
+            f"after {job.steps()} steps, exit status {statuses}",
             flush=True,
         )
-    statuses = Job(folder, shapes[0], keys).end(grace=60)
+    statuses = Job(folder, shapes[0], keys, storage).end(grace=60)
+    if storage:
+        fetch(storage, folder)
     if statuses != [0] * shapes[0].processes:
         faults.append(f"the last start: status {statuses}")
     seconds = time.monotonic() - began
     return {"starts": starts + 1, "ends": dict(done), "seconds": seconds, "faults": faults}
+
+
+def unexpected(stderr: str, storage: object_stores.Storage | None) -> bool:
+    """Whether a start complained; saves that are slower than the steps are no fault."""
+    lines = stderr.splitlines()
+    if storage:  # and its clients say which credentials they do not find
+        lines = [s for s in lines if "still being written" not in s and not re.match(r"E\d{4} ", s)]
+    return bool(lines)
+
+
+def fetch(storage: object_stores.Storage, folder: pathlib.Path) -> None:
+    """Copies a run to where it would be on the disk."""
+    os.environ |= storage.environment
+    import fsspec
+
+    client, path = fsspec.core.url_to_fs(f"{storage.address}/{folder.name}")
+    client.get(f"{path}/", f"{folder}/", recursive=True)
 
 
 def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
@@ -296,7 +351,7 @@ def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
 def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
     """Arrays of the last checkpoints that do not hold the same bits."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from maxramp.checkpoints.store import stored_arrays
+    from maxramp.checkpoints.arrays import stored_arrays
 
     arrays = [list(stored_arrays(folder_lib.find(folder))) for folder in (stormy, calm)]
     pairs = zip(*arrays, strict=True)
@@ -333,6 +388,9 @@ def main() -> int:
         action="store_true",
         help="reinforcement learning, every start alike: other sums would draw other answers",
     )
+    parser.add_argument(
+        "--storage", choices=("gs", "s3"), help="the run's folder is in an object storage"
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     parser.add_argument("keys", nargs="*", help="key=value of the run")
@@ -347,6 +405,7 @@ def main() -> int:
     )
     keys = [
         *MODEL,
+        *(["log_period=1"] if given.storage else []),
         f"text_files={text}",
         f"num_epoch={1 + steps * 24 // 10_000}",
         *_ramp(steps, given.adaptive, given.same_shape),
@@ -368,7 +427,9 @@ def main() -> int:
         shapes = (SHAPES[0], *(shape for shape in SHAPES if shape.stages > 1))
     if given.adaptive:  # the noise scale is not measured in a pipeline
         shapes = tuple(shape for shape in shapes if shape.stages == 1)
-    done = storm(folder / "storm", given.kills, given.seed, shapes, keys)
+    running = object_stores.running(given.storage) if given.storage else contextlib.nullcontext()
+    with running as storage:
+        done = storm(folder / "storm", given.kills, given.seed, shapes, keys, storage)
     report = done | compare(folder / "storm", folder / "calm", given.same_shape)
     print(json.dumps(report, indent=2))
     if given.json:

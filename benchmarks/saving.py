@@ -4,10 +4,13 @@ The loop stands still for the time of `save`; then it shares the machine with th
 and a restart after 1,000 steps of a ramp are timed to the end of their first step in turn, with
 a warm compilation cache.
 
-python benchmarks/saving.py [--json FILE] [--rounds N]
+With --storage, the same checkpoint is saved to the disk and to an object storage on this machine.
+
+python benchmarks/saving.py [--json FILE] [--rounds N] [--storage gs|s3]
 """
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -16,6 +19,12 @@ import tempfile
 import time
 
 from figures import ROOT, parser, save
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import object_stores
+
+from maxramp.folders.place import place, sizes
 
 PROGRAM = """
 import json, os, sys, time
@@ -37,6 +46,7 @@ print("FIGURES", json.dumps({"blocked": blocked, "ends": ends}))
 sys.stdout.flush()
 os._exit(status)
 """
+LARGE_PERIOD = 25
 LARGE = (
     "base_emb_dim=256",
     "base_mlp_dim=1024",
@@ -45,7 +55,7 @@ LARGE = (
     "enable_rampup_batch_size=False",
     "per_device_batch_size=4",
     "steps=200",
-    "checkpoint_period=25",
+    f"checkpoint_period={LARGE_PERIOD}",
 )
 SMALL = (
     "base_emb_dim=32",
@@ -59,42 +69,45 @@ SMALL = (
 )
 
 
-def run(folder: str, name: str, *keys: str) -> dict:
-    """What a run measured, and when it began."""
+def run(folder: str, name: str, *keys: str, storage=None) -> dict:
+    """What a run measured, and when it began; its folder may be in an object storage."""
     command = [
         sys.executable,
         "-c",
         PROGRAM,
         str(ROOT / "configs" / "base.yml"),
         "eval_interval=-1",
-        f"base_output_directory={folder}",
+        f"base_output_directory={storage.address if storage else folder}",
         f"run_name={name}",
         f"jax_cache_dir={folder}/cache",
         *keys,
     ]
     began = time.time()
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    kept = os.environ | (storage.environment if storage else {})
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=ROOT, env=kept
+    ).stdout
     line = next(line for line in printed.splitlines() if line.startswith("FIGURES"))
     return json.loads(line.removeprefix("FIGURES ")) | {"began": began}
 
 
-def large(folder: str) -> dict[str, float]:
+def large(folder: str, storage=None) -> dict[str, float]:
     """Blocking time of saves, and the steps after one against the others."""
-    found = run(folder, "large", *LARGE)
+    found = run(folder, "large", *LARGE, storage=storage)
     saves = [step for step, _ in found["blocked"][:-1]]  # the last is waited for
     seconds = {step: taken for step, taken, _ in found["ends"]}
     after = [seconds[step + i] for step in saves for i in range(8) if step + i in seconds]
     others = [seconds[step + i] for step in saves for i in range(8, 24) if step + i in seconds]
+    last = saves[-1] + LARGE_PERIOD  # the last is whole: it was waited for
     size = sum(
-        path.stat().st_size
-        for path in (ROOT / folder / "large" / "checkpoints" / str(saves[-1])).rglob("*")
-        if path.is_file()
+        sizes(place(f"{storage.address if storage else folder}/large/checkpoints/{last}")).values()
     )
     blocked = [taken for _, taken in found["blocked"][:-1]]
     return {
         "megabytes": size / 1e6,
         "blocked_median": statistics.median(blocked),
         "blocked_most": max(blocked),
+        "step_median": statistics.median(seconds.values()),
         "steps_after_over_others": statistics.median(after) / statistics.median(others),
     }
 
@@ -116,18 +129,26 @@ def restart(folder: str, rounds: int) -> dict[str, float]:
     return {"start": statistics.median(starts), "restart": statistics.median(restarts)}
 
 
+TEXT = (
+    "a checkpoint of {megabytes:.0f} MB: the loop stood for {blocked_median:.3f} s (most "
+    "{blocked_most:.3f}); steps after it / others {steps_after_over_others:.3f}, a step "
+    "{step_median:.4f} s"
+)
+
+
 def main() -> None:
     options = parser("saving", __doc__)
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--storage", choices=("gs", "s3"))
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = large(folder)
-        print(
-            "a checkpoint of {megabytes:.0f} MB: the loop stood for {blocked_median:.3f} s (most "
-            "{blocked_most:.3f}); steps after it / others {steps_after_over_others:.3f}".format(
-                **figures
-            )
-        )
+        print(TEXT.format(**figures))
+        if arguments.storage:
+            with object_stores.running(arguments.storage) as storage:
+                os.environ |= storage.environment
+                print(f"{arguments.storage}: {TEXT.format(**large(folder, storage))}")
+            return
         figures |= restart(folder, arguments.rounds)
     print("start {start:.2f} s, restart at step 1,000 {restart:.2f} s".format(**figures))
     save(arguments.json, figures)

@@ -9,8 +9,6 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import argparse
-import contextlib
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +16,9 @@ from typing import Any
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
 from maxramp.commandline import OneLineParser
+from maxramp.data.files import storage
 from maxramp.errors import EXIT_FAILED, ConfigError, report
+from maxramp.folders.place import MARK, Place, place, sizes
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("ls", "show", "verify"))
-    parser.add_argument("path", nargs="+", type=pathlib.Path)
+    parser.add_argument("path", nargs="+", type=place)
     try:
         given = parser.parse_args(arguments)
         command = {"ls": ls, "show": show, "verify": verify}[given.command]
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def ls(path: pathlib.Path) -> int:
+def ls(path: Place) -> int:
     """Lists the checkpoints of a folder."""
     before: Checkpoint | None = None
     folders = _checkpoints(path)
@@ -74,12 +74,13 @@ def ls(path: pathlib.Path) -> int:
         )
         before = checkpoint
     folder = folder_lib.find(path).parent
-    for other in sorted(p for p in folder.iterdir() if not folder_lib.is_step(p.name)):
+    others = (p for p in folder.iterdir() if not folder_lib.is_step(p.name))
+    for other in sorted(p for p in others if p.name != MARK):
         print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
     return 0
 
 
-def show(path: pathlib.Path) -> int:
+def show(path: Place) -> int:
     """Prints everything about one checkpoint."""
     try:
         checkpoint = folder_lib.read(folder_lib.find(path))
@@ -107,7 +108,7 @@ def show(path: pathlib.Path) -> int:
     return 0
 
 
-def verify(path: pathlib.Path) -> int:
+def verify(path: Place) -> int:
     """Reads every value of every checkpoint; 1 if one is torn."""
     status = 0
     for checkpoint in _checkpoints(path):
@@ -123,13 +124,13 @@ def verify(path: pathlib.Path) -> int:
     return status
 
 
-def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
+def _read_all(checkpoint: Place) -> tuple[int, int, int]:
     """Reads the arrays one by one: their number, their values, and those that are not finite."""
     import jax
     import numpy as np
 
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
-    from maxramp.checkpoints.store import stored_arrays
+    from maxramp.checkpoints.arrays import stored_arrays
 
     arrays, values, strange = 0, 0, 0
     for array in stored_arrays(checkpoint):
@@ -139,14 +140,14 @@ def _read_all(checkpoint: pathlib.Path) -> tuple[int, int, int]:
     return arrays, values, strange
 
 
-def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
+def _checkpoints(path: Place) -> list[Place]:
     found = folder_lib.find(path)
     if found == path.expanduser().absolute():
         return [found]
     return [found.parent / str(step) for step in folder_lib.steps_in(found.parent)]
 
 
-def _described(path: pathlib.Path) -> str:
+def _described(path: Place) -> str:
     return {
         folder_lib.UNFINISHED: "a save that is going on, or was killed",
         folder_lib.TORN: "torn, moved aside by a restart",
@@ -158,11 +159,8 @@ def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name}={after} (was {before})" for name, (before, after) in pairs.items())
 
 
-def _bytes(path: pathlib.Path) -> str:
-    size = 0
-    with contextlib.suppress(FileNotFoundError):  # of a run that goes on: renamed, or removed
-        for file in (path, *path.rglob("*")):
-            size += file.stat().st_size if file.is_file() else 0
+def _bytes(path: Place) -> str:
+    size = sum(sizes(path).values()) if path.is_dir() else storage.size_of(str(path))
     for unit, digits in (("B", 0), ("kB", 0), ("MB", 1), ("GB", 1)):
         if size < 1000:
             return f"{size:.{digits}f} {unit}"

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, report
+from maxramp.folders.place import place, write_whole
 from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
         run = config.run
-        folder = pathlib.Path(run.base_output_directory).expanduser()
-        folder /= run.run_name or run.model_name
+        folder = place(run.base_output_directory).expanduser()
+        folder = folder / (run.run_name or run.model_name)
         path = folder / "compiled.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=2) + "\n")
+            write_whole(path, (json.dumps(result, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(
                 f"base_output_directory={run.base_output_directory}: cannot write to {path}: "

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import argparse
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from maxramp.commandline import OneLineParser, count
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.folders.place import place
 from maxramp.generation.generator import Answer, Generator
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
@@ -48,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=pathlib.Path)
+    parser.add_argument("run", type=place)
     parser.add_argument("--prompt", action="append", required=True, help="may be given again")
     parser.add_argument("--samples", type=int, default=1, help="answers to each prompt (1)")
     parser.add_argument(

@@ -98,7 +98,7 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
         closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
         changes = checkpoints.changes_since(position) if position else ""
-        recorded = agreement.raise_everywhere(lambda: decisions.read(output.folder))
+        recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
         schedule = take_up(
             config.batch,
             config.checkpoints,
@@ -197,7 +197,7 @@ def train(
             [growth, *writers],
         )
         closing.callback(log.close)
-        profiler = Profiler(config.profiling, output.folder / "tensorboard", first_step, log.flush)
+        profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
         closing.callback(profiler.close)
         no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
         for step in schedule.steps():

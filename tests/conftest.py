@@ -1,5 +1,7 @@
 """Eight CPU devices for the tests that run in this process, and real subprocesses for the rest."""
 
+import contextlib
+import functools
 import importlib.metadata
 import math
 import os
@@ -21,6 +23,7 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 
 import jax
 import numpy as np
+import object_stores
 import pytest
 from forked import run_forked
 
@@ -59,6 +62,36 @@ def cache_dir(tmp_path_factory) -> str:
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     return str(folder / "jax_cache")
+
+
+@pytest.fixture(scope="session")
+def storages():
+    """The storage of a scheme, to which the clients of this process go."""
+    with contextlib.ExitStack() as closing:
+        patch = closing.enter_context(pytest.MonkeyPatch.context())
+
+        @functools.cache
+        def started(scheme):
+            if lacks := object_stores.missing(scheme):
+                pytest.skip(lacks)
+            storage = closing.enter_context(object_stores.running(scheme))
+            for name, value in storage.environment.items():
+                patch.setenv(name, value)
+            return storage
+
+        yield started
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def storage(request, storages):
+    return storages(request.param)
+
+
+@pytest.fixture
+def away(storage):
+    """Makes the storage answer with a status; it is there again after the test."""
+    yield functools.partial(setattr, storage, "status")
+    storage.status = 0
 
 
 def make_config(*arguments: str, devices: int = DEVICES):

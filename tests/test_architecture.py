@@ -19,6 +19,7 @@ FLOORS = (
     ("rampup", "parallel"),
     ("model",),
     ("data",),
+    ("folders",),
     ("training",),
     ("planning",),
     ("checkpoints",),
@@ -93,7 +94,7 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 4) imports training.loss (floor 6)",
+            "model.a (floor 4) imports training.loss (floor 7)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},

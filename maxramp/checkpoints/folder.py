@@ -8,18 +8,34 @@ checkpoints/
   150.orbax-checkpoint-tmp/  a save that is going on, or was killed
   50.deleting/               an old checkpoint that is being removed
   120.torn/                  what a restart found damaged and moved aside
+
+An object storage renames nothing: there the arrays are in 150/ at once, files.json comes last and
+goes first, and a number without it is no checkpoint. The other names hold a mark alone, which says
+that 150/ may be removed as long as it has no files.json.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
-import os
-import pathlib
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
+from maxramp.folders.place import (
+    Place,
+    is_folder,
+    is_near,
+    make_folder,
+    move_tree,
+    place,
+    remove_tree,
+    renames,
+    sizes,
+    write_whole,
+)
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 
@@ -39,7 +55,7 @@ class TornError(ValueError):
 class Checkpoint:
     """Where a checkpoint stands and what it was trained with."""
 
-    path: pathlib.Path
+    path: Place
     step: int  # steps done = the next step
     consumed_samples: int
     stages: list[dict[str, Any]]  # of the schedule it was trained with, as in plan.json
@@ -79,25 +95,119 @@ def is_step(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-def steps_in(folder: pathlib.Path) -> list[int]:
+def steps_in(folder: Place) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if is_step(p.name) and _may_be_one(p))
 
 
-def _may_be_one(path: pathlib.Path) -> bool:
+def _may_be_one(path: Place) -> bool:
     """Whether a folder with a number for a name is no run's: a run may be called 2024."""
-    # Not of pathlib: it raises where this user may not look, which `read` says in one line.
-    return path.is_dir() and not os.path.isdir(path / "checkpoints")
+    return path.is_dir() and not is_folder(path / "checkpoints")
 
 
-def unfinished(path: pathlib.Path) -> pathlib.Path:
-    """Where a checkpoint is written until it is whole."""
+def unfinished(path: Place) -> Place:
+    """What is there as long as a checkpoint is not whole."""
     return path.with_name(f"{path.name}{UNFINISHED}")
 
 
-def read(path: pathlib.Path) -> Checkpoint:
+def unfinished_arrays(path: Place) -> Place:
+    """Where the arrays of a checkpoint are written that is not whole yet."""
+    return unfinished(path) if renames(path) else path
+
+
+def begin(path: Place) -> None:
+    """Notes that a save has begun, where its arrays do not say so by their place.
+
+    Raises:
+      OSError: it cannot be noted.
+    """
+    if not renames(path):
+        make_folder(unfinished(path))
+
+
+def commit(path: Place) -> None:
+    """Makes a checkpoint count whose arrays are all written.
+
+    Raises:
+      OSError: it does not count.
+    """
+    write_sizes(unfinished_arrays(path))  # before it has its name: not every rename is at once
+    if renames(path):
+        unfinished(path).rename(path)
+    else:
+        remove_tree(unfinished(path))
+
+
+def remove(path: Place) -> None:
+    """Removes a checkpoint so that a kill leaves no half of it that counts.
+
+    Raises:
+      OSError: it is still there.
+    """
+    gone = path.with_name(f"{path.name}{DELETING}")
+    if renames(path):
+        path.rename(gone)
+        remove_tree(gone)
+    else:
+        make_folder(gone)
+        (path / _FILES).unlink()
+        _remove_marked(path, gone)
+
+
+def discard(path: Place) -> None:
+    """Removes what a save that failed has written; returns at once also if a storage is away."""
+    if is_near(path):
+        remove_tree(unfinished(path))
+    else:
+        threading.Thread(target=_remove_unless_whole, args=(path,), daemon=True).start()
+
+
+def set_aside(path: Place) -> None:
+    """Gives a torn checkpoint another name; in a storage, leaves killed saves to the next function.
+
+    Raises:
+      OSError: it is still there.
+    """
+    if not renames(path) and unfinished(path).exists():
+        return
+    again = (f"{path.name}-{n}{TORN}" for n in itertools.count(2))
+    names = itertools.chain([f"{path.name}{TORN}"], again)
+    move_tree(path, next(aside for aside in map(path.with_name, names) if not aside.exists()))
+
+
+def remove_leftovers(folder: Place) -> None:
+    """Removes the parts of saves and removals that failed or were killed; none is going on."""
+    for path in folder.iterdir():
+        if path.suffix in (UNFINISHED, DELETING) and is_step(path.stem):
+            checkpoint = path.with_name(path.stem)
+            if renames(path):
+                remove_tree(path)
+            elif path.suffix == UNFINISHED:
+                _remove_unless_whole(checkpoint)
+            else:
+                _remove_marked(checkpoint, path)
+
+
+def _remove_unless_whole(path: Place) -> None:
+    """Removes what a save has written to a storage, unless it was its commit that got no answer."""
+    with contextlib.suppress(OSError):
+        if (path / _FILES).exists():
+            remove_tree(unfinished(path))
+        else:
+            _remove_marked(path, unfinished(path))
+
+
+def _remove_marked(path: Place, mark: Place) -> None:
+    """Removes a folder of a storage and then the mark that says that it may be removed."""
+    with contextlib.suppress(OSError):
+        remove_tree(path)
+        if not path.exists():
+            remove_tree(mark)
+
+
+def read(path: Place) -> Checkpoint:
     """Reads what stands beside a checkpoint's arrays, and looks whether all its files are there.
 
     Raises:
@@ -113,23 +223,24 @@ def read(path: pathlib.Path) -> Checkpoint:
         ) from None
 
 
-def _read(path: pathlib.Path) -> Checkpoint:
+def _read(path: Place) -> Checkpoint:
     values = _json(path / _METADATA).get("custom_metadata") or {}
+    there = sizes(path)
     # Earlier versions wrote files.json after the folder had its name, and could be killed before.
     # Without it, what a rename file by file would have left behind tells whether all are there.
-    if not (path / _FILES).exists() and unfinished(path).exists():
+    if _FILES not in there and unfinished(path).exists():
         raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
-    sizes = _json(path / _FILES) if (path / _FILES).exists() else {}
+    if _FILES not in there and not renames(path):
+        raise TornError(f"{_FILES}: missing")
+    wanted = _json(path / _FILES) if _FILES in there else {}
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
     if not (isinstance(values, dict) and fields - {"shuffle"} <= values.keys()):
         raise ConfigError(
             f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
         )
-    for name, size in sizes.items():
-        file = path / name
-        there = file.stat().st_size if file.is_file() else None
-        if there is None or there < size:
-            shown = "missing" if there is None else f"{there} bytes of {size}"
+    for name, size in wanted.items():
+        if there.get(name, -1) < size:
+            shown = f"{there[name]} bytes of {size}" if name in there else "missing"
             raise TornError(f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
@@ -137,12 +248,14 @@ def _read(path: pathlib.Path) -> Checkpoint:
     return Checkpoint(path=path, **values | {"config": json.loads(values["config"])})
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def _json(path: Place) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except PermissionError:
         raise
     except OSError as error:
+        if not is_near(path) and not isinstance(error, FileNotFoundError):
+            raise  # a storage that does not answer says nothing about the checkpoint
         raise TornError(f"{path.name}: {error.strerror}") from None
     except ValueError:
         raise TornError(f"{path.name}: not JSON") from None
@@ -151,20 +264,20 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def write_sizes(path: pathlib.Path) -> None:
+def write_sizes(path: Place) -> None:
     """Notes the size of every file of a checkpoint that is whole."""
-    sizes = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if p.is_file()}
-    sizes.pop(_FILES, None)
-    write_whole(path / _FILES, json.dumps(sizes).encode())
+    there = sizes(path)
+    there.pop(_FILES, None)
+    write_whole(path / _FILES, json.dumps(there).encode())
 
 
-def find(path: pathlib.Path) -> pathlib.Path:
+def find(path: Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a checkpoints or run folder.
 
     Raises:
       ConfigError: there is none.
     """
-    path = path.expanduser().absolute()
+    path = place(path).expanduser().absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base
-from maxramp.keys.section import Keys, above_zero_or_open, at_least, local_path, positive_or_open
+from maxramp.keys.section import (
+    Keys,
+    above_zero_or_open,
+    at_least,
+    path_or_storage,
+    positive_or_open,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +27,8 @@ class CheckpointKeys(Keys):
     max_num_checkpoints_to_keep: int | None = at_least(1)
     checkpoint_keep_period: int = positive_or_open()
     max_failed_saves: int = at_least(1)
-    load_parameters_path: str = local_path()
-    load_full_state_path: str = local_path()
+    load_parameters_path: str = path_or_storage()
+    load_full_state_path: str = path_or_storage()
     allow_changed: Sequence[str]
     stop_at_stage_end: bool
     stop_at_node_change: bool

@@ -6,69 +6,35 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
-import logging
-import math
-import pathlib
+import os
 import platform
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.addresses import saving_context
+from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
+from maxramp.checkpoints.background import agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.timer import Timer
 from maxramp.data.order import SHUFFLE
-from maxramp.errors import ConfigError, PeerLostError, TrainingError, is_out_of_memory
+from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.folders.place import Place, check_writable, is_near, place
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement, processes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
-# What it has to say is in the errors it raises; on stderr it would be pages.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-# What TensorStore says of them stands among paths and line numbers of its own.
-_DISK_ERRORS = (
-    "No space left on device",
-    "Read-only file system",
-    "Disk quota exceeded",
-    "File too large",
-    "Input/output error",
-    "Permission denied",
-)
-
-# Orbax writes into the folder that it is given: it gets its name here, when it is whole.
-_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-
-# Keys that decide which arrays there are and of what shape.
-_SHAPE_KEYS = (
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "head_dim",
-    "base_mlp_dim",
-    "base_num_decoder_layers",
-    "vocab_size",
-    "logits_via_embedding",
-    "decoder_block",
-    "weight_dtype",
-    "mu_dtype",
-    "opt_type",
-)
+_LAST = 60.0  # seconds that a run which fails waits for a storage
 
 
 class Checkpoints:
@@ -82,7 +48,7 @@ class Checkpoints:
     def __init__(
         self,
         keys: CheckpointKeys,
-        folder: pathlib.Path,
+        folder: Place,
         corpus_hash: str,
         values: Mapping[str, Any],
         warn: Callable[[str], None],
@@ -102,8 +68,10 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
+        self._late: int | None = None
+        self._waits = is_near(self._folder)  # for a save that goes on when the next is due
         self._saving: tuple[int, concurrent.futures.Future] | None = None
-        self._timer: _Timer | None = None
+        self._timer: Timer | None = None
 
     def latest(self) -> Checkpoint | None:
         """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
@@ -122,7 +90,7 @@ class Checkpoints:
         def read() -> Checkpoint:
             if newest >= 0:
                 return self._read(self._folder / str(newest))
-            return self._read(folder_lib.find(pathlib.Path(self._keys.load_full_state_path)))
+            return self._read(folder_lib.find(place(self._keys.load_full_state_path)))
 
         checkpoint = agreement.raise_everywhere(read)
         self.shuffle = checkpoint.shuffle
@@ -148,7 +116,7 @@ class Checkpoints:
             except folder_lib.TornError as error:
                 self._torn.append(step)
                 if folder_lib.unfinished(self._folder / str(step)).exists():
-                    continue  # a save that was killed, where folders are renamed file by file
+                    continue  # a save that was killed, where folders are not renamed at once
                 reason = reason or f"{self._folder / str(step)} is torn ({error})"
             else:
                 if reason:
@@ -161,7 +129,7 @@ class Checkpoints:
             )
         return -1
 
-    def _read(self, path: pathlib.Path) -> Checkpoint:
+    def _read(self, path: Place) -> Checkpoint:
         try:
             return folder_lib.read(path)
         except folder_lib.TornError as error:
@@ -170,30 +138,8 @@ class Checkpoints:
             ) from None
 
     def compare(self, checkpoint: Checkpoint, abstract: Any) -> None:
-        """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
-
-        Args:
-          checkpoint: the one to go on from.
-          abstract: an abstract train state, or parts of one by name.
-
-        Raises:
-          ConfigError: names the first parameter that differs, and the keys that make it so.
-        """
-        items = abstract if isinstance(abstract, dict) else _items(abstract)
-        with _reading(checkpoint.path):
-            stored = ocp.checkpointables_metadata(checkpoint.path).metadata
-        there, wanted = _leaves(stored, items), _leaves(items, items)
-        changed = [k for k in _SHAPE_KEYS if checkpoint.config.get(k) != self._values[k]]
-        keys = ", ".join(
-            f"{k}={self._values[k]} (there {checkpoint.config.get(k)})" for k in changed
-        )
-        for path in sorted(there.keys() | wanted.keys()):
-            if there.get(path) != wanted.get(path):
-                raise ConfigError(
-                    f"{checkpoint.path}: {path} is {_shown(there.get(path))}, but "
-                    f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
-                    "model and optimizer keys it was trained with, or another run_name"
-                )
+        """Refuses a checkpoint whose arrays are not those of `abstract`, as `arrays.compare`."""
+        compare(checkpoint, abstract, self._values)
 
     def restore(self, checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
         """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
@@ -201,8 +147,8 @@ class Checkpoints:
         Raises:
           ConfigError: the arrays cannot be read.
         """
-        with _reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(checkpoint.path, _items(abstract))
+        with reading(checkpoint.path):
+            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), items_of(abstract))
         state = TrainState(model=loaded["model"], **loaded["optimizer"])
         state = in_stage_order(state)
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
@@ -228,11 +174,11 @@ class Checkpoints:
             return self.restore(position, abstract)
         state = initial_state(recipe)
         if self._keys.load_parameters_path:
-            path = pathlib.Path(self._keys.load_parameters_path)
+            path = place(self._keys.load_parameters_path)
             return dataclasses.replace(state, model=self.load_parameters(path, abstract.model))
         return state
 
-    def load_parameters(self, path: pathlib.Path, model: Decoder) -> Decoder:
+    def load_parameters(self, path: Place, model: Decoder) -> Decoder:
         """The weights of a checkpoint, of this run or another one.
 
         Args:
@@ -244,30 +190,18 @@ class Checkpoints:
         """
         checkpoint = self._read(folder_lib.find(path))
         self.compare(checkpoint, {"model": model})
-        with _reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(checkpoint.path, {"model": model})["model"]
+        with reading(checkpoint.path):
+            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), {"model": model})["model"]
         return in_stage_order(loaded)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
-        self._timer = _Timer(self._keys.checkpoint_period_minutes)
+        self._timer = Timer(self._keys.checkpoint_period_minutes)
         if not (self._keys.enable_checkpointing and self._is_first):
             return
         for step in self._torn:
-            aside = self._folder / f"{step}{folder_lib.TORN}"
-            for again in itertools.count(2):
-                if not aside.exists():
-                    break
-                aside = self._folder / f"{step}-{again}{folder_lib.TORN}"
-            (self._folder / str(step)).rename(aside)
-        self._remove_leftovers()  # last: they tell which checkpoints are half renamed
-
-    def _remove_leftovers(self) -> None:
-        """Removes the parts of saves that failed or were killed; none is going on."""
-        for path in self._folder.iterdir():
-            ours = path.suffix in (folder_lib.UNFINISHED, folder_lib.DELETING)
-            if ours and folder_lib.is_step(path.stem):
-                shutil.rmtree(path, ignore_errors=True)
+            folder_lib.set_aside(self._folder / str(step))
+        folder_lib.remove_leftovers(self._folder)  # last: they tell which are half renamed
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -288,7 +222,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         ramp: RampupBatchManager,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Callable[[], None]],
         last: bool,
     ) -> None:
         """Saves the state after `step` steps of `ramp`, unless that was the last save.
@@ -300,13 +234,17 @@ class Checkpoints:
           step: steps done.
           state: after them.
           ramp: the schedule.
-          prepare: writes what must be on disk before; where it raises an OSError nothing is saved.
+          prepare: writes what must be there before the checkpoint counts, and returns what waits
+            until it is there; where it raises an OSError nothing is saved.
           last: nothing is trained after it: returns when it is written.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
         if not self._keys.enable_checkpointing:
+            return
+        if not (last or self._waits or self._is_saved_everywhere()):
+            self._note_late(step)
             return
         self._finish_save()
         if step == self._last_good:
@@ -321,56 +259,82 @@ class Checkpoints:
             versions=versions(),
             shuffle=self.shuffle,
         )
-        error = self._error_of(prepare)
+        error, prepared = self._prepare(prepare)
         if any(agreement.all_gather_json(error is not None)):
-            writing = _raiser(error or OSError("the first process cannot write"))
+            writing = raiser(error or OSError("the first process cannot write"))
         else:
             try:
-                with ocp.Context(atomicity_options=_IN_PLACE):
+                with saving_context(checkpoint.path):
                     writing = ocp.save_checkpointables_async(
-                        folder_lib.unfinished(checkpoint.path),
-                        _items(in_layer_order(state)),
+                        os.fspath(folder_lib.unfinished_arrays(checkpoint.path)),
+                        items_of(in_layer_order(state)),
                         custom_metadata=checkpoint.metadata(),
                     ).result
             except Exception as raised:  # by the part that does not run in the background
-                writing = _raiser(raised)
+                writing = raiser(raised)
         self._timer.stop()
-        self._saving = step, _in_thread(lambda: self._write(checkpoint.path, writing))
+        self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing, prepared))
         if last or not self._keys.async_checkpointing:
             self._finish_save(last)
 
-    def _error_of(self, prepare: Callable[[], None]) -> OSError | None:
-        """What `prepare` raises, or else what stands in the way of a file."""
+    def _prepare(
+        self, prepare: Callable[[], Callable[[], None]]
+    ) -> tuple[OSError | None, Callable[[], None]]:
+        """What `prepare` raises, or else what stands in the way of a file; and what it returns."""
+        prepared: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            prepare()
+            prepared = prepare()
             if self._is_first:
-                (self._folder / ".writable").touch()
-                (self._folder / ".writable").unlink()
+                check_writable(self._folder)
         except OSError as error:
-            return error
-        return None
+            return error, prepared
+        return None, prepared
 
-    def _write(self, path: pathlib.Path, writing: Callable[[], None]) -> None:
+    def _write(
+        self, path: Place, writing: Callable[[], None], prepared: Callable[[], None]
+    ) -> None:
         """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
         try:
-            writing()
             if self._is_first:
-                unfinished = folder_lib.unfinished(path)
-                folder_lib.write_sizes(unfinished)  # before it counts: not every rename is at once
-                unfinished.rename(path)
-                self._remove_leftovers()
-                for old in self._not_kept():
-                    gone = self._folder / f"{old}{folder_lib.DELETING}"
-                    (self._folder / str(old)).rename(gone)  # at once: a kill leaves no half of it
-                    shutil.rmtree(gone, ignore_errors=True)
+                with contextlib.suppress(OSError):  # a restart then sets aside what it would remove
+                    folder_lib.begin(path)
+            writing()
+            prepared()
+            if self._is_first:
+                folder_lib.commit(path)
+                self._tidy()
         finally:
             self._timer.start()
 
+    def _tidy(self) -> None:
+        """Removes what no restart needs; where that fails, the next save tries it again."""
+        try:
+            folder_lib.remove_leftovers(self._folder)
+            for old in self._not_kept():
+                folder_lib.remove(self._folder / str(old))
+        except OSError as error:
+            self._warn(f"old checkpoints could not be removed: {reason_of(error)}")
+
+    def _note_late(self, step: int) -> None:
+        """Says once for every save that others are left out as long as it goes on."""
+        slow = self._saving[0] if self._saving else None
+        if self._is_first and slow != self._late:
+            self._warn(
+                f"{self._folder / str(slow)} is still being written: no checkpoint after step "
+                f"{step}, and none until it is done"
+            )
+            self._late = slow
+
+    def _is_saved_everywhere(self) -> bool:
+        """Whether no process still writes the last save."""
+        return all(agreement.all_gather_json(self._saving is None or self._saving[1].done()))
+
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
-        steps, newest = folder_lib.steps_in(self._folder), self._keys.max_num_checkpoints_to_keep
+        newest = self._keys.max_num_checkpoints_to_keep
         if newest is None:
             return []
+        steps = folder_lib.steps_in(self._folder)
         period, kept = self._keys.checkpoint_keep_period, {}
         if period != -1:
             for step in steps:
@@ -400,13 +364,13 @@ class Checkpoints:
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
-        reason = _agreed(saving)
+        reason = agreed_reason(saving)
         if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return
+        processes.leave_threads_behind()
         if self._is_first:  # for room; what other threads still write goes after the next save
-            unfinished = folder_lib.unfinished(self._folder / str(step))
-            shutil.rmtree(unfinished, ignore_errors=True)
+            folder_lib.discard(self._folder / str(step))
         self._failed_in_a_row += 1
         most = self._keys.max_failed_saves
         stands = (
@@ -430,68 +394,10 @@ class Checkpoints:
         if self._saving is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._saving
-        if failed := saving.exception():
-            self._warn(f"{self._folder / str(step)} was not saved: {_reason_of(failed)}")
-
-
-def stored_arrays(path: pathlib.Path) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, one by one.
-
-    Raises:
-      TornError: one cannot be read.
-      MemoryError, JaxRuntimeError: it does not fit into memory here.
-    """
-    try:
-        stored = ocp.checkpointables_metadata(path).metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        for name, tree in stored.items():
-            leaves, structure = jax.tree.flatten(tree)
-            for i, leaf in enumerate(leaves):
-                wanted = [ocp.PLACEHOLDER] * len(leaves)
-                wanted[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-                loaded = ocp.load_checkpointables(path, {name: structure.unflatten(wanted)})
-                yield np.asarray(jax.tree.leaves(loaded)[i])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise folder_lib.TornError(_reason_of(error)) from None
-
-
-class _Timer:
-    """Whether checkpoint_period_minutes have passed since the end of the last save.
-
-    Clocks differ between processes, and all must save the same step, so the first process's clock
-    counts. Its answer travels through the devices, dispatched behind one step and read behind the
-    next, when it is there without waiting.
-    """
-
-    def __init__(self, minutes: float):
-        self._seconds = 60 * minutes
-        self._pending: jax.Array | None = None
-        if minutes > 0 and jax.process_count() > 1:
-            mesh = jax.sharding.get_mesh()
-            self._sharding = NamedSharding(mesh, P(mesh.axis_names))
-            self._any = jax.jit(jnp.max)
-        self.start()
-
-    def stop(self) -> None:
-        """A save begins, on every process after the same step."""
-        self._start, self._pending = math.inf, None
-
-    def start(self) -> None:
-        """It is written, or has failed."""
-        self._start = time.monotonic()
-
-    def is_due(self) -> bool:
-        if self._seconds < 0:
-            return False
-        due = time.monotonic() - self._start >= self._seconds
-        if jax.process_count() == 1:
-            return due
-        before = self._pending
-        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
-        self._pending = self._any(jax.make_array_from_process_local_data(self._sharding, mine))
-        return before is not None and bool(before)
+        concurrent.futures.wait([saving], None if self._waits else _LAST)
+        failed = saving.exception() if saving.done() else TimeoutError("the storage is slow")
+        if failed:
+            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
 
 
 def versions() -> dict[str, str]:
@@ -500,97 +406,3 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         p: importlib.metadata.version(p) for p in packages
     }
-
-
-def _reason_of(error: BaseException) -> str:
-    """What a library raised, in a line that a person can read."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    text = " ".join(str(error).split())
-    for known in _DISK_ERRORS:
-        if known in text:
-            return known
-    return text[:200] or type(error).__name__
-
-
-class _reading:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line.
-
-    Too little memory is no fault of the checkpoint, and is raised as it is.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception) and not is_out_of_memory(error):
-            raise ConfigError(
-                f"{self._path}: cannot be read: {_reason_of(error)}; move it away to go on from "
-                "the one before"
-            ) from None
-
-
-def _items(state: TrainState) -> dict[str, Any]:
-    """A state as it is stored: the weights can be read by themselves."""
-    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "model"}
-    return {"model": state.model, "optimizer": rest}
-
-
-def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
-
-
-def _path(path: Any) -> str:
-    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return ".".join(name for name in names if name != "value")
-
-
-def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
-    """What a thread of its own makes of a function; nothing waits for the thread at the end."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=processes.SAVING, daemon=True).start()
-    return future
-
-
-def _agreed(saving: concurrent.futures.Future) -> str:
-    """Why a save failed on some process; "" once it is done on all.
-
-    Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it here,
-    and leave their threads behind.
-    """
-    several = jax.process_count() > 1
-    while True:
-        concurrent.futures.wait([saving], timeout=0.2 if several else None)
-        own = None  # not yet done
-        if saving.done():
-            error = saving.exception()
-            own = _reason_of(error) if error else ""
-        reasons = agreement.all_gather_json(own)
-        for process, reason in enumerate(reasons):
-            if reason:
-                return f"process {process}: {reason}" if several else reason
-        if None not in reasons:
-            return ""
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail

@@ -1,7 +1,6 @@
 """What a run left behind, to write text with: its weights, its keys and its tokenizer."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -20,6 +19,7 @@ from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.folders.place import Place
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
@@ -88,7 +88,7 @@ class TrainedRun:
       config: its keys on other devices; resolved once the weights are loaded.
     """
 
-    def __init__(self, path: pathlib.Path, arguments: Sequence[str]):
+    def __init__(self, path: Place, arguments: Sequence[str]):
         """Reads the keys; no device is touched.
 
         Args:

@@ -63,13 +63,15 @@ def below_one() -> Any:
     return _key(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
-def local_path() -> Any:
-    """A path of the file system."""
-    text = (
-        "is the address of a storage, not a path: a run reads and writes its own files through the "
-        "file system; mount the storage (GCS FUSE, Mountpoint for S3) and give the path"
-    )
-    return _key(lambda value: not is_address(value), text)
+def path_or_storage() -> Any:
+    """A path of the file system, or an address in an object storage that runs can be kept in."""
+    text = "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder"
+    return _key(lambda value: is_object_storage(value) or not is_address(value), text)
+
+
+def is_object_storage(path: str) -> bool:
+    """Whether a path is an address in an object storage that runs can be kept in."""
+    return re.match(r"(gs|s3)://[^/]", path) is not None
 
 
 def is_address(path: str) -> bool:

@@ -19,6 +19,7 @@ from maxramp.checkpoints.resume import origin_of
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
+from maxramp.keys.section import is_object_storage
 from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage
@@ -67,6 +68,12 @@ class Run:
             raise ConfigError(
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
+            )
+        if is_object_storage(config.run.base_output_directory):
+            raise ConfigError(
+                f"base_output_directory={config.run.base_output_directory}: a launch reads what "
+                "its jobs write through the file system; mount the storage (GCS FUSE, Mountpoint "
+                "for S3) and give the path, or start maxramp.train yourself"
             )
         folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
         folder /= config.run.run_name

@@ -207,6 +207,17 @@ def _report(host: str, port: int, place: int, count: int, timeout: float) -> Non
     )
 
 
+_left_behind = threading.Event()
+
+
+def leave_threads_behind() -> None:
+    """Says that threads of a library may wait forever: the end of the process must not join them.
+
+    Orbax's do after a save that failed.
+    """
+    _left_behind.set()
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a program of a job and ends the process with the exit status that it returns.
 
@@ -235,7 +246,8 @@ def end_process(status: int) -> NoReturn:
     status = lifeline.leave(status)
     several = jax.distributed.is_initialized()
     alone = several and status not in lifeline.ORDERLY
-    if alone or any(thread.name in (COMPILING, SAVING) for thread in threading.enumerate()):
+    busy = any(thread.name in (COMPILING, SAVING) for thread in threading.enumerate())
+    if alone or busy or _left_behind.is_set():
         if several and not alone:
             jax.distributed.shutdown()  # as the interpreter would: the others wait for it
         sys.stdout.flush()

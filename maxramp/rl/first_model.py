@@ -6,7 +6,6 @@ The first model is a run of its own beside the run that begins with it, of the s
 import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,8 +18,8 @@ from maxramp.checkpoints.folder import TornError
 from maxramp.commandline import print_note
 from maxramp.config.checks import check
 from maxramp.config.keys import Config
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
+from maxramp.folders.place import Place, place, write_whole
 from maxramp.generation.loading import TrainedRun
 from maxramp.keys import base
 from maxramp.model.keys import ModelKeys
@@ -47,7 +46,7 @@ def is_ours(config: Config) -> bool:
     return not (keys.load_parameters_path or keys.load_full_state_path)
 
 
-def weights_of(config: Config) -> pathlib.Path:
+def weights_of(config: Config) -> Place:
     """Where a run's first weights are; the folder of its first model where none are given.
 
     Raises:
@@ -55,18 +54,18 @@ def weights_of(config: Config) -> pathlib.Path:
     """
     if not is_ours(config):
         keys = config.checkpoints
-        return pathlib.Path(keys.load_parameters_path or keys.load_full_state_path)
+        return place(keys.load_parameters_path or keys.load_full_state_path)
     if config.rollout.prompt_file or not config.rollout.pretrain_steps:
         raise ConfigError(
             "load_parameters_path is empty: reinforcement learning begins with the weights of a "
             "model that can answer at times; give a run or a checkpoint"
         )
     name = f"{config.run.run_name or config.run.model_name}-first-model"
-    return pathlib.Path(config.run.base_output_directory).expanduser() / name
+    return place(config.run.base_output_directory).expanduser() / name
 
 
 def with_weights(
-    config: Config, weights: pathlib.Path, note: Callable[[str], None] = print_note
+    config: Config, weights: Place, note: Callable[[str], None] = print_note
 ) -> Config:
     """The configuration with these first weights, the sizes they have and the tokenizer they know.
 
@@ -89,7 +88,7 @@ def with_weights(
     return config
 
 
-def train(config: Config, folder: pathlib.Path) -> int:
+def train(config: Config, folder: Place) -> int:
     """Trains the first model with `maxramp.train`, unless it is there: several processes of a job
     train it together, as they train what follows.
 
@@ -131,7 +130,7 @@ def train(config: Config, folder: pathlib.Path) -> int:
     return status
 
 
-def _is_trained(config: Config, folder: pathlib.Path) -> bool:
+def _is_trained(config: Config, folder: Place) -> bool:
     try:
         found = folder_lib.read(folder_lib.find(folder))
     except (ConfigError, TornError):

@@ -7,8 +7,8 @@ from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
     at_least,
-    local_path,
     one_of,
+    path_or_storage,
 )
 
 
@@ -17,7 +17,7 @@ class RunKeys(Keys):
     """The run's folder, what it shows, and when it is given up."""
 
     run_name: str
-    base_output_directory: str = local_path()
+    base_output_directory: str = path_or_storage()
     model_name: str
     log_period: int = at_least(1)
     enable_checkpointing: bool

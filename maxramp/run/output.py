@@ -21,13 +21,13 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Schedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.folders.place import place, write_whole
+from maxramp.folders.run_folder import follow, take
 from maxramp.keys.yamlfile import dump, parse
 from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import agreement
-from maxramp.parallel.locking import lock
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
@@ -75,7 +75,7 @@ class Output:
         """
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
-        self.folder = pathlib.Path(keys.base_output_directory) / keys.run_name
+        self.folder = place(keys.base_output_directory) / keys.run_name
         agreement.raise_everywhere(self._take_folder)
         if jax.process_count() > 1:
             self._check_shared()
@@ -83,29 +83,26 @@ class Output:
         self._files: list[JsonlWriter | TensorBoardWriter | WandbWriter] = []
 
     def _take_folder(self) -> None:
-        """Makes the folder and locks it for this run; the system takes the lock off at its end."""
+        """Makes the folder and takes it for this run, until the process ends."""
         try:
             self.folder = self.folder.expanduser()
             if not self._is_first:
+                self._kept = follow(self.folder, self.warn)
+                self.here = self._kept.here
                 return
             self._refuse_strange_files()
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "plan.json"):
-                if (self.folder / name).exists():
-                    (self.folder / name).open("a").close()
-            self._config_file = self._place_for_config()
-            self._lock = (self.folder / ".lock").open("a+")
-            if warning := lock(self._lock):
-                self.warn(warning)
-            self._lock.truncate(0)
             now = datetime.datetime.now().isoformat(" ", "seconds")
-            self._lock.write(f"process {os.getpid()} on {platform.node()} since {now}")
-            self._lock.flush()
-        except BlockingIOError:
-            self._lock.seek(0)
+            owner = f"process {os.getpid()} on {platform.node()} since {now}"
+            self._kept = take(self.folder, owner, self.warn)
+            self.here = self._kept.here
+            for name in ("metrics.jsonl", "plan.json"):
+                if (self.here / name).exists():
+                    (self.here / name).open("a").close()
+            self._config_file = self._place_for_config()
+        except BlockingIOError as error:
             raise ConfigError(
-                f"run_name={self._keys.run_name}: {self.folder} is in use by "
-                f"{self._lock.read()}; wait until it ends, or take another run_name"
+                f"run_name={self._keys.run_name}: {self.folder} is in use by {error}; wait until "
+                "it ends, or take another run_name"
             ) from None
         except (OSError, RuntimeError) as error:
             raise self._refusal(error) from None
@@ -124,13 +121,13 @@ class Output:
 
     def _place_for_config(self) -> pathlib.Path:
         """Where the resolved configuration goes: never over what a person wrote or edited."""
-        paths = [self.folder / name for name in _CONFIGS]
+        paths = [self.here / name for name in _CONFIGS]
         for path in paths:
             if not path.exists() or _is_our_config(path):
                 return path
         raise ConfigError(
-            f"{paths[0]} and {paths[1].name} are not as maxramp wrote them, so the resolved "
-            f"configuration has no place; move {paths[1].name} away"
+            f"{self.folder / _CONFIGS[0]} and {paths[1].name} are not as maxramp wrote them, so "
+            f"the resolved configuration has no place; move {paths[1].name} away"
         )
 
     def _refusal(self, error: Exception) -> ConfigError:
@@ -145,11 +142,11 @@ class Output:
         mark = self.folder / ".shared"
         number = agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]
         if self._is_first:
-            mark.write_text(str(number))
+            write_whole(mark, str(number).encode())
         deadline, seen = time.monotonic() + _SHARED_SECONDS, False
         while not seen and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                seen = mark.read_text() == str(number)
+                seen = mark.read_bytes() == str(number).encode()
             if not seen:
                 time.sleep(0.2)
         blind = np.flatnonzero(~multihost_utils.process_allgather(np.bool_(seen)))
@@ -185,22 +182,22 @@ class Output:
         try:
             header = _HEADER.format(zlib.crc32(self._config_text.encode()))
             write_whole(self._config_file, (header + self._config_text).encode())
-            _write_json(self.folder / "plan.json", plan_json(ramp))
-            (self.folder / "next_stage.json").unlink(missing_ok=True)
-            if dropped := cut_records(self.folder / "metrics.jsonl", first_step):
+            _write_json(self.here / "plan.json", plan_json(ramp))
+            (self.here / "next_stage.json").unlink(missing_ok=True)
+            if dropped := cut_records(self.here / "metrics.jsonl", first_step):
                 self.say(
                     f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
                     "metrics.dropped.jsonl)"
                 )
-            self._files.append(JsonlWriter(self.folder / "metrics.jsonl"))
+            self._files.append(JsonlWriter(self.here / "metrics.jsonl"))
             if self._keys.enable_tensorboard:
                 consumed = ramp.samples_before(first_step)
-                folder = self.folder / "tensorboard"
+                folder = self.here / "tensorboard"
                 self._files.append(TensorBoardWriter(folder, first_step, consumed))
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
-                    self._files.append(WandbWriter(project, self.folder, config, self.warn))
+                    self._files.append(WandbWriter(project, self.here, config, self.warn))
                 except ConfigError as error:
                     if not first_step:
                         raise
@@ -217,7 +214,7 @@ class Output:
 
     def _records(self) -> list[Record]:
         try:
-            return read_records(self.folder / "metrics.jsonl") if self._is_first else []
+            return read_records(self.here / "metrics.jsonl") if self._is_first else []
         except OSError as error:
             raise ConfigError(f"{self.folder / 'metrics.jsonl'}: {error.strerror}") from None
 
@@ -230,7 +227,7 @@ class Output:
         if not self._is_first:
             return
         try:
-            known = {d["global_batch_size"]: d for d in decisions.read(self.folder)}
+            known = {d["global_batch_size"]: d for d in decisions.read(self.here)}
             first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
             before = [  # of a run that this one goes on from, no more is known
                 known.get(size, {"first_sample": sample, "global_batch_size": size})
@@ -238,7 +235,7 @@ class Output:
             ]
             whole = ramp.stages[0].first_step == 0
             taken = [*before, decision.to_json()]
-            decisions.write(self.folder, taken, first[1] if whole else None)
+            decisions.write(self.here, taken, first[1] if whole else None)
         except OSError as error:
             raise TrainingError(f"a decision about the batch was not written: {error}") from None
         why = (
@@ -255,18 +252,25 @@ class Output:
         """Writes plan.json, of a ramp that has grown."""
         if self._is_first:
             try:
-                _write_json(self.folder / "plan.json", plan_json(ramp))
+                _write_json(self.here / "plan.json", plan_json(ramp))
             except OSError as error:  # decisions.json says the same, and is there
                 self.warn(str(self._refusal(error)))
 
-    def flush(self) -> None:
+    def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
 
+        Returns:
+          What waits until they are in the run's folder, for another thread than the loop's; it
+          raises an OSError if they are not.
+
         Raises:
-          OSError: it takes no more.
+          OSError: the file system takes no more.
+          TrainingError: another run has taken the folder.
         """
         for file in self._files:
             file.flush()
+        self._kept.check()
+        return self._kept.publish
 
     def write_next_stage(self, schedule: Schedule) -> None:
         """Leaves next_stage.json for whoever starts the next job, and says so."""
@@ -283,7 +287,7 @@ class Output:
             "devices": stage.devices,
             "consumed_samples": planned.samples_before(step),
         }
-        _write_json(self.folder / "next_stage.json", following)
+        _write_json(self.here / "next_stage.json", following)
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
             f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "
@@ -364,12 +368,14 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(f"done     {self._display.summary()}")
+        self._kept.close()
+        if self._files:
             name = self._config_file.name
             self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {name}, plan.json")
 
     def _draw(self) -> None:
-        records = read_records(self.folder / "metrics.jsonl")
-        name, path = self._keys.run_name, self.folder / "ramp.png"
+        records = read_records(self.here / "metrics.jsonl")
+        name, path = self._keys.run_name, self.here / "ramp.png"
         if any("reward" in record for record in records):
             draw_policy(records, path, f"{name}: reward over prompts")
         else:

@@ -16,8 +16,9 @@ from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.arrays import reading, stored_arrays
 from maxramp.checkpoints.resume import changes_since
-from maxramp.checkpoints.store import Checkpoints, _reading, stored_arrays, versions
+from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -58,7 +59,7 @@ class Folder:
             self.checkpoints.start_saving()
             for step in steps:
                 state = state or first_state()
-                self.checkpoints.save(step, state, self.ramp, lambda: None, last=False)
+                self.checkpoints.save(step, state, self.ramp, lambda: lambda: None, last=False)
         return self
 
     def restore(self):
@@ -241,8 +242,7 @@ def test_what_a_kill_left_is_removed(copied):
 
 def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
     """However long the files take: no save is due while one is written."""
-    config = config_of("checkpoint_period=-1", "checkpoint_period_minutes=1e-9")
-    folder = Folder(tmp_path / "c", config)
+    folder = Folder(tmp_path / "c", config := config_of("checkpoint_period_minutes=1e-9"))
     go_on, write_sizes = threading.Event(), folder_lib.write_sizes
 
     def slow(path):
@@ -253,10 +253,10 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=False)
+        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=False)
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
-        checkpoints.save(4, first_state(), folder.ramp, lambda: None, last=True)  # waits
+        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=True)  # waits
         assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
 
 
@@ -419,7 +419,7 @@ def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
     """Nobody shall move a checkpoint away because a device was too small for it."""
     path = folder_lib.find(saved_folder.path)
     monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
-    with pytest.raises(MemoryError), _reading(path):
+    with pytest.raises(MemoryError), reading(path):
         ocp.load_checkpointables(path)
     with pytest.raises(MemoryError):
         list(stored_arrays(path))

@@ -28,7 +28,7 @@ def save_run(folder, *keys):
         )
         with saving:
             saving.start_saving()
-            saving.save(0, initial_state(config.recipe), ramp, lambda: None, last=True)
+            saving.save(0, initial_state(config.recipe), ramp, lambda: lambda: None, last=True)
     return str(folder)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import glob
 import importlib
+import logging
 import os
 import pathlib
 import resource
@@ -44,13 +45,23 @@ def is_remote(path: str) -> bool:
 
 def _store(path: str) -> Any:
     """The file system that serves a URL."""
-    return _store_of(path.partition("://")[0])
+    return store_of(path.partition("://")[0])
 
 
 @functools.cache
-def _store_of(protocol: str) -> Any:
+def store_of(protocol: str) -> Any:
+    """fsspec's file system of a protocol such as gs.
+
+    Raises:
+      ConfigError: a package is missing.
+    """
+    fsspec = optional("fsspec", "fsspec", f"{protocol}://")
+    # What it has to say is in the errors it raises; on stderr it would be pages.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # Also for Orbax, which has a client of its own: a listing that is kept is an old one.
+    fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     try:
-        return optional("fsspec", "fsspec", f"{protocol}://").filesystem(protocol)
+        return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:  # it names the package that serves a protocol
         raise ConfigError(f"{protocol}:// cannot be read: {error}") from None
 

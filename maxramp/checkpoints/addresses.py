@@ -1,0 +1,66 @@
+"""Orbax on the addresses of object storages: S3 too, and no requests in the thread that saves.
+
+Orbax names a TensorStore driver for gs:// and for the file system alone. What it makes of gs:// is
+what S3 needs as well, with TensorStore's other driver: so three functions of Orbax that look at an
+address are given to know both. The tests with servers notice when Orbax no longer asks them.
+"""
+
+import os
+import re
+from typing import Any
+
+from etils.epath.gpath import PosixGPath
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from maxramp.folders.kvstore import spec_of
+from maxramp.folders.place import ObjectPath, Place, is_near
+from maxramp.keys.section import is_object_storage
+
+
+class _Path(PosixGPath):
+    """An address whose mark of an unfinished deletion, which Orbax looks for, is known not to be.
+
+    It is Orbax's own way of deleting that leaves it, and maxramp deletes in another.
+    """
+
+    def exists(self) -> bool:
+        """As of its class, but for the mark."""
+        return self.name != "_CHECKPOINT_DELETION" and super().exists()
+
+
+# Orbax writes into the folder that it is given: `folder.commit` makes it count.
+_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+_UNSEEN = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
+
+
+def saving_context(path: Place) -> ocp.Context:
+    """How Orbax saves to a path: with a storage, no request is made before the arrays are copied.
+
+    That a checkpoint of this number is not there is known from `latest`.
+    """
+    if is_near(path):
+        return ocp.Context(atomicity_options=_IN_PLACE)
+    return ocp.Context(atomicity_options=_IN_PLACE, file_options=_UNSEEN)
+
+
+def teach() -> None:
+    """Makes Orbax take addresses of S3 where it takes those of Google's storage."""
+    tensorstore_utils._normalize_path = _normal
+    tensorstore_utils._use_gcs_driver = is_object_storage
+    gcs_utils.get_kvstore_for_gcs = _store
+
+
+def _normal(path: str) -> str:
+    return re.sub(r"^(gs|s3):/", r"\1://", os.path.normpath(path))
+
+
+_store_of_google = gcs_utils.get_kvstore_for_gcs
+
+
+def _store(path: str) -> dict[str, Any]:
+    if path.startswith("gs://"):
+        return _store_of_google(path)
+    # A name as Orbax gives it: of a folder, or what a folder's name begins with.
+    return spec_of(ObjectPath(path)) | {"path": path.split("/", 3)[3]}

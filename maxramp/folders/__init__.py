@@ -1,0 +1,1 @@
+"""Folders of runs and checkpoints, on a disk or in an object storage."""

@@ -1,0 +1,265 @@
+"""A place for files: a path of the file system, or an address such as gs://bucket/runs.
+
+An object storage has no folders, no rename and no append: an object is written whole and at once,
+and a folder is what the names of objects begin with. So a folder that is there holds something.
+"""
+
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, Self
+
+from maxramp.data.files import storage
+from maxramp.errors import ConfigError
+from maxramp.keys.section import is_object_storage
+
+MARK = ".folder"  # an object that makes a folder of an object storage be there
+
+
+class ObjectPath:
+    """An address in an object storage, with the part of pathlib.Path that such a storage has.
+
+    Whatever goes wrong is an OSError, as on a disk.
+    """
+
+    def __init__(self, address: str, kind: str = ""):
+        """
+        Args:
+          address: scheme://bucket/name.
+          kind: "file" or "directory", where a listing has just told.
+        """
+        scheme, _, name = address.partition("://")
+        parts = [part for part in name.split("/") if part]
+        self._scheme, self._parts, self._kind = scheme, parts, kind
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{'/'.join(self._parts)}"
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: Self) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(f"{self}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        """gs or s3."""
+        return self._scheme
+
+    @property
+    def bucket(self) -> str:
+        """The bucket's name."""
+        return self._parts[0]
+
+    @property
+    def key(self) -> str:
+        """What the names of the bucket's objects call it."""
+        return "/".join(self._parts[1:])
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self._parts[-1]
+
+    @property
+    def suffix(self) -> str:
+        """What follows the last dot of the name, with it."""
+        return pathlib.PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return pathlib.PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> Self:
+        """Without the last part; of a bucket, itself."""
+        return type(self)(f"{self._scheme}://{'/'.join(self._parts[:-1] or self._parts)}")
+
+    def with_name(self, name: str) -> Self:
+        """With another last part."""
+        return self.parent / name
+
+    def expanduser(self) -> Self:
+        """Itself."""
+        return self
+
+    def absolute(self) -> Self:
+        """Itself."""
+        return self
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a folder comes with what is written to it."""
+
+    def is_dir(self) -> bool:
+        """Whether there is an object below it."""
+        return self._is("directory", lambda store: store.isdir(str(self)))
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self._is("file", lambda store: store.isfile(str(self)))
+
+    def exists(self) -> bool:
+        """Whether either holds."""
+        return self._is(self._kind, lambda store: store.exists(str(self)))
+
+    def _is(self, kind: str, ask: Any) -> bool:
+        if self._kind:
+            return self._kind == kind
+        with _asking(self) as store:
+            return ask(store)
+
+    def iterdir(self) -> Iterator[Self]:
+        """What is directly below it."""
+        with _asking(self) as store:
+            found = store.ls(str(self), detail=True)
+        for entry in found:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if name and entry["name"].rstrip("/") != f"{self.bucket}/{self.key}".rstrip("/"):
+                yield type(self)(f"{self}/{name}", entry["type"])
+
+    def read_bytes(self) -> bytes:
+        """The whole of an object."""
+        with _asking(self) as store:
+            return store.cat_file(str(self))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes an object at once."""
+        with _asking(self) as store:
+            store.pipe_file(str(self), data)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes an object."""
+        try:
+            with _asking(self) as store:
+                store.rm_file(str(self))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+
+Place = pathlib.Path | ObjectPath
+
+
+def place(text: str | os.PathLike) -> Place:
+    """The place that a text names."""
+    text = os.fspath(text)
+    return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text)
+
+
+def is_folder(path: Place) -> bool:
+    """Whether there is such a folder; False also where this user may not look."""
+    # Not of pathlib: before Python 3.12 it raises there.
+    return path.is_dir() if isinstance(path, ObjectPath) else os.path.isdir(path)
+
+
+def renames(path: Place) -> bool:
+    """Whether a folder there can be given another name at once."""
+    return not isinstance(path, ObjectPath)
+
+
+def is_near(path: Place) -> bool:
+    """Whether the loop can wait for what is done there: a storage may be away for an hour."""
+    return not isinstance(path, ObjectPath)
+
+
+def check_writable(folder: Place) -> None:
+    """Raises what stands in the way of a file, where that is known without a wait.
+
+    Raises:
+      OSError: a file cannot be made.
+    """
+    if is_near(folder):
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+
+
+def sizes(folder: Place) -> dict[str, int]:
+    """Bytes of every file in a folder, however deep, by its name below the folder."""
+    if isinstance(folder, ObjectPath):
+        with _asking(folder) as store:
+            found = store.find(str(folder), detail=True)
+        start = len(f"{folder.bucket}/{folder.key}/")
+        names = [name for name in found if name[start:].rstrip("/") == name[start:] != ""]
+        return {name[start:]: found[name]["size"] for name in names}
+    found = {}
+    for root, _, files in os.walk(folder, onerror=_unless_gone, followlinks=True):
+        for path in (pathlib.Path(root, name) for name in files):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found[str(path.relative_to(folder))] = path.stat().st_size
+    return found
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def write_whole(path: Place, data: bytes) -> None:
+    """Writes a file at once, as `storage.write_whole`.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.write_bytes(data) if isinstance(path, ObjectPath) else storage.write_whole(path, data)
+
+
+def make_folder(path: Place) -> None:
+    """Makes a folder that holds nothing yet, in an object storage by an object that names it."""
+    if isinstance(path, ObjectPath):
+        (path / MARK).write_bytes(b"")
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_tree(folder: Place) -> None:
+    """Removes a folder and all that is in it, as far as that is possible."""
+    if not isinstance(folder, ObjectPath):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError), _asking(folder) as store:
+        store.rm(str(folder), recursive=True)
+
+
+def move_tree(folder: Place, to: Place) -> None:
+    """Gives a folder another name: at once on a disk, object by object in an object storage."""
+    if not isinstance(folder, ObjectPath):
+        folder.rename(to)
+        return
+    for name in sizes(folder):
+        with _asking(folder) as store:
+            store.cp_file(f"{folder}/{name}", f"{to}/{name}")
+    remove_tree(folder)
+
+
+# What clients raise as on a disk; their texts and numbers are their own.
+_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+
+
+@contextlib.contextmanager
+def _asking(path: ObjectPath) -> Iterator[Any]:
+    """The storage's client; what it raises becomes an OSError that names the address."""
+    try:
+        yield storage.store_of(path.scheme)
+    except ConfigError:
+        raise
+    except Exception as error:  # clients have errors of their own
+        if number := _NUMBERS.get(type(error)):
+            raise OSError(number, os.strerror(number), str(path)) from None
+        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise OSError(errno.EIO, text or type(error).__name__, str(path)) from None

@@ -1,0 +1,96 @@
+"""Claims: of two that want one folder one gets it, and who was killed does not keep it."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT
+
+from maxramp.errors import TrainingError
+from maxramp.folders import claim as claim_lib
+from maxramp.folders.claim import Claim
+from maxramp.folders.place import place
+from maxramp.folders.process import is_gone, this_process
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(claim_lib, "_BEAT", 0.2)
+    monkeypatch.setattr(claim_lib, "_SILENCE", 2.0)
+
+
+def test_one_of_many_gets_it(storage):
+    path, claims, refused = place(f"{storage.address}/many/.lock"), [], []
+
+    def try_it(number):
+        try:
+            claims.append(Claim(path, f"claimant {number}"))
+        except BlockingIOError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=try_it, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (held,) = claims
+    owner = json.loads(path.read_bytes())["owner"]
+    assert refused == [owner] * 5
+    held.release()
+    assert not path.exists()
+    Claim(path, "the next").release()
+
+
+def test_a_silent_owner_loses_it(storage):
+    """As a machine that lost its network: it learns so before it writes again."""
+    path = place(f"{storage.address}/silent/.lock")
+    silent = Claim(path, "the first")
+    silent._ending.set()  # its heart beats no more
+    began = time.monotonic()
+    taken = Claim(path, "the second")
+    assert time.monotonic() - began >= 2
+    silent._renewed = 0.0
+    with pytest.raises(TrainingError, match="was taken over by the second"):
+        silent.renew()
+    taken.renew()
+    taken.release()
+
+
+def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
+    """Its claim is taken over without a wait."""
+    path = place(f"{storage.address}/killed/.lock")
+    program = (
+        "import sys, time\n"
+        "from maxramp.folders.claim import Claim\n"
+        "from maxramp.folders.place import place\n"
+        "Claim(place(sys.argv[1]), 'it'); print('claimed', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout.readline() == "claimed\n"
+    monkeypatch.setattr(claim_lib, "_SILENCE", 20.0)
+    with pytest.raises(BlockingIOError, match="it"):
+        Claim(path, "too early")
+    owner.kill()
+    owner.wait()
+    began = time.monotonic()
+    Claim(path, "in time").release()
+    assert time.monotonic() - began < 5
+
+
+def test_processes_are_told_apart():
+    here = this_process()
+    assert not is_gone(here)
+    assert is_gone(here | {"started": "1"}) and is_gone(here | {"pid": 2**22 + 1})
+    assert not is_gone(here | {"machine": "another", "pid": 2**22 + 1})
+    assert not is_gone(None) and not is_gone({})

@@ -1,0 +1,135 @@
+"""Places: a folder of an object storage does what a folder of the disk does."""
+
+import pytest
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.errors import ConfigError
+from maxramp.folders.mirror import Mirror
+from maxramp.folders.place import (
+    make_folder,
+    move_tree,
+    place,
+    remove_tree,
+    sizes,
+    write_whole,
+)
+from maxramp.folders.run_folder import take
+
+pytestmark = pytest.mark.slow
+FILES = {"a": b"1", "deep/b.json": b"22", "deep/er/c": b""}
+
+
+def fill(folder):
+    for name, data in FILES.items():
+        path = folder
+        for part in name.split("/"):
+            path = path / part
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+
+
+@pytest.fixture(params=["disk", "gs", "s3"])
+def folder(request, storages, tmp_path):
+    if request.param == "disk":
+        return tmp_path / "x"
+    return place(f"{storages(request.param).address}/{tmp_path.name}/x")
+
+
+def test_a_folder(folder):
+    assert not folder.exists() and not folder.is_dir() and sizes(folder) == {}
+    with pytest.raises(FileNotFoundError) as raised:
+        (folder / "a").read_bytes()
+    assert raised.value.filename == str(folder / "a") and raised.value.strerror
+    fill(folder)
+    assert folder.is_dir() and folder.exists() and not folder.is_file()
+    assert (folder / "a").is_file() and not (folder / "a").is_dir()
+    assert sizes(folder) == {name: len(data) for name, data in FILES.items()}
+    assert (folder / "deep" / "b.json").read_bytes() == b"22"
+    listed = {p.name: (p.is_dir(), p.is_file()) for p in folder.iterdir()}
+    assert listed == {"a": (False, True), "deep": (True, False)}
+    write_whole(folder / "a", b"333")
+    assert (folder / "a").read_bytes() == b"333"
+    move_tree(folder, folder.with_name("y"))
+    assert not folder.exists() and sizes(folder.with_name("y"))["deep/b.json"] == 2
+    (folder.with_name("y") / "a").unlink()
+    (folder.with_name("y") / "a").unlink(missing_ok=True)
+    remove_tree(folder.with_name("y"))
+    remove_tree(folder.with_name("y"))
+    assert not folder.with_name("y").exists()
+    make_folder(folder)
+    assert folder.is_dir()
+
+
+def test_names(folder):
+    path = folder / "runs" / "7.torn"
+    assert (path.name, path.stem, path.suffix) == ("7.torn", "7", ".torn")
+    assert path.parent == folder / "runs" and path.with_name("8").name == "8"
+    assert place(str(path)) == path.expanduser().absolute() and sorted([path, folder])[0] == folder
+
+
+def test_only_whole_checkpoints_count(storage, tmp_path):
+    """files.json is written last and goes first; what nobody marked is not removed."""
+    folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
+    for step in (4, 8, 12, 16):
+        folder_lib.begin(folder / str(step))
+        write_whole(folder / str(step) / "_CHECKPOINT_METADATA", b'{"custom_metadata": {}}')
+    write_whole(folder / "20" / "of" / "others", b"")
+    assert folder_lib.steps_in(folder) == [4, 8, 12, 16, 20]
+    with pytest.raises(folder_lib.TornError, match="16.orbax-checkpoint-tmp is there too"):
+        folder_lib.read(folder / "16")
+    for step in (4, 8, 12):
+        folder_lib.commit(folder / str(step))
+    with pytest.raises(ConfigError, match="not a checkpoint of maxramp"):
+        folder_lib.read(folder / "8")  # whole, and somebody else's
+    folder_lib.begin(folder / "12")  # as if its commit had got no answer
+    folder_lib.set_aside(folder / "16")
+    folder_lib.set_aside(folder / "20")
+    folder_lib.remove(folder / "4")
+    folder_lib.remove_leftovers(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["12", "20.torn", "8"]
+    assert (folder / "20.torn" / "of" / "others").is_file()
+
+
+def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
+    """No answer is no answer: a restart must not go back to an older checkpoint for it."""
+    folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
+    write_whole(folder / "4" / "_CHECKPOINT_METADATA", b"{}")
+    away(403)
+    with pytest.raises((OSError, ConfigError)):
+        folder_lib.read(folder / "4")
+
+
+def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxramp.folders.mirror._LAST", 1.0)
+    folder, warnings = place(f"{storage.address}/{tmp_path.name}/run"), []
+    mirror = take(folder, "it", warnings.append)
+    assert isinstance(mirror, Mirror)
+    log = mirror.here / "metrics.jsonl"
+    (mirror.here / "tensorboard").mkdir()
+    (mirror.here / "tensorboard" / "events").write_bytes(b"e")
+    with log.open("ab", buffering=0) as file:
+        for _ in range(3):
+            file.write(b"line\n")
+            mirror.publish()
+            assert (folder / "metrics.jsonl").read_bytes() == log.read_bytes()
+    asked = len(storage.requests)
+    mirror.publish()
+    assert not [r for r in storage.requests[asked:] if "metrics" in r]  # it has not changed
+    mirror.close()
+    assert not mirror.here.exists() and not (folder / ".lock").exists() and not warnings
+
+    again = take(folder, "again", warnings.append)
+    assert (again.here / "metrics.jsonl").read_bytes() == b"line\n" * 3
+    assert (again.here / "tensorboard" / "events").read_bytes() == b"e"
+    (again.here / "metrics.jsonl").unlink()
+    again.publish()
+    assert not (folder / "metrics.jsonl").exists()
+    away(403)
+    (again.here / "late").write_bytes(b"late")
+    with pytest.raises(OSError, match="late|Forbidden|forbidden"):
+        again.publish()
+    again.close()
+    away(0)
+    assert len(warnings) == 2 and str(again.here) in warnings[1]
+    assert (again.here / "late").read_bytes() == b"late"  # nothing is lost
+    remove_tree(again.here.parent)

@@ -1,0 +1,193 @@
+"""Runs whose folder is in an object storage, beside the same run on the disk."""
+
+import json
+import signal
+import subprocess
+import time
+
+import object_stores
+import pytest
+from conftest import BASE, TINY, command, environment
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.folders.place import place, remove_tree
+from maxramp.run.metrics import read_records
+
+pytestmark = pytest.mark.slow
+KEYS = [
+    *TINY,
+    "step_batch_size_schedule=0:8 400:16",
+    "step_batch_size_unit=samples",
+    "micro_batch_size=8",
+    "steps=120",
+    "dataset_type=synthetic",
+    "eval_interval=50",
+    "eval_steps=1",
+    "checkpoint_period=20",
+    "max_num_checkpoints_to_keep=2",
+    "log_period=20",
+    "enable_tensorboard=True",
+    "run_name=run",
+]
+SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed_samples")
+
+
+def start(address, cache_dir, storage, *more, module="train"):
+    """A maxramp command; what it prints comes from its stdout."""
+    given = dict(key.split("=", 1) for key in (*KEYS, *more))
+    given |= {"jax_cache_dir": cache_dir, "base_output_directory": str(address)}
+    arguments = [BASE, *(f"{name}={value}" for name, value in given.items())]
+    return subprocess.Popen(
+        command(*arguments, module=module),
+        env=environment() | storage.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def records(run):
+    return [{k: r.get(k) for k in SAME} for r in read_records(run / "metrics.jsonl")]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, cache_dir, storage):
+    """The run, undisturbed and on the disk."""
+    folder = tmp_path_factory.mktemp("calm")
+    finish(start(folder, cache_dir, storage))
+    return records(folder / "run")
+
+
+def committed(run):
+    """The newest checkpoint that counts, 0 without one."""
+    steps = folder_lib.steps_in(run / "checkpoints")
+    there = [s for s in steps if (run / "checkpoints" / str(s) / "files.json").exists()]
+    return max(there, default=0)
+
+
+def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
+    """At a commit, in a save and before the first one: the same losses, to the last bit."""
+    address = place(f"{storage.address}/{tmp_path.name}")
+    for moment in ("start", "save", "commit"):
+        since = len(storage.requests)
+        process = start(address, cache_dir, storage)
+        if moment == "start":
+            wait_until(lambda since=since: any(".lock" in r for r in storage.requests[since:]))
+        elif moment == "save":
+            wait_until(lambda since=since: any("ocdbt" in r for r in storage.requests[since:]))
+        else:
+            wait_until(lambda: committed(address / "run"))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    printed = finish(start(address, cache_dir, storage))
+    assert "resume   from step" in printed
+    run = address / "run"
+    assert records(run) == calm
+    names = {p.name for p in run.iterdir()}
+    assert names >= {"config.yml", "plan.json", "metrics.jsonl", "ramp.png", "checkpoints"}
+    assert ".lock" not in names
+    steps = folder_lib.steps_in(run / "checkpoints")
+    assert len(steps) <= 2 and steps[-1] == 120  # retention
+    assert "finished" in finish(start(address, cache_dir, storage))
+
+    def checkpoint(*words):
+        done = subprocess.run(
+            command(*words, str(run), module="checkpoint"),
+            env=environment() | storage.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    status, printed = checkpoint("ls")
+    assert status == 0 and "      120 " in printed and printed.count("complete") == len(steps)
+    status, printed = checkpoint("verify")
+    assert status == 0 and f"{run}/checkpoints/120: complete" in printed
+    metadata = json.loads((run / "checkpoints" / "120" / "files.json").read_bytes())
+    data = max(metadata, key=metadata.get)
+    torn = run / "checkpoints" / "120"
+    for part in data.split("/"):
+        torn = torn / part
+    torn.unlink()
+    status, printed = checkpoint("verify")
+    assert status == 1 and "missing" in printed
+    printed = finish(start(address, cache_dir, storage))
+    assert f"{data}: missing" in printed and "going on from the checkpoint before it" in printed
+    assert records(run) == calm
+    assert (run / "checkpoints" / "120.torn").is_dir()
+
+
+def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
+    address = place(f"{storage.address}/{tmp_path.name}")
+    since = len(storage.requests)
+    first = start(address, cache_dir, storage, "steps=100000", "checkpoint_period=-1")
+    wait_until(lambda: any("metrics.jsonl" in r for r in storage.requests[since:]))
+    second = start(address, cache_dir, storage)
+    printed, _ = second.communicate(timeout=60)
+    assert second.returncode == 2 and "is in use by process" in printed
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert first.returncode == 76
+    assert not (address / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize("status", [503, 403])
+def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
+    """For a few seconds in the middle: the run warns, its loop does not wait, nothing is lost."""
+    address = place(f"{storage.address}/{tmp_path.name}")
+    keys = ("steps=4000", "max_failed_saves=1000", "max_num_checkpoints_to_keep=1")
+    process = start(address, cache_dir, storage, *keys)
+    wait_until(lambda: committed(address / "run"))
+    away(status)
+    time.sleep(6)
+    away(0)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 76, printed
+    if status == 403:
+        assert "was not saved" in printed or "it is tried again" in printed
+    run = address / "run"
+    steps = [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
+    last = folder_lib.read(folder_lib.find(run)).step
+    assert [r["step"] for r in steps] == list(range(last))
+    waited = [r["step_seconds"] - r["compile_seconds"] for r in steps[20:]]
+    assert max(waited) < 3  # steps do not take a hundredth of it; the machine may be busy
+    remove_tree(run)
+
+
+def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
+    """Each writes its part of a checkpoint, and another number of them goes on from it."""
+    address = place(f"{storage.address}/{tmp_path.name}")
+    port, jobs = object_stores.free_port(), []
+    for index in range(2):
+        job = {
+            "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
+            "MAXRAMP_NUM_PROCESSES": "2",
+            "MAXRAMP_PROCESS_ID": str(index),
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in job.items():
+                patch.setenv(name, value)
+            jobs.append(start(address, cache_dir, storage, "steps=60", "micro_batch_size=4"))
+    for job in jobs:
+        finish(job)
+    finish(start(address, cache_dir, storage))
+    rows, expected = (
+        [r["batch_fingerprint"] for r in got if r["loss"] is not None]
+        for got in (records(address / "run"), calm)
+    )
+    assert rows == expected
