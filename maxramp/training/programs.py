@@ -22,13 +22,18 @@ from maxramp.training.step import Metrics, eval_step, make_train_step
 
 # What XLA leaves off on GPUs by default and large runs want, communication that runs beside the
 # arithmetic: the compiler's own effort level O1. Its single options change names between versions.
-_GPU_OPTIONS = {"optimization_level": 19}
+# Not the unrolling of loops by two that belongs to it: XLA then fails at a schedule of its own
+# ("not scheduled after its control predecessor") for some loops of more than two layers.
+_GPU_OPTIONS = {
+    "optimization_level": 19,
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL",
+}
 # With rows and heads both sharded XLA would turn products into loops that each gather a part of the
 # weight. They take longer than gathering it first, and five times as long to compile.
 _TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 
-def compiler_options(on: str | None) -> dict[str, int]:
+def compiler_options(on: str | None) -> dict[str, int | str]:
     """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...).
 
     What the user sets in LIBTPU_INIT_ARGS, XLA_FLAGS or JAX_OPTIMIZATION_LEVEL stays as it is.

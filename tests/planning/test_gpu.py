@@ -125,9 +125,9 @@ def test_every_kind_of_gpu(kind, tmp_path):
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
 
 
-def two_layers_of(name, topology):
+def some_layers_of(name, layers, topology):
     """A model's config, and what the compiler says: real width, kernels and options of a run."""
-    keys = ("base_num_decoder_layers=2", "max_target_length=2048", "dtype=bfloat16")
+    keys = (f"base_num_decoder_layers={layers}", "max_target_length=2048", "dtype=bfloat16")
     given = [f"model_name={name}", *CLUSTER_KEYS, f"compile_topology={topology}", *keys]
     config = load([BASE, *given])
     (stage,) = compile_stages(config)["stages"]
@@ -138,7 +138,7 @@ def two_layers_of(name, topology):
 @needs_cuda
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models_compile_for_gpus(name):
-    config, stage = two_layers_of(name, "h200:8x8")
+    config, stage = some_layers_of(name, 4, "h200:8x8")  # XLA failed from 3 on
     assert stage["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)
 
 
@@ -146,7 +146,7 @@ def test_shipped_models_compile_for_gpus(name):
 @needs_libtpu
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models_compile_for_tpus(name):
-    _, stage = two_layers_of(name, "v5p:4x4x4")
+    _, stage = some_layers_of(name, 2, "v5p:4x4x4")
     assert stage["fits"] and stage["flops_per_device"] > 0
 
 

@@ -285,7 +285,7 @@ def test_options_of_the_compiler(monkeypatch):
     jax.jit(lambda x: x + 1).lower(1.0).compile(options)
     jax.config.update("jax_optimization_level", "O0")
     try:
-        assert compiler_options("cuda") == {}
+        assert "optimization_level" not in compiler_options("cuda")
     finally:
         jax.config.update("jax_optimization_level", "UNKNOWN")
 
