@@ -109,6 +109,8 @@ def assert_same(actual, expected):
 # packed. A case is some ten seconds of compiling.
 MESHES = {
     "fsdp, tensor": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 1, True),
+}
+MORE_MESHES = {
     "data, circular, accumulation": (
         (
             *("ici_data_parallelism=2", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"),
@@ -117,8 +119,6 @@ MESHES = {
         2,
         True,
     ),
-}
-MORE_MESHES = {
     "several micro batches a stage": (
         ("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "remat_policy=minimal"),
         1,

@@ -158,7 +158,7 @@ def check(data, alone, processes, devices, cases):
 @pytest.mark.parametrize(
     ("processes", "devices", "cases"),
     (
-        (4, 1, ((4, 2, 1, 0), (4, 1, 3, 5))),
+        pytest.param(4, 1, ((4, 2, 1, 0), (4, 1, 3, 5)), marks=pytest.mark.slow),
         (4, 2, ((2, 1, 1, 0), (2, 4, 3, 1))),
         (2, 1, ((1, 2, 1, 0), (1, 1, 1, 2))),
     ),

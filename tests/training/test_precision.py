@@ -76,7 +76,11 @@ def error(actual, expected):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("llama2", "one device"), ("llama3", "one device"), ("llama3.2", "a mesh")],
+    [
+        ("llama2", "one device"),
+        ("llama3", "one device"),
+        pytest.param("llama3.2", "a mesh", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_of_a_large_pass(family, mesh):
     """One pass over all rows, and 16 that are added up: near float32's, and near each other.

@@ -125,7 +125,8 @@ def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, c
     "which, when",
     [
         pytest.param(4, "pass", marks=pytest.mark.slow),  # stage 2, in the middle of stage 0
-        (3, AT_ITS_END),  # stage 1, when the loop already waits for it
+        # stage 1, when the loop already waits for it
+        pytest.param(3, AT_ITS_END, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_that_does_not_compile_ends_the_run_saved(
