@@ -221,7 +221,7 @@ def steps_of(folder: pathlib.Path) -> list[dict]:
 
 def test_metrics_that_cannot_be_read_end_every_process(tmp_path):
     """An error of the one process that reads them is one that `raise_everywhere` passes on."""
-    output = types.SimpleNamespace(here=tmp_path, _is_first=True)
+    output = types.SimpleNamespace(folder=tmp_path, here=tmp_path, _is_first=True)
     output._records = functools.partial(Output._records, output)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"metrics.jsonl: Is a directory"):
