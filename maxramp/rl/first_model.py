@@ -96,11 +96,18 @@ def train(config: Config, folder: Place) -> int:
       0, or EXIT_PREEMPTED where a signal ended that.
 
     Raises:
+      ConfigError: the folder holds a model of other documents.
       TrainingError: it was not trained.
     """
     documents, text = folder / "sums.jsonl", _documents(config.rollout.sums_below)
-    if _is_trained(config, folder) and documents.exists() and documents.read_bytes() == text:
-        return 0
+    if documents.exists() and documents.read_bytes() == text:
+        if _is_trained(config, folder):
+            return 0
+    elif _has_checkpoint(folder):  # of what was there, which these documents would hide
+        raise ConfigError(
+            f"sums_below={config.rollout.sums_below}: {folder} holds a model of other data; take "
+            "another run_name, or move it away"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(documents, text)
     sections = (ModelKeys, BackendKeys, MeshKeys)
@@ -128,6 +135,14 @@ def train(config: Config, folder: Place) -> int:
             "why); or give load_parameters_path"
         )
     return status
+
+
+def _has_checkpoint(folder: Place) -> bool:
+    try:
+        folder_lib.find(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def _is_trained(config: Config, folder: Place) -> bool:

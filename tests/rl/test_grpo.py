@@ -99,6 +99,7 @@ def test_what_is_wrong_is_one_line(capsys, keys, says):
         ('{"prompt": ""}', "line 1 has an empty prompt"),
         ('{"prompt": "\\ud800"}', "half a surrogate pair"),
         ("\n", "holds no prompt"),
+        ("[" * 100_000, "line 1 is not JSON"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -108,6 +109,12 @@ def test_a_file_that_holds_no_prompts(tmp_path, text, says):
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         FilePrompts(str(path), 0)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/p.jsonl", "p\0.jsonl", "\ud800"])
+def test_a_path_that_cannot_be(path):
+    with pytest.raises(ConfigError, match="prompt_file=.*: cannot be read: "):
+        FilePrompts(path, 0)
 
 
 def test_a_prompt_that_leaves_no_room(tmp_path):
@@ -126,6 +133,19 @@ def test_the_first_model_is_beside_the_run():
     assert str(first_model.weights_of(config)) == "b/a-first-model"
     given = config.replace(load_parameters_path="c")
     assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
+
+
+def test_a_first_model_of_other_sums_is_refused_and_stays(tmp_path):
+    config = load([RL, "run_name=a", f"base_output_directory={tmp_path}"])
+    folder = first_model.weights_of(config)
+    (folder / "checkpoints" / "300").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="sums_below=10: .*a-first-model holds a model of ot"):
+            first_model.train(config, folder)
+    (folder / "sums.jsonl").write_text("others")
+    with pytest.raises(ConfigError, match="sums_below=10: "):
+        first_model.train(config, folder)
+    assert (folder / "sums.jsonl").read_text() == "others"
 
 
 def test_maxtexts_names_are_taken():
