@@ -1,5 +1,7 @@
 """`python -m maxramp.grpo`: its first model, its restarts, and what it refuses."""
 
+import json
+import shutil
 import signal
 import subprocess
 import time
@@ -9,6 +11,7 @@ import pytest
 from conftest import ROOT, TINY, command, environment, run
 
 from maxramp import grpo
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
@@ -133,6 +136,35 @@ def test_the_first_model_is_beside_the_run():
     assert str(first_model.weights_of(config)) == "b/a-first-model"
     given = config.replace(load_parameters_path="c")
     assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
+
+
+def checkpoint(run, step, **config):
+    path = run / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    kept = Checkpoint(path, step, step, [], "", config, {})
+    text = json.dumps({"custom_metadata": kept.metadata()})
+    (path / "_CHECKPOINT_METADATA").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
+def test_a_run_begins_with_one_checkpoint(tmp_path, key):
+    """Whatever the run that it is of has trained since, and wherever that was moved."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    config = load([RL, "grpo_beta=0.1", f"{key}={other}"])
+    first = checkpoint(other, 100)
+    assert first_model.settled(config, run).values[key] == str(first)
+    checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
+    newest = checkpoint(other, 300)
+    settled = first_model.settled(config, run)
+    assert settled.values[key] == str(first_model.weights_of(settled)) == str(first)
+    given = config.replace(**{key: str(newest)})
+    assert first_model.settled(given, run).values[key] == str(newest)
+    shutil.rmtree(first)
+    with pytest.raises(ConfigError, match=f"{key}=.*began with its checkpoint 100, which is gone"):
+        first_model.settled(config, run)
+    checkpoint(run, 6, **{key: str(other)})  # as runs kept it before
+    assert first_model.settled(config, run).values[key] == str(newest)
 
 
 def test_a_first_model_of_other_sums_is_refused_and_stays(tmp_path):
