@@ -1,13 +1,19 @@
 """Log-probabilities of given tokens, and the entropy they were drawn with, with their gradients.
 
-Shapes: B rows, T tokens, t tokens of a block, D model width, V vocabulary.
+As in the loss, logits exist for one block of tokens at a time; the backward pass computes them
+again.
+
+Shapes: B rows, T tokens, N tokens of a block, D model width, V vocabulary.
 """
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.layers import dense
-from maxramp.parallel.sharding import TOKENS_BT, X_BTD, X_BTF
+from maxramp.parallel.cpu import after
+from maxramp.parallel.sharding import TOKENS_BT, X_BTD, of_gradient, summed_at_once
 
 
 def log_probs(
@@ -24,33 +30,115 @@ def log_probs(
       head_DV: output weights of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
       targets_BT: token ids; negative ones read as token 0.
       temperature: above 0.
-      block_tokens: of a row, whose logits exist at a time; 0 = all.
+      block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
 
     Returns:
-      Two arrays [B, T], float32, in nats.
+      Two arrays [B, T], float32, in nats. Only the logarithms have a gradient.
     """
-    B, T, D = x_BTD.shape
-    count = -(-T // min(block_tokens or T, T))
-    size = -(-T // count)
-    padding = ((0, 0), (0, count * size - T))
-    x_BTD = jnp.pad(jax.reshard(x_BTD, X_BTD), (*padding, (0, 0)))
-    targets_BT = jnp.pad(jax.reshard(targets_BT, TOKENS_BT), padding)
+    x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(targets_BT, TOKENS_BT)
+    return _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens)
 
-    # As float32: logits are rounded nowhere, as in the sampler.
-    head_DV = head_DV.astype(jnp.float32)
 
-    @jax.checkpoint
-    def block(head_DV: jax.Array, x_BtD: jax.Array, targets_Bt: jax.Array):
-        logits_BtV = dense(x_BtD.astype(jnp.float32), "BTD,DV->BTV", head_DV, X_BTF) / temperature
-        log_z_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-        is_target_BtV = jnp.arange(logits_BtV.shape[-1]) == jnp.maximum(targets_Bt, 0)[..., None]
-        chosen_Bt = jnp.where(is_target_BtV, logits_BtV, 0).sum(-1)
-        probabilities_BtV = jnp.exp(logits_BtV - log_z_Bt[..., None])
-        entropy_Bt = log_z_Bt - (probabilities_BtV * logits_BtV).sum(-1)
-        return chosen_Bt - log_z_Bt, jax.lax.stop_gradient(entropy_Bt)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
+    return _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens)[0]
 
-    found = [
-        block(head_DV, x_BTD[:, i : i + size], targets_BT[:, i : i + size])
-        for i in range(0, count * size, size)
-    ]
-    return tuple(jnp.concatenate(parts, axis=1)[:, :T] for parts in zip(*found, strict=True))
+
+def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
+    def local(x_BTD, head_DV, targets_BT):
+        head_DV, is_target = _of_device(x_BTD, head_DV)
+
+        def block(_, arrays):
+            x_ND, targets_N = arrays
+            logits_NV = _logits(x_ND, head_DV, temperature)
+            top_N = jax.lax.pmax(logits_NV.max(-1), "tensor")
+            below_NV = logits_NV - top_N[:, None]
+            exp_NV = jnp.exp(below_NV)
+            chosen_NV = jnp.where(is_target(targets_N), below_NV, 0)
+            sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
+            z_N, product_N, chosen_N = jax.lax.psum(sums, "tensor")
+            log_z_N = jnp.log(z_N)
+            return None, (chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N)
+
+        blocks = _in_blocks(block_tokens, x_BTD, targets_BT)
+        _, found = jax.lax.scan(block, None, blocks)
+        B, T = targets_BT.shape
+        return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
+
+    head_spec = jax.typeof(head_DV).sharding.spec
+    log_p_BT, entropy_BT, log_z_BT = jax.shard_map(
+        local,
+        in_specs=(X_BTD, head_spec, TOKENS_BT),
+        out_specs=(TOKENS_BT,) * 3,
+        check_vma=False,
+    )(x_BTD, head_DV, targets_BT)
+    return (log_p_BT, entropy_BT), (x_BTD, head_DV, targets_BT, log_z_BT)
+
+
+def _backward(temperature, block_tokens, kept, cotangents):
+    x_BTD, head_DV, targets_BT, log_z_BT = kept
+    head_spec = jax.typeof(head_DV).sharding.spec
+
+    def local(x_BTD, head_DV, targets_BT, log_z_BT, dlog_p_BT):
+        shape, dtype = x_BTD.shape, head_DV.dtype
+        head_DV, is_target = _of_device(dlog_p_BT[..., None], head_DV)
+
+        def block(dhead_DV, arrays):
+            x_ND, targets_N, log_z_N, dlog_p_N = arrays
+            p_NV = jnp.exp(_logits(x_ND, head_DV, temperature) - log_z_N[:, None])
+            dlogits_NV = (is_target(targets_N) - p_NV) * (dlog_p_N / temperature)[:, None]
+            dhead_DV += jnp.einsum("ND,NV->DV", x_ND.astype(jnp.float32), dlogits_NV)
+            return dhead_DV, jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
+
+        blocks = _in_blocks(block_tokens, x_BTD, targets_BT, log_z_BT, dlog_p_BT)
+        dhead_DV, dx = jax.lax.scan(block, jnp.zeros_like(head_DV), blocks)
+        # Rounded once and then sent, as the gradients of all products are.
+        dhead_DV = jax.lax.psum_scatter(
+            dhead_DV.astype(dtype), "fsdp", scatter_dimension=0, tiled=True
+        )
+        if copies := summed_at_once(head_spec):
+            dhead_DV = jax.lax.psum(dhead_DV, copies)
+        dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
+        dx_BTD = jax.lax.psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
+        return dx_BTD.astype(x_BTD.dtype), dhead_DV
+
+    dx_BTD, dhead_DV = jax.shard_map(
+        local,
+        in_specs=(X_BTD, head_spec, *(TOKENS_BT,) * 3),
+        out_specs=(X_BTD, of_gradient(head_spec)),
+        check_vma=False,
+    )(x_BTD, head_DV, targets_BT, log_z_BT, jax.reshard(cotangents[0], TOKENS_BT))
+    return dx_BTD, dhead_DV, None
+
+
+_log_probs.defvjp(_forward, _backward)
+
+
+def _of_device(first_BTD, head_DV):
+    """A device's part of the vocabulary: whole columns in float32, and which of it are targets.
+
+    As float32: logits are rounded nowhere, as in the sampler.
+    """
+    head_DV = after(head_DV, first_BTD[0, 0, 0].astype(jnp.float32))
+    head_DV = jax.lax.all_gather(head_DV, "fsdp", tiled=True).astype(jnp.float32)
+    V = head_DV.shape[1]
+    ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
+    return head_DV, lambda targets_N: ids_V == jnp.maximum(targets_N, 0)[:, None]
+
+
+def _logits(x_ND, head_DV, temperature):
+    return jnp.einsum("ND,DV->NV", x_ND.astype(jnp.float32), head_DV) / temperature
+
+
+def _in_blocks(block_tokens, *arrays):
+    """Arrays [B, T, ...] as [blocks, N, ...], the last block padded with zeros."""
+    B, T = arrays[0].shape[:2]
+    count = math.ceil(B * T / (block_tokens or B * T))
+    size = math.ceil(B * T / count)
+
+    def cut(array):
+        rest = array.shape[2:]
+        padding = ((0, count * size - B * T), *((0, 0),) * len(rest))
+        return jnp.pad(array.reshape(B * T, *rest), padding).reshape(count, size, *rest)
+
+    return tuple(map(cut, arrays))

@@ -93,7 +93,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
         return {name: np.asarray(x) for name, x in metrics.items()}, jax.tree.leaves(change)
 
 
-MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "loss_block_tokens=6")
+MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "loss_block_tokens=10")
 
 
 @pytest.mark.parametrize(
