@@ -106,6 +106,12 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
     jax.set_mesh(mesh)
     weights = first_model.weights_of(config)
     tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, []).tokenizer())
+    if not tokenizer.ends and jax.process_index() == 0:
+        print_note(
+            f"{weights} was trained on documents without a mark at their end (add_eos=False): no "
+            f"answer ends before max_completion_length={config.rollout.max_completion_length} "
+            "tokens; begin with weights that were trained with add_eos=True"
+        )
     prompts = agreement.raise_everywhere(lambda: _prompts(config, tokenizer))
     if len(hashes := {*agreement.all_gather_json(prompts.hash)}) > 1:
         raise ConfigError(
@@ -116,6 +122,7 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
         output = closing.enter_context(Output(config.run, to_yaml(config)))
         if jax.process_index() == 0:
             preemption.say = output.say
+        config = first_model.settled(config, output.folder)
         folder = output.folder / "checkpoints"
         checkpoints = closing.enter_context(
             Checkpoints(config.checkpoints, folder, prompts.hash, config.values, output.warn)
@@ -173,7 +180,8 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
         output.say_start(corpus, abstract.model, config.model.dtype, schedule, changes)
         reference = None
         if config.policy.grpo_beta:
-            reference = checkpoints.load_parameters(weights, abstract.model)
+            began = first_model.weights_of(config)
+            reference = checkpoints.load_parameters(began, abstract.model)
         trainer = PolicyTrainer(
             config.policy,
             config.rollout,

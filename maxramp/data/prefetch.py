@@ -1,9 +1,5 @@
 """Reading ahead: whole elements (batches, mostly) in threads or processes, in order."""
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +10,7 @@ from absl import flags
 
 from maxramp.data.keys import ReadingKeys
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.parallel.workers import stay_with_parent
 
 
 class ReadAhead(Iterator[Any]):
@@ -52,7 +49,7 @@ class ReadAhead(Iterator[Any]):
             if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(workers, 1)
-            dataset = dataset.mp_prefetch(options, worker_init_fn=_stay_with_parent)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=_begin)
         self._iterator = iter(dataset)
         self._iterator.start_prefetch()
 
@@ -84,16 +81,5 @@ class ReadAhead(Iterator[Any]):
         self._iterator.close()
 
 
-def _stay_with_parent(worker: int, workers: int) -> None:
-    """Lets a worker end when its parent does, even by a kill, and not before it.
-
-    Signals that ask for an end often go to all processes of a job, but the parent saves first.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _begin(worker: int, workers: int) -> None:
+    stay_with_parent()

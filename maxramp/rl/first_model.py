@@ -3,6 +3,7 @@
 The first model is a run of its own beside the run that begins with it, of the same sizes.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from maxramp.folders.place import Place, place, write_whole
 from maxramp.generation.loading import TrainedRun
 from maxramp.keys import base
 from maxramp.model.keys import ModelKeys
+from maxramp.parallel import agreement
 from maxramp.parallel.keys import BackendKeys, MeshKeys
 
 _DOCUMENTS = 40_000
@@ -88,6 +90,49 @@ def with_weights(
     return config
 
 
+def settled(config: Config, run: Place) -> Config:
+    """The configuration with the checkpoint that a run begins with, where it gives a folder.
+
+    That is the folder's newest at the first start, and the same one at every restart: the weights
+    to stay near do not move when the other run trains on. All processes take that of the first.
+
+    Args:
+      config: with first weights.
+      run: the folder of the run that begins with them.
+
+    Raises:
+      ConfigError: there is no checkpoint, or the one that is needed is gone.
+    """
+    keys = config.checkpoints
+    name = "load_full_state_path" if keys.load_full_state_path else "load_parameters_path"
+    given = place(getattr(keys, name)).expanduser().absolute()
+
+    def find() -> str:
+        found = folder_lib.find(given)
+        if found == given or not (step := _begun_with(run, name)):
+            return str(found)
+        found = found.with_name(step)
+        if config.policy.grpo_beta and not found.is_dir():
+            raise ConfigError(
+                f"{name}={given}: the run began with its checkpoint {step}, which is gone; put it "
+                "back, or give the checkpoint that the KL divergence shall be from"
+            )
+        return str(found)
+
+    path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
+    return config.replace(**{name: path})
+
+
+def _begun_with(run: Place, name: str) -> str:
+    """The step of the checkpoint that a run began with; "" where it has not begun, or is older."""
+    folder = run / "checkpoints"
+    for step in reversed(folder_lib.steps_in(folder)):
+        with contextlib.suppress(TornError):
+            began = place(folder_lib.read(folder / str(step)).config.get(name, "")).name
+            return began if folder_lib.is_step(began) else ""
+    return ""
+
+
 def train(config: Config, folder: Place) -> int:
     """Trains the first model with `maxramp.train`, unless it is there: several processes of a job
     train it together, as they train what follows.
@@ -96,11 +141,18 @@ def train(config: Config, folder: Place) -> int:
       0, or EXIT_PREEMPTED where a signal ended that.
 
     Raises:
+      ConfigError: the folder holds a model of other documents.
       TrainingError: it was not trained.
     """
     documents, text = folder / "sums.jsonl", _documents(config.rollout.sums_below)
-    if _is_trained(config, folder) and documents.exists() and documents.read_bytes() == text:
-        return 0
+    if documents.exists() and documents.read_bytes() == text:
+        if _is_trained(config, folder):
+            return 0
+    elif _has_checkpoint(folder):  # of what was there, which these documents would hide
+        raise ConfigError(
+            f"sums_below={config.rollout.sums_below}: {folder} holds a model of other data; take "
+            "another run_name, or move it away"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(documents, text)
     sections = (ModelKeys, BackendKeys, MeshKeys)
@@ -128,6 +180,14 @@ def train(config: Config, folder: Place) -> int:
             "why); or give load_parameters_path"
         )
     return status
+
+
+def _has_checkpoint(folder: Place) -> bool:
+    try:
+        folder_lib.find(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def _is_trained(config: Config, folder: Place) -> bool:

@@ -1,10 +1,13 @@
 """The section of reinforcement learning: prompts, answers and rewards. Imports no JAX."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, uint32
+
+_MOST_SECONDS = 2e6  # that the system can wait: 2^31 ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +43,12 @@ class RolloutKeys(Keys):
             raise ConfigError(
                 f"reward_weights={list(self.reward_weights)} has {len(self.reward_weights)} "
                 f"numbers for {len(self.rewards)} rewards; give one for each, or none"
+            )
+        for weight in self.reward_weights:
+            if not (type(weight) in (int, float) and abs(weight) <= sys.float_info.max):
+                raise ConfigError(f"reward_weights: {weight} must be a finite number")
+        if self.reward_timeout_seconds > _MOST_SECONDS:
+            raise ConfigError(
+                f"reward_timeout_seconds={self.reward_timeout_seconds:g} must be at most "
+                f"{_MOST_SECONDS:g}, 23 days"
             )

@@ -67,8 +67,9 @@ class FilePrompts:
         self._seed = seed
         try:
             data = pathlib.Path(path).expanduser().read_bytes()
-        except OSError as error:
-            raise ConfigError(f"prompt_file={path}: cannot be read: {error.strerror}") from None
+        except (OSError, RuntimeError, ValueError) as error:  # no such user, no path
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"prompt_file={path}: cannot be read: {reason}") from None
         lines = [(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
         self._prompts = [_parse(path, number, line) for number, line in lines]
         if not self._prompts:
@@ -132,7 +133,7 @@ def _parse(path: str, number: int, line: bytes) -> Prompt:
     where = f"prompt_file={path}: line {number}"
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{where} is not JSON; write one object a line") from None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise ConfigError(f'{where} has no text "prompt"; write {{"prompt": ..., "answer": ...}}')

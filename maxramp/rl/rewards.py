@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import numbers
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,9 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from maxramp import console
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.parallel.workers import starting, stay_with_parent
 
 _SHOWN = 80  # characters of a prompt in an error
+_IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as their work may
 
 
 class Rewards:
@@ -45,8 +47,12 @@ class Rewards:
         self._timeout = timeout
         self._workers = [_Worker(tuple(names)) for _ in range(workers)]
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, "rewards")
-        for worker in self._workers:
-            worker.ready(timeout)
+        try:
+            for worker in self._workers:
+                worker.ready(timeout)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(
         self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]
@@ -103,12 +109,26 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, names, sys.path), daemon=True)
-        self._process.start()
+        with starting():
+            self._process.start()
         other.close()
 
     def ready(self, timeout: float) -> None:
         """Waits until the functions are imported."""
-        error = self._receive(max(timeout, 60.0))
+        limit = max(timeout, _IMPORT_SECONDS)
+        try:
+            error = self._receive(limit)
+        except TimeoutError:
+            error = (
+                f"rewards={list(self._names)}: their modules are not imported after {limit:g} "
+                "seconds; leave slow work to the first call, or raise reward_timeout_seconds"
+            )
+        except (EOFError, OSError):
+            self._process.join(5.0)
+            error = (
+                f"rewards={list(self._names)}: their process ended (exit status "
+                f"{self._process.exitcode}) while it imported them"
+            )
         if error:
             raise ConfigError(error)
 
@@ -151,8 +171,13 @@ class _Worker:
 
 def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     """A worker's life: imports the functions, then answers until nobody asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's to hear
-    os.environ["JAX_PLATFORMS"] = "cpu"  # and the devices are its too
+    console.outlive_readers()  # what functions print is no reason to end
+    stay_with_parent()
+    # The devices are the trainer's. Its own module may have imported JAX here, which reads the
+    # variable at its import.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_platforms", "cpu")
     sys.path[:] = ["", *path]
     functions = []
     try:
@@ -162,9 +187,9 @@ def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
             if not callable(function):
                 raise TypeError("it is no function")
             functions.append(function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's, which runs at its import
         pipe.send(
-            f"rewards: {name} cannot be imported: {type(error).__name__}: {error}; write "
+            f"rewards: {name} cannot be imported: {_reason(error)}; write "
             "module:function, of a module in this folder or one that is installed"
         )
         return
@@ -197,15 +222,43 @@ def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[st
     """("", rewards), or what is wrong."""
     try:
         values = list(function(prompts, answers, truths))
-    except Exception as error:
-        return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", []
+    except (Exception, SystemExit) as error:
+        return f"raised {_reason(error)}", []
     if len(values) != len(prompts):
         return f"returned {len(values)} rewards for {len(prompts)} answers", []
+    found = []
     for value in values:
-        number = isinstance(value, numbers.Real | np.generic) and not isinstance(value, str)
-        if not number or not math.isfinite(value):
-            return f"returned {value!r}, which is no finite number,", []
-    return "", [float(value) for value in values]
+        try:
+            found.append(_number(value))
+        except (TypeError, ValueError, OverflowError):
+            return f"returned {_shown(value)}, which is no finite number,", []
+    return "", found
+
+
+def _number(value: Any) -> float:
+    """A reward as a float.
+
+    Raises:
+      TypeError, ValueError, OverflowError: it is none.
+    """
+    is_real = isinstance(value, numbers.Real | np.generic)
+    if not is_real or isinstance(value, np.character | np.complexfloating):
+        raise TypeError
+    if not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # as of integers of more than 4,300 digits
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def shortened(text: str) -> str:

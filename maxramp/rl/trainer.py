@@ -184,6 +184,8 @@ class PolicyTrainer:
             if sums is None:
                 sums = self._programs.zeros(state.model)
             sums = self._programs.add(sums, state.model, batch)
+            # Or the answers to the next part, which take the devices next, would pay for it.
+            jax.block_until_ready(sums)
         return sums
 
     def _rewards_of(self, part: _Part) -> tuple[np.ndarray, float]:

@@ -3,6 +3,7 @@
 Shapes: P prompts, G answers to each, B rows, T tokens, S tokens of a row and the one after it.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.axes import BATCH_AXES
 from maxramp.training.keys import ObjectiveKeys, PolicyKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.objective import Objective, Shown
@@ -56,7 +58,7 @@ def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
 
     Args:
       keys: bounds and weights.
-      objective: the block of tokens whose logits exist at a time.
+      objective: the block of a rank's tokens whose logits exist at a time.
     """
 
     def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
@@ -97,7 +99,8 @@ def of_tokens(
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
         x_BTD = model.hidden(batch.tokens[:, :-1])
-        rows = batch.tokens.shape[0]
+        sizes = jax.sharding.get_abstract_mesh().shape
+        rows = batch.tokens.shape[0] // math.prod(sizes[axis] for axis in BATCH_AXES)  # of a rank
         block = -(-objective.loss_block_tokens // rows)
         temperature = keys.decode_sampling_temperature
         return log_probs(x_BTD, model.head(), batch.tokens[:, 1:], temperature, block)

@@ -143,7 +143,8 @@ def update(
       samples: of the batch.
       optimizer: how the gradient becomes an update.
       learning_rate: of consumed samples.
-      again: the batch was counted by an update before this one; the clock stands.
+      again: the batch was counted by an update before this one, of the same learning rate; the
+        clock stands.
 
     Returns:
       The next state, and the metrics of `train_step` that do not depend on the rows alone.
@@ -158,7 +159,11 @@ def update(
     gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
 
     low, high = state.consumed_samples
-    rate = learning_rate(high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32), samples)
+    first = low, high  # sample of the batch, also when the clock has passed it
+    if again:
+        first = low - jnp.uint32(samples), high - (low < samples).astype(jnp.uint32)
+    first_low, first_high = (word.astype(jnp.float32) for word in first)
+    rate = learning_rate(first_high * 2.0**32 + first_low, samples)
     with jax.named_scope("optimizer"):
         change = make_optimizer(optimizer).update
         direction, opt_state = change(gradients, state.opt_state, state.model)
@@ -176,7 +181,9 @@ def update(
         model, opt_state = jax.tree.map(
             functools.partial(jnp.where, good), (model, opt_state), (state.model, state.opt_state)
         )
-        bad_steps = jnp.where(good, jnp.uint32(0), bad_steps + jnp.uint32(1))
+        # A step of several updates counts once.
+        bad = jnp.maximum(bad_steps, 1) if again else bad_steps + jnp.uint32(1)
+        bad_steps = jnp.where(good, jnp.uint32(0), bad)
         metrics["bad_steps"] = bad_steps
     return TrainState(consumed, model, opt_state, bad_steps), metrics
 

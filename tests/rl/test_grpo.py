@@ -1,5 +1,7 @@
 """`python -m maxramp.grpo`: its first model, its restarts, and what it refuses."""
 
+import json
+import shutil
 import signal
 import subprocess
 import time
@@ -9,6 +11,7 @@ import pytest
 from conftest import ROOT, TINY, command, environment, run
 
 from maxramp import grpo
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
@@ -76,6 +79,9 @@ def refused(capsys, *arguments):
         (["load_parameters_path=nowhere"], "nowhere: no checkpoint there"),
         (["rewards=[exact_match]"], "rewards: exact_match must be module:function"),
         (["reward_weights=[1,2]"], "reward_weights=[1, 2] has 2 numbers for 1 rewards"),
+        (["reward_weights=[a]"], "reward_weights: a must be a finite number"),
+        (["reward_weights=[.nan]"], "reward_weights: nan must be a finite number"),
+        (["reward_timeout_seconds=3000000"], "reward_timeout_seconds=3e+06 must be at most 2e+06"),
         (["rewards=[a:b,a:b]"], "names a function twice"),
         (["rewards=[]"], "rewards=[] names no function"),
         (["log_gradient_noise_scale=True"], "log_gradient_noise_scale=True: steps of reinforcem"),
@@ -96,6 +102,7 @@ def test_what_is_wrong_is_one_line(capsys, keys, says):
         ('{"prompt": ""}', "line 1 has an empty prompt"),
         ('{"prompt": "\\ud800"}', "half a surrogate pair"),
         ("\n", "holds no prompt"),
+        ("[" * 100_000, "line 1 is not JSON"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -105,6 +112,12 @@ def test_a_file_that_holds_no_prompts(tmp_path, text, says):
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         FilePrompts(str(path), 0)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/p.jsonl", "p\0.jsonl", "\ud800"])
+def test_a_path_that_cannot_be(path):
+    with pytest.raises(ConfigError, match="prompt_file=.*: cannot be read: "):
+        FilePrompts(path, 0)
 
 
 def test_a_prompt_that_leaves_no_room(tmp_path):
@@ -123,6 +136,48 @@ def test_the_first_model_is_beside_the_run():
     assert str(first_model.weights_of(config)) == "b/a-first-model"
     given = config.replace(load_parameters_path="c")
     assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
+
+
+def checkpoint(run, step, **config):
+    path = run / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    kept = Checkpoint(path, step, step, [], "", config, {})
+    text = json.dumps({"custom_metadata": kept.metadata()})
+    (path / "_CHECKPOINT_METADATA").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
+def test_a_run_begins_with_one_checkpoint(tmp_path, key):
+    """Whatever the run that it is of has trained since, and wherever that was moved."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    config = load([RL, "grpo_beta=0.1", f"{key}={other}"])
+    first = checkpoint(other, 100)
+    assert first_model.settled(config, run).values[key] == str(first)
+    checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
+    newest = checkpoint(other, 300)
+    settled = first_model.settled(config, run)
+    assert settled.values[key] == str(first_model.weights_of(settled)) == str(first)
+    given = config.replace(**{key: str(newest)})
+    assert first_model.settled(given, run).values[key] == str(newest)
+    shutil.rmtree(first)
+    with pytest.raises(ConfigError, match=f"{key}=.*began with its checkpoint 100, which is gone"):
+        first_model.settled(config, run)
+    checkpoint(run, 6, **{key: str(other)})  # as runs kept it before
+    assert first_model.settled(config, run).values[key] == str(newest)
+
+
+def test_a_first_model_of_other_sums_is_refused_and_stays(tmp_path):
+    config = load([RL, "run_name=a", f"base_output_directory={tmp_path}"])
+    folder = first_model.weights_of(config)
+    (folder / "checkpoints" / "300").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="sums_below=10: .*a-first-model holds a model of ot"):
+            first_model.train(config, folder)
+    (folder / "sums.jsonl").write_text("others")
+    with pytest.raises(ConfigError, match="sums_below=10: "):
+        first_model.train(config, folder)
+    assert (folder / "sums.jsonl").read_text() == "others"
 
 
 def test_maxtexts_names_are_taken():

@@ -1,15 +1,22 @@
 """Rewards: functions in processes of their own, and what is said of those that fail."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.rl import rewards as rewards_lib
 from maxramp.rl.rewards import Rewards
 
 FUNCTIONS = """
-import os, time
+import os, signal, subprocess, sys, time
+import numpy as np
 
 def length(prompts, answers, truths):
     return [len(a) for a in answers]
@@ -28,6 +35,27 @@ def no_number(prompts, answers, truths):
 
 def short(prompts, answers, truths):
     return [0.0] * (len(answers) - 1)
+
+def loud(prompts, answers, truths):
+    print("x" * 100_000, flush=True)
+    return [0] * len(answers)
+
+def huge(prompts, answers, truths):
+    return [10**400 for _ in answers]
+
+def digits(prompts, answers, truths):
+    return [10**5000 for _ in answers]
+
+def complex_(prompts, answers, truths):
+    return list(np.ones(len(answers), np.complex64))
+
+def leaves(prompts, answers, truths):
+    sys.exit("bye")
+
+def ended(prompts, answers, truths):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.killpg(0, number)
+    return [subprocess.run(["sh", "-c", "kill $$"]).returncode] * len(answers)
 
 def hangs(prompts, answers, truths):
     time.sleep(60 if "bad" in answers else 0)
@@ -66,6 +94,10 @@ def test_each_function_of_each_answer():
         ("fails", "of_test:fails raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
         ("no_number", "of_test:no_number returned nan, which is no.*'bad' to the prompt 'p2'"),
         ("short", "of_test:short returned 0 rewards for 1 answers on the answer 'a' to the .*'p1'"),
+        ("huge", r"of_test:huge returned 10{76}\.\.\., which is no finite number"),
+        ("digits", "of_test:digits returned a value of type int, which is no finite number"),
+        ("complex_", r"of_test:complex_ returned .*1\+0j.*, which is no finite number"),
+        ("leaves", "of_test:leaves raised SystemExit: bye on the answer 'a' to the prompt 'p1'"),
         ("dies", r"ended \(exit status 3\).*the first to 'p1'"),
     ],
 )
@@ -79,7 +111,55 @@ def test_one_that_hangs_is_ended():
         work("hangs", timeout=2.0)
 
 
-@pytest.mark.parametrize("name", ["of_test:none", "no_module:f", "of_test:value"])
-def test_one_that_is_not_there(name):
+@pytest.mark.parametrize("name", ["of_test:none", "no_module:f", "of_test:value", "exits:f"])
+def test_one_that_is_not_there(tmp_path, name):
+    (tmp_path / "exits.py").write_text('import sys\nsys.exit("usage: exits FILE")\n')
     with pytest.raises(ConfigError, match=f"rewards: {name} cannot be imported"):
-        Rewards([name], 1, 30.0)
+        Rewards([name], 2, 30.0)
+
+
+def test_one_that_cannot_be_started(tmp_path, monkeypatch):
+    (tmp_path / "dies_early.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(ConfigError, match=r"process ended \(exit status 3\) while it imported"):
+        Rewards(["dies_early:f"], 1, 30.0)
+    monkeypatch.setattr(rewards_lib, "_IMPORT_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="not imported after 0.5 seconds; leave slow work"):
+        Rewards(["sleeps:f"], 1, 0.5)
+
+
+TRAINER = """
+import os, signal, sys, time
+from maxramp.rl.rewards import Rewards
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    rewards = Rewards(["of_test:loud", "of_test:ended"], 1, 30.0)
+    found = rewards.submit(["p"], ["a"], [None]).result()[0]
+    print(found.tolist(), rewards._workers[0]._process.pid, file=sys.stderr, flush=True)
+    rewards.submit(["p"] * 1000, ["a"] * 1000, [None] * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_the_trainer_and_not_before(tmp_path):
+    """Not by signals to all processes of a job, nor by output that nobody reads; and programs that
+    they start can be ended."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    process = subprocess.Popen(
+        [sys.executable, "trainer.py"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    process.stdout.close()
+    line = process.stderr.readline()
+    assert line.startswith(f"[[0.0, {-float(signal.SIGTERM)}]] "), line + process.stderr.read()
+    assert process.wait(30) == -signal.SIGKILL
+    assert process.stderr.read() == ""  # which ends when nobody can write it any more
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(int(line.split()[-1]), 0)
+            time.sleep(0.05)

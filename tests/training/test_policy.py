@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_config, make_mesh
@@ -17,9 +18,10 @@ from maxramp.parallel.sharding import BATCH_ABS, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.optimizer import make_optimizer
 from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
-from maxramp.training.state import init_state
-from maxramp.training.step import train_step
+from maxramp.training.state import TrainState, init_state
+from maxramp.training.step import train_step, update
 
 P, G, S, VOCAB = 4, 4, 17, 264
 QUICK = {"xla_backend_optimization_level": 0}
@@ -91,7 +93,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
         return {name: np.asarray(x) for name, x in metrics.items()}, jax.tree.leaves(change)
 
 
-MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2")
+MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "loss_block_tokens=6")
 
 
 @pytest.mark.parametrize(
@@ -160,3 +162,35 @@ def test_advantages_are_of_a_group():
     np.testing.assert_allclose(normal[0], [1, -1, -1, 1], rtol=1e-3)
     np.testing.assert_allclose(normal[2].std(), 1, rtol=1e-3)
     assert not normal[1].any()
+
+
+def test_updates_on_one_batch_are_one_step():
+    """They have one learning rate, also where the clock's low word has just wrapped, and count once
+    among the bad steps."""
+    config = config_of("skip_bad_steps=10", devices=1)
+    optimizer = config.optimizer
+    of_keys = functools.partial(
+        update, optimizer=optimizer, learning_rate=lambda sample, samples: sample
+    )
+    compiled = jax.jit(of_keys, static_argnames="again", compiler_options=QUICK)
+    with jax.set_mesh(make_mesh(config)):
+        model = {"w_D": jnp.ones(2)}
+        state = TrainState(
+            jnp.array([2**32 - 512, 0], jnp.uint32),
+            model,
+            make_optimizer(optimizer).init(model),
+            jnp.uint32(5),
+        )
+
+        def rates_and_bad_steps(*gradients):
+            after, found = state, []
+            for again, gradient in enumerate(gradients):
+                sums = {"w_D": jnp.full(2, gradient)}, {"tokens": jnp.float32(2)}
+                after, metrics = compiled(after, sums, np.uint32(1024), again=again > 0)
+                assert after.consumed_samples.tolist() == [512, 1]
+                found.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))
+            return found
+
+        rate, nan = 2.0**32 - 512, np.nan
+        assert rates_and_bad_steps(1, 1, nan) == [(rate, n) for n in (0, 0, 1)]
+        assert rates_and_bad_steps(nan, nan, 1) == [(rate, n) for n in (6, 6, 0)]

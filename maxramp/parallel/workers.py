@@ -1,0 +1,41 @@
+"""Processes that work for another one, which alone hears signals and ends them. Imports no JAX."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+_ENDS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """For the start of workers: signals that ask for an end wait until `stay_with_parent`."""
+    resource_tracker.ensure_running()  # its start, else part of the first worker's, unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stay_with_parent() -> None:
+    """Lets a worker end when its parent does, even by a kill, and not before it.
+
+    Signals that ask for an end often go to all processes of a job, but the parent saves first. A
+    parent that is done with a worker kills it.
+    """
+    for number in _ENDS:
+        # A handler that does nothing: programs that a worker starts would inherit SIG_IGN.
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
