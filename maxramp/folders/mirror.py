@@ -7,6 +7,7 @@ the thread sends those that have changed: every now and then, and before a check
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -26,6 +27,7 @@ _SHARE = 20  # and so many times as long as the last one took: the storage is no
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
+_REMOVED = "next_stage.json"  # the only file that a run removes
 
 
 class Mirror:
@@ -96,7 +98,7 @@ class Mirror:
                 left, deadline = error, 0.0
             except OSError as error:  # a timeout is one
                 left = error
-            if left is None or time.monotonic() > deadline:
+            if left is None or time.monotonic() > deadline or not self.here.is_dir():
                 break
             time.sleep(1)
         with self._wanted:
@@ -104,7 +106,8 @@ class Mirror:
             self._wanted.notify()
         if left:
             (self._root / _OWNER).unlink(missing_ok=True)  # so that no start removes it
-            self._warn(f"{_text(left)}; what was not sent to {self._folder} is in {self.here}")
+            kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
+            self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
         if self._claim:
@@ -146,24 +149,27 @@ class Mirror:
             pause = max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _send(self) -> None:
-        """Sends the files that have changed, and removes there what was removed here."""
+        """Sends the files that have changed, and removes there what the run has removed here.
+
+        Whoever cleans the system's temporary folder removes nothing there.
+        """
         if self._claim:
             self._claim.renew()
-        there = set()
+        if not self.here.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(self.here))
         for path in self.here.rglob("*"):
             if path.suffix == ".tmp" or not path.is_file():
                 continue
             name = str(path.relative_to(self.here))
-            there.add(name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 state = _state(path)
                 if self._sent.get(name) != state:
                     data = path.read_bytes()
                     (self._folder / name).write_bytes(data)
                     self._sent[name] = state
-        for name in self._sent.keys() - there:
-            (self._folder / name).unlink(missing_ok=True)
-            del self._sent[name]
+        if _REMOVED in self._sent and not (self.here / _REMOVED).exists():
+            (self._folder / _REMOVED).unlink(missing_ok=True)
+            del self._sent[_REMOVED]
 
 
 def _text(error: Exception) -> str:

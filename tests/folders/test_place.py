@@ -121,9 +121,12 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     again = take(folder, "again", warnings.append)
     assert (again.here / "metrics.jsonl").read_bytes() == b"line\n" * 3
     assert (again.here / "tensorboard" / "events").read_bytes() == b"e"
-    (again.here / "metrics.jsonl").unlink()
+    (again.here / "next_stage.json").write_bytes(b"{}")
     again.publish()
-    assert not (folder / "metrics.jsonl").exists()
+    assert (folder / "next_stage.json").is_file()
+    (again.here / "next_stage.json").unlink()
+    again.publish()
+    assert not (folder / "next_stage.json").exists()
     away(403)
     (again.here / "late").write_bytes(b"late")
     with pytest.raises(OSError, match="late|Forbidden|forbidden"):
