@@ -3,9 +3,12 @@
 import shutil
 
 import pytest
+from conftest import BASE
 
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
-from maxramp.folders.place import place, sizes, write_whole
+from maxramp.folders.place import place, remove_tree, sizes, write_whole
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -73,3 +76,21 @@ def test_cleaning_the_temporary_folder_removes_nothing_there(client):
     mirror.close()
     assert set(sizes(run)) == names
     assert len(warnings) == 2 and warnings[1].endswith(f"not sent to {run} is lost")
+
+
+def test_a_folder_with_the_name_of_a_glob(client):
+    """Its removal takes no other run's objects along."""
+    runs = [place(f"gs://bucket/runs/{name}") for name in ("exp1", "exp[12]", "exp*")]
+    for run in runs:
+        write_whole(run / "checkpoints" / "100" / "model" / "d", b"1")
+    remove_tree(runs[1])
+    remove_tree(runs[2])
+    assert [sizes(run) != {} for run in runs] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["run_name=exp[12]", "base_output_directory=s3://bucket/a?/b"])
+def test_names_that_clients_take_for_a_glob_are_refused(name):
+    keys = {"base_output_directory": "gs://bucket/runs"} | dict([name.split("=")])
+    with pytest.raises(ConfigError, match="which no address in an object storage may have"):
+        load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    load([BASE, "run_name=exp[12]"])  # a disk takes it
