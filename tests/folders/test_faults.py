@@ -94,3 +94,13 @@ def test_names_that_clients_take_for_a_glob_are_refused(name):
     with pytest.raises(ConfigError, match="which no address in an object storage may have"):
         load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     load([BASE, "run_name=exp[12]"])  # a disk takes it
+
+
+@pytest.mark.parametrize("key", ["base_output_directory", "load_full_state_path"])
+@pytest.mark.parametrize("address", ["gs://bucket/runs/./x", "s3://bucket/..", "gs://../x"])
+def test_dots_in_an_address_are_refused(key, address):
+    """Its clients would not agree where that is."""
+    with pytest.raises(ConfigError, match=f"{key}={address} must be .* with no part . or .."):
+        load([BASE, f"{key}={address}"])
+    load([BASE, "base_output_directory=gs://bucket/.runs/a..b"])
+    load([BASE, "base_output_directory=.././runs"])
