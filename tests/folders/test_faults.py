@@ -5,6 +5,7 @@ import shutil
 import pytest
 from conftest import BASE
 
+from maxramp.checkpoints.folder import steps_in
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
@@ -104,3 +105,19 @@ def test_dots_in_an_address_are_refused(key, address):
         load([BASE, f"{key}={address}"])
     load([BASE, "base_output_directory=gs://bucket/.runs/a..b"])
     load([BASE, "base_output_directory=.././runs"])
+
+
+def test_no_answer_is_no_empty_folder(client, monkeypatch):
+    """Or a run would start anew because its storage is away."""
+    folder = place("gs://bucket/run/checkpoints")
+    assert steps_in(folder) == []
+    write_whole(folder / "4" / "files.json", b"{}")
+    assert steps_in(folder) == [4]
+
+    def away(path, **kwargs):
+        raise OSError("away")
+
+    monkeypatch.setattr(client, "info", away)
+    for ask in (steps_in, lambda path: path.is_dir(), lambda path: path.is_file()):
+        with pytest.raises(OSError, match="away"):
+            ask(folder)
