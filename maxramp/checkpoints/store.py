@@ -68,6 +68,7 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
+        self._given_up: set[int] = set()  # saves to a storage, which threads may still write
         self._late: int | None = None
         self._waits = is_near(self._folder)  # for a save that goes on when the next is due
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -249,6 +250,7 @@ class Checkpoints:
         self._finish_save()
         if step == self._last_good:
             return
+        self._given_up.discard(step)
         checkpoint = Checkpoint(
             path=self._folder / str(step),
             step=step,
@@ -300,7 +302,7 @@ class Checkpoints:
                     folder_lib.begin(path)
             writing()
             prepared()
-            if self._is_first:
+            if self._is_first and int(path.name) not in self._given_up:
                 folder_lib.commit(path)
                 self._tidy()
         finally:
@@ -309,6 +311,9 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Removes what no restart needs; where that fails, the next save tries it again."""
         try:
+            there = folder_lib.steps_in(self._folder) if self._given_up else []
+            for step in self._given_up.intersection(there):
+                folder_lib.discard(self._folder / str(step))
             folder_lib.remove_leftovers(self._folder)
             for old in self._not_kept():
                 folder_lib.remove(self._folder / str(old))
@@ -369,7 +374,9 @@ class Checkpoints:
             self._last_good, self._failed_in_a_row = step, 0
             return
         processes.leave_threads_behind()
-        if self._is_first:  # for room; what other threads still write goes after the next save
+        if not self._waits:  # the folder may be another run's by now: it goes after the next save
+            self._given_up.add(step)
+        elif self._is_first:  # for room; what other threads still write goes after the next save
             folder_lib.discard(self._folder / str(step))
         self._failed_in_a_row += 1
         most = self._keys.max_failed_saves

@@ -1,11 +1,16 @@
 """What must not happen to the objects of a storage, whoever fails: without a server."""
 
 import shutil
+import threading
 
 import pytest
-from conftest import BASE
+from conftest import BASE, make_config
 
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.background import in_thread
 from maxramp.checkpoints.folder import steps_in
+from maxramp.checkpoints.store import Checkpoints
+from maxramp.checkpoints.timer import Timer
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
@@ -121,3 +126,47 @@ def test_no_answer_is_no_empty_folder(client, monkeypatch):
     for ask in (steps_in, lambda path: path.is_dir(), lambda path: path.is_file()):
         with pytest.raises(OSError, match="away"):
             ask(folder)
+
+
+def test_files_removed_under_a_save_do_not_count(client):
+    """As by the former owner of the folder."""
+    path = place("gs://bucket/run/checkpoints/4")
+    folder_lib.begin(path)
+    write_whole(path / "_CHECKPOINT_METADATA", b"{}")
+    folder_lib.discard(path)
+    write_whole(path / "model" / "d", b"22")
+    with pytest.raises(OSError, match="files are missing"):
+        folder_lib.commit(path)
+    assert set(sizes(path)) == {"model/d"}
+
+
+def test_a_failed_save_is_removed_when_the_next_one_counts(client):
+    """Not before, when the folder may be another run's; and its thread commits nothing."""
+    folder = place("gs://bucket/run/checkpoints")
+    config = make_config("max_failed_saves=9")
+    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, [].append)
+    checkpoints._timer = Timer(-1)
+
+    def save(step, hold=None, fails=False):
+        def write():
+            write_whole(folder / str(step) / "_CHECKPOINT_METADATA", b"{}")
+            assert hold is None or hold.wait(60)
+            if fails:
+                raise OSError("away")
+
+        writing = in_thread(lambda: checkpoints._write(folder / str(step), write, lambda: None))
+        checkpoints._saving = step, writing
+        return writing
+
+    save(4, fails=True)
+    checkpoints._finish_save()
+    assert (folder / "4").exists()
+    go_on = threading.Event()
+    late = save(8, go_on)
+    checkpoints._given_up.add(8)  # as when another process failed
+    save(12)
+    checkpoints._finish_save()
+    assert {p.name for p in folder.iterdir()} == {"12"}
+    go_on.set()
+    late.result()
+    assert not (folder / "8" / "files.json").exists()
