@@ -112,6 +112,14 @@ def unfinished(path: Place) -> Place:
     return path.with_name(f"{path.name}{UNFINISHED}")
 
 
+def never_counted(path: Place) -> bool:
+    """Whether the files of a torn checkpoint are those of a save that never was whole.
+
+    In a storage, a save that was killed at once has not even left its mark.
+    """
+    return unfinished(path).exists() or not (renames(path) or (path / _FILES).exists())
+
+
 def unfinished_arrays(path: Place) -> Place:
     """Where the arrays of a checkpoint are written that is not whole yet."""
     return unfinished(path) if renames(path) else path

@@ -112,13 +112,13 @@ class Checkpoints:
                 "give another run_name, or enable_checkpointing=True to continue the run"
             )
         for step in reversed(steps):
+            path = self._folder / str(step)
             try:
-                folder_lib.read(self._folder / str(step))
+                folder_lib.read(path)
             except folder_lib.TornError as error:
                 self._torn.append(step)
-                if folder_lib.unfinished(self._folder / str(step)).exists():
-                    continue  # a save that was killed, where folders are not renamed at once
-                reason = reason or f"{self._folder / str(step)} is torn ({error})"
+                if not folder_lib.never_counted(path):
+                    reason = reason or f"{path} is torn ({error})"
             else:
                 if reason:
                     self._warn(f"{reason}; going on from the checkpoint before it, {step}")

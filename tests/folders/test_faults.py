@@ -170,3 +170,21 @@ def test_a_failed_save_is_removed_when_the_next_one_counts(client):
     go_on.set()
     late.result()
     assert not (folder / "8" / "files.json").exists()
+
+
+def test_a_kill_in_the_first_save_stops_no_restart(client):
+    """Also before its mark is there: nothing ever counted, and what there is stays."""
+    folder = place("gs://bucket/run/checkpoints")
+    write_whole(folder / "4" / "model" / "d", b"1")
+    config, warnings = make_config(), []
+
+    def start():
+        checkpoints = Checkpoints(config.checkpoints, folder, "", {}, warnings.append)
+        assert checkpoints.latest() is None
+        checkpoints.start_saving()
+
+    start()
+    assert set(sizes(folder)) == {"4.torn/model/d"} and not warnings
+    write_whole(folder / "4" / "files.json", b"{}")  # this one did count
+    with pytest.raises(ConfigError, match="4 is torn .* no checkpoint before it is whole"):
+        start()
