@@ -23,7 +23,7 @@ from maxramp.folders.place import ObjectPath
 from maxramp.folders.process import is_gone, this_process
 
 _PERIOD = 15.0  # seconds from one round to the next
-_SHARE = 20  # and so many times as long as the last one took: the storage is not kept busy
+_SHARE = 20  # and so many times as long as the last one took, unless that one failed
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
@@ -146,7 +146,7 @@ class Mirror:
             self._failing = failure is not None
             for future in waiting:
                 future.set_exception(failure) if failure else future.set_result(None)
-            pause = max(_PERIOD, _SHARE * (time.monotonic() - began))
+            pause = _PERIOD if failure else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _send(self) -> None:
         """Sends the files that have changed, and removes there what the run has removed here.
@@ -157,7 +157,8 @@ class Mirror:
             self._claim.renew()
         if not self.here.is_dir():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(self.here))
-        for path in self.here.rglob("*"):
+        # The records last: what a start cut off them is there before they are without it.
+        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == "metrics.jsonl"):
             if path.suffix == ".tmp" or not path.is_file():
                 continue
             name = str(path.relative_to(self.here))

@@ -119,7 +119,7 @@ class ObjectPath:
         return self._found() != ""
 
     def _found(self) -> str:
-        """"file", "directory", or "" for neither; whoever gets no answer learns of it."""
+        """The kind: file or directory, "" for neither; whoever gets no answer learns of it."""
         if self._kind:
             return self._kind
         try:

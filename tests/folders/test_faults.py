@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 
 import pytest
 from conftest import BASE, make_config
@@ -14,7 +15,7 @@ from maxramp.checkpoints.timer import Timer
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
-from maxramp.folders.place import place, remove_tree, sizes, write_whole
+from maxramp.folders.place import make_folder, place, remove_tree, sizes, write_whole
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -62,6 +63,12 @@ def client(monkeypatch):
     client = Client()
     monkeypatch.setattr("maxramp.folders.place.storage.store_of", lambda scheme: client)
     return client
+
+
+def mirror_of(run, warn=print):
+    """Of a run's folder that there is."""
+    make_folder(place(run))
+    return Mirror(place(run), warn, Held())
 
 
 def test_cleaning_the_temporary_folder_removes_nothing_there(client):
@@ -188,3 +195,38 @@ def test_a_kill_in_the_first_save_stops_no_restart(client):
     write_whole(folder / "4" / "files.json", b"{}")  # this one did count
     with pytest.raises(ConfigError, match="4 is torn .* no checkpoint before it is whole"):
         start()
+
+
+def test_after_an_outage_it_sends_at_once(client, monkeypatch):
+    """However long the round took that failed."""
+    monkeypatch.setattr("maxramp.folders.mirror._PERIOD", 0.02)
+    mirror, write = mirror_of("gs://bucket/run"), client.pipe_file
+    failed, sent = threading.Event(), threading.Event()
+
+    def fail_once(path, data, **kwargs):
+        if failed.is_set():
+            write(path, data, **kwargs)
+            sent.set()
+            return
+        time.sleep(0.2)
+        failed.set()
+        raise OSError("away")
+
+    monkeypatch.setattr(client, "pipe_file", fail_once)
+    (mirror.here / "late").write_bytes(b"1")
+    assert failed.wait(10) and sent.wait(2)  # not after 20 times 0.2 s
+    mirror.close()
+
+
+def test_the_records_are_sent_last(client, monkeypatch):
+    """A kill between two objects must not lose what a start has cut off them."""
+    mirror, write, sent = mirror_of("gs://bucket/run"), client.pipe_file, []
+    monkeypatch.setattr(
+        client, "pipe_file", lambda path, data: sent.append(path) or write(path, data)
+    )
+    names = ["metrics.jsonl", "metrics.dropped.jsonl", "a", "z"]
+    for name in names:
+        (mirror.here / name).write_bytes(b"1")
+    mirror.publish()
+    assert len(sent) == 4 and sent[-1] == "gs://bucket/run/metrics.jsonl"
+    mirror.close()
