@@ -236,7 +236,7 @@ class Checkpoints:
           state: after them.
           ramp: the schedule.
           prepare: writes what must be there before the checkpoint counts, and returns what waits
-            until it is there; where it raises an OSError nothing is saved.
+            until it is there, for the first process; where it raises an OSError nothing is saved.
           last: nothing is trained after it: returns when it is written.
 
         Raises:
@@ -301,8 +301,10 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # a restart then sets aside what it would remove
                     folder_lib.begin(path)
             writing()
+            if not self._is_first:
+                return
             prepared()
-            if self._is_first and int(path.name) not in self._given_up:
+            if int(path.name) not in self._given_up:
                 folder_lib.commit(path)
                 self._tidy()
         finally:
