@@ -35,6 +35,7 @@ from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
 _LAST = 60.0  # seconds that a run which fails waits for a storage
+_END = 300.0  # and that the end of another run waits for one that takes nothing of a save
 
 
 class Checkpoints:
@@ -244,10 +245,11 @@ class Checkpoints:
         """
         if not self._keys.enable_checkpointing:
             return
-        if not (last or self._waits or self._is_saved_everywhere()):
+        if not (last or self._waits or self._is_save_decided()):
             self._note_late(step)
             return
-        self._finish_save()
+        patience = _END if last and not self._waits else None
+        self._finish_save(patience=patience)
         if step == self._last_good:
             return
         self._given_up.discard(step)
@@ -277,7 +279,7 @@ class Checkpoints:
         self._timer.stop()
         self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing, prepared))
         if last or not self._keys.async_checkpointing:
-            self._finish_save(last)
+            self._finish_save(last, patience)
 
     def _prepare(
         self, prepare: Callable[[], Callable[[], None]]
@@ -332,9 +334,12 @@ class Checkpoints:
             )
             self._late = slow
 
-    def _is_saved_everywhere(self) -> bool:
-        """Whether no process still writes the last save."""
-        return all(agreement.all_gather_json(self._saving is None or self._saving[1].done()))
+    def _is_save_decided(self) -> bool:
+        """Whether no process still writes the last save, or one has failed: it is over for all."""
+        done = self._saving is None or self._saving[1].done()
+        failed = done and self._saving is not None and self._saving[1].exception() is not None
+        states = agreement.all_gather_json([done, failed])
+        return all(done for done, _ in states) or any(failed for _, failed in states)
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
@@ -366,12 +371,12 @@ class Checkpoints:
         if self._saving and jax.process_count() == 1 and self._saving[1].done():
             self._finish_save()
 
-    def _finish_save(self, last: bool = False) -> None:
-        """Waits until a save is done on every process, or has failed on one."""
+    def _finish_save(self, last: bool = False, patience: float | None = None) -> None:
+        """Waits until a save is done on every process, or has failed, as `agreed_reason`."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
-        reason = agreed_reason(saving)
+        reason = agreed_reason(saving, patience)
         if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return

@@ -1,19 +1,21 @@
 """What must not happen to the objects of a storage, whoever fails: without a server."""
 
+import concurrent.futures
 import shutil
 import threading
 import time
 
 import pytest
+import tensorstore
 from conftest import BASE, make_config
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.background import in_thread
+from maxramp.checkpoints.background import agreed_reason, in_thread
 from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.checkpoints.timer import Timer
 from maxramp.config.load import load
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 from maxramp.folders.mirror import Mirror
 from maxramp.folders.place import make_folder, place, remove_tree, sizes, write_whole
 
@@ -230,3 +232,35 @@ def test_the_records_are_sent_last(client, monkeypatch):
     mirror.publish()
     assert len(sent) == 4 and sent[-1] == "gs://bucket/run/metrics.jsonl"
     mirror.close()
+
+
+def test_the_end_does_not_wait_for_a_storage_that_takes_nothing(client, tmp_path):
+    """However long it waits for one that is slow."""
+    never, ended = concurrent.futures.Future(), threading.Event()
+    store = tensorstore.KvStore.open(f"file://{tmp_path}/").result()
+
+    def write_slowly():
+        for number in range(10):
+            store.write(str(number), b"1").result()
+            time.sleep(0.1)
+        ended.set()
+
+    threading.Thread(target=write_slowly).start()
+    assert agreed_reason(never, 0.5) == "the storage has taken nothing for 0.5 seconds"
+    assert ended.is_set()
+    config, folder = make_config(), place("gs://bucket/run/checkpoints")
+    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, print)
+    checkpoints._saving = 8, never
+    with pytest.raises(TrainingError, match="8 was not saved: the storage has taken nothing"):
+        checkpoints._finish_save(last=True, patience=0.1)
+
+
+def test_a_save_that_failed_elsewhere_is_no_late_one(client, monkeypatch):
+    """Orbax lets the other processes wait for it for 20 minutes."""
+    config, folder = make_config(), place("gs://bucket/run/checkpoints")
+    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, print)
+    checkpoints._saving = 8, concurrent.futures.Future()
+    for other, decided in (([True, False], False), ([True, True], True)):
+        gather = lambda own, other=other: [own, other]  # noqa: E731
+        monkeypatch.setattr("maxramp.checkpoints.store.agreement.all_gather_json", gather)
+        assert checkpoints._is_save_decided() is decided
