@@ -27,6 +27,7 @@ _SHARE = 20  # and so many times as long as the last one took, unless that one f
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
+_RECORDS = "metrics.jsonl"  # no checkpoint counts without them
 _REMOVED = "next_stage.json"  # the only file that a run removes
 
 
@@ -155,10 +156,11 @@ class Mirror:
         """
         if self._claim:
             self._claim.renew()
-        if not self.here.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(self.here))
+        kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
+        if not kept.exists():
+            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))
         # The records last: what a start cut off them is there before they are without it.
-        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == "metrics.jsonl"):
+        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == _RECORDS):
             if path.suffix == ".tmp" or not path.is_file():
                 continue
             name = str(path.relative_to(self.here))

@@ -85,6 +85,9 @@ def test_cleaning_the_temporary_folder_removes_nothing_there(client):
     assert set(sizes(run)) == names
     (mirror.here / "config.yml").unlink()
     mirror.publish()
+    (mirror.here / "metrics.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="removed under the run"):
+        mirror.publish()  # no checkpoint may count without its records
     shutil.rmtree(mirror.here)
     with pytest.raises(FileNotFoundError, match="removed under the run"):
         mirror.publish()
