@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -160,7 +161,9 @@ def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _bytes(path: Place) -> str:
-    size = sum(sizes(path).values()) if path.is_dir() else storage.size_of(str(path))
+    size = 0
+    with contextlib.suppress(ConfigError, FileNotFoundError):  # renamed or removed, by a live run
+        size = sum(sizes(path).values()) if path.is_dir() else storage.size_of(str(path))
     for unit, digits in (("B", 0), ("kB", 0), ("MB", 1), ("GB", 1)):
         if size < 1000:
             return f"{size:.{digits}f} {unit}"

@@ -254,6 +254,7 @@ def train(
         for write in writers:
             write(record)
         watchdog.beat()
+        output.check()
         checkpoints.check()
         stopping = preemption.reached(done)
         last = stopping or done == last_step

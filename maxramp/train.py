@@ -228,6 +228,7 @@ def train(
                 log.log_eval(step, consumed, sums, by_batch)
 
             watchdog.beat()
+            output.check()
             checkpoints.check()
             stopping = preemption.reached(done)
             last = stopping or done == schedule.last_step

@@ -16,10 +16,10 @@ that 150/ may be removed as long as it has no files.json.
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import re
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +112,14 @@ def unfinished(path: Place) -> Place:
     return path.with_name(f"{path.name}{UNFINISHED}")
 
 
+def never_counted(path: Place) -> bool:
+    """Whether the files of a torn checkpoint are those of a save that never was whole.
+
+    In a storage, a save that was killed at once has not even left its mark.
+    """
+    return unfinished(path).exists() or not (renames(path) or (path / _FILES).exists())
+
+
 def unfinished_arrays(path: Place) -> Place:
     """Where the arrays of a checkpoint are written that is not whole yet."""
     return unfinished(path) if renames(path) else path
@@ -157,11 +165,8 @@ def remove(path: Place) -> None:
 
 
 def discard(path: Place) -> None:
-    """Removes what a save that failed has written; returns at once also if a storage is away."""
-    if is_near(path):
-        remove_tree(unfinished(path))
-    else:
-        threading.Thread(target=_remove_unless_whole, args=(path,), daemon=True).start()
+    """Removes what a save that failed has written; in a storage, unless it counts after all."""
+    remove_tree(unfinished(path)) if renames(path) else _remove_unless_whole(path)
 
 
 def set_aside(path: Place) -> None:
@@ -265,8 +270,14 @@ def _json(path: Place) -> dict[str, Any]:
 
 
 def write_sizes(path: Place) -> None:
-    """Notes the size of every file of a checkpoint that is whole."""
+    """Notes the size of every file of a checkpoint that is whole.
+
+    Raises:
+      OSError: it is not whole, as somebody has removed files, or the sizes cannot be written.
+    """
     there = sizes(path)
+    if _METADATA not in there:
+        raise OSError(errno.EIO, "files are missing", str(path))
     there.pop(_FILES, None)
     write_whole(path / _FILES, json.dumps(there).encode())
 

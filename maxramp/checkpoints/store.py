@@ -35,6 +35,7 @@ from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
 
 _LAST = 60.0  # seconds that a run which fails waits for a storage
+_END = 300.0  # and that the end of another run waits for one that takes nothing of a save
 
 
 class Checkpoints:
@@ -68,6 +69,7 @@ class Checkpoints:
         self._torn: list[int] = []
         self._last_good: int | None = None
         self._failed_in_a_row = 0
+        self._given_up: set[int] = set()  # saves to a storage, which threads may still write
         self._late: int | None = None
         self._waits = is_near(self._folder)  # for a save that goes on when the next is due
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -111,13 +113,13 @@ class Checkpoints:
                 "give another run_name, or enable_checkpointing=True to continue the run"
             )
         for step in reversed(steps):
+            path = self._folder / str(step)
             try:
-                folder_lib.read(self._folder / str(step))
+                folder_lib.read(path)
             except folder_lib.TornError as error:
                 self._torn.append(step)
-                if folder_lib.unfinished(self._folder / str(step)).exists():
-                    continue  # a save that was killed, where folders are not renamed at once
-                reason = reason or f"{self._folder / str(step)} is torn ({error})"
+                if not folder_lib.never_counted(path):
+                    reason = reason or f"{path} is torn ({error})"
             else:
                 if reason:
                     self._warn(f"{reason}; going on from the checkpoint before it, {step}")
@@ -235,7 +237,7 @@ class Checkpoints:
           state: after them.
           ramp: the schedule.
           prepare: writes what must be there before the checkpoint counts, and returns what waits
-            until it is there; where it raises an OSError nothing is saved.
+            until it is there, for the first process; where it raises an OSError nothing is saved.
           last: nothing is trained after it: returns when it is written.
 
         Raises:
@@ -243,12 +245,14 @@ class Checkpoints:
         """
         if not self._keys.enable_checkpointing:
             return
-        if not (last or self._waits or self._is_saved_everywhere()):
+        if not (last or self._waits or self._is_save_decided()):
             self._note_late(step)
             return
-        self._finish_save()
+        patience = _END if last and not self._waits else None
+        self._finish_save(patience=patience)
         if step == self._last_good:
             return
+        self._given_up.discard(step)
         checkpoint = Checkpoint(
             path=self._folder / str(step),
             step=step,
@@ -275,7 +279,7 @@ class Checkpoints:
         self._timer.stop()
         self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing, prepared))
         if last or not self._keys.async_checkpointing:
-            self._finish_save(last)
+            self._finish_save(last, patience)
 
     def _prepare(
         self, prepare: Callable[[], Callable[[], None]]
@@ -299,8 +303,10 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # a restart then sets aside what it would remove
                     folder_lib.begin(path)
             writing()
+            if not self._is_first:
+                return
             prepared()
-            if self._is_first:
+            if int(path.name) not in self._given_up:
                 folder_lib.commit(path)
                 self._tidy()
         finally:
@@ -309,6 +315,9 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Removes what no restart needs; where that fails, the next save tries it again."""
         try:
+            there = folder_lib.steps_in(self._folder) if self._given_up else []
+            for step in self._given_up.intersection(there):
+                folder_lib.discard(self._folder / str(step))
             folder_lib.remove_leftovers(self._folder)
             for old in self._not_kept():
                 folder_lib.remove(self._folder / str(old))
@@ -325,9 +334,12 @@ class Checkpoints:
             )
             self._late = slow
 
-    def _is_saved_everywhere(self) -> bool:
-        """Whether no process still writes the last save."""
-        return all(agreement.all_gather_json(self._saving is None or self._saving[1].done()))
+    def _is_save_decided(self) -> bool:
+        """Whether no process still writes the last save, or one has failed: it is over for all."""
+        done = self._saving is None or self._saving[1].done()
+        failed = done and self._saving is not None and self._saving[1].exception() is not None
+        states = agreement.all_gather_json([done, failed])
+        return all(done for done, _ in states) or any(failed for _, failed in states)
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
@@ -359,17 +371,19 @@ class Checkpoints:
         if self._saving and jax.process_count() == 1 and self._saving[1].done():
             self._finish_save()
 
-    def _finish_save(self, last: bool = False) -> None:
-        """Waits until a save is done on every process, or has failed on one."""
+    def _finish_save(self, last: bool = False, patience: float | None = None) -> None:
+        """Waits until a save is done on every process, or has failed, as `agreed_reason`."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
-        reason = agreed_reason(saving)
+        reason = agreed_reason(saving, patience)
         if not reason:
             self._last_good, self._failed_in_a_row = step, 0
             return
         processes.leave_threads_behind()
-        if self._is_first:  # for room; what other threads still write goes after the next save
+        if not self._waits:  # the folder may be another run's by now: it goes after the next save
+            self._given_up.add(step)
+        elif self._is_first:  # for room; what other threads still write goes after the next save
             folder_lib.discard(self._folder / str(step))
         self._failed_in_a_row += 1
         most = self._keys.max_failed_saves

@@ -7,6 +7,7 @@ the thread sends those that have changed: every now and then, and before a check
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -22,10 +23,12 @@ from maxramp.folders.place import ObjectPath
 from maxramp.folders.process import is_gone, this_process
 
 _PERIOD = 15.0  # seconds from one round to the next
-_SHARE = 20  # and so many times as long as the last one took: the storage is not kept busy
+_SHARE = 20  # and so many times as long as the last one took, unless that one failed
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
+_RECORDS = "metrics.jsonl"  # no checkpoint counts without them
+_REMOVED = "next_stage.json"  # the only file that a run removes
 
 
 class Mirror:
@@ -96,7 +99,7 @@ class Mirror:
                 left, deadline = error, 0.0
             except OSError as error:  # a timeout is one
                 left = error
-            if left is None or time.monotonic() > deadline:
+            if left is None or time.monotonic() > deadline or not self.here.is_dir():
                 break
             time.sleep(1)
         with self._wanted:
@@ -104,7 +107,8 @@ class Mirror:
             self._wanted.notify()
         if left:
             (self._root / _OWNER).unlink(missing_ok=True)  # so that no start removes it
-            self._warn(f"{_text(left)}; what was not sent to {self._folder} is in {self.here}")
+            kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
+            self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
         if self._claim:
@@ -143,27 +147,32 @@ class Mirror:
             self._failing = failure is not None
             for future in waiting:
                 future.set_exception(failure) if failure else future.set_result(None)
-            pause = max(_PERIOD, _SHARE * (time.monotonic() - began))
+            pause = _PERIOD if failure else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _send(self) -> None:
-        """Sends the files that have changed, and removes there what was removed here."""
+        """Sends the files that have changed, and removes there what the run has removed here.
+
+        Whoever cleans the system's temporary folder removes nothing there.
+        """
         if self._claim:
             self._claim.renew()
-        there = set()
-        for path in self.here.rglob("*"):
+        kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
+        if not kept.exists():
+            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))
+        # The records last: what a start cut off them is there before they are without it.
+        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == _RECORDS):
             if path.suffix == ".tmp" or not path.is_file():
                 continue
             name = str(path.relative_to(self.here))
-            there.add(name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 state = _state(path)
                 if self._sent.get(name) != state:
                     data = path.read_bytes()
                     (self._folder / name).write_bytes(data)
                     self._sent[name] = state
-        for name in self._sent.keys() - there:
-            (self._folder / name).unlink(missing_ok=True)
-            del self._sent[name]
+        if _REMOVED in self._sent and not (self.here / _REMOVED).exists():
+            (self._folder / _REMOVED).unlink(missing_ok=True)
+            del self._sent[_REMOVED]
 
 
 def _text(error: Exception) -> str:

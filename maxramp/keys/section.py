@@ -65,13 +65,19 @@ def below_one() -> Any:
 
 def path_or_storage() -> Any:
     """A path of the file system, or an address in an object storage that runs can be kept in."""
-    text = "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder"
+    text = (
+        "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder, with no "
+        "part . or .."
+    )
     return _key(lambda value: is_object_storage(value) or not is_address(value), text)
 
 
 def is_object_storage(path: str) -> bool:
-    """Whether a path is an address in an object storage that runs can be kept in."""
-    return re.match(r"(gs|s3)://[^/]", path) is not None
+    """Whether a path is an address in an object storage that runs can be kept in.
+
+    To a storage . and .. are names like any other, and some of its clients resolve them: so none.
+    """
+    return re.match(r"(gs|s3)://[^/]", path) is not None and not {".", ".."} & {*path.split("/")}
 
 
 def is_address(path: str) -> bool:

@@ -7,6 +7,7 @@ from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
     at_least,
+    is_object_storage,
     one_of,
     path_or_storage,
 )
@@ -29,7 +30,7 @@ class RunKeys(Keys):
     hang_timeout_seconds: float = above_zero_or_open()
 
     def check(self) -> None:
-        """Checks each key, and that the run's name is that of a folder.
+        """Checks each key, and that the run's name is that of a folder where it is to be.
 
         Raises:
           ConfigError: names the key, its value, the relation it breaks and a remedy.
@@ -40,6 +41,13 @@ class RunKeys(Keys):
                 f"run_name={self.run_name} must name one folder below base_output_directory; put "
                 "the path into base_output_directory"
             )
+        if is_object_storage(self.base_output_directory):  # whose clients take them for a glob
+            for name in ("base_output_directory", "run_name"):
+                if found := set("*?[") & set(value := getattr(self, name)):
+                    raise ConfigError(
+                        f"{name}={value} has {' '.join(sorted(found))} in it, which no address in "
+                        "an object storage may have; take another name"
+                    )
 
 
 @dataclasses.dataclass(frozen=True)

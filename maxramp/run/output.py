@@ -256,6 +256,14 @@ class Output:
             except OSError as error:  # decisions.json says the same, and is there
                 self.warn(str(self._refusal(error)))
 
+    def check(self) -> None:
+        """Whether the folder still is the run's, as far as is known without asking.
+
+        Raises:
+          TrainingError: another run has taken it.
+        """
+        self._kept.check()
+
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
 
@@ -269,7 +277,7 @@ class Output:
         """
         for file in self._files:
             file.flush()
-        self._kept.check()
+        self.check()
         return self._kept.publish
 
     def write_next_stage(self, schedule: Schedule) -> None:

@@ -25,6 +25,18 @@ def write(path, step, *arguments):
     (path / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
 
 
+def test_what_is_gone_while_it_is_listed(tmp_path, monkeypatch, capsys):
+    """A dangling link, or what a live run has just renamed, has no size and hides nothing."""
+    write(tmp_path / "15", 15, "steps=15")
+    (tmp_path / "latest").symlink_to(tmp_path / "gone")
+    assert command.main(["ls", str(tmp_path)]) == 0
+    _, listed, other = capsys.readouterr().out.splitlines()
+    assert " complete" in listed and other.strip() == "latest: not a checkpoint, 0 B"
+    monkeypatch.setattr(command, "_checkpoints", lambda path: [path / "10", path / "15"])
+    assert command.main(["ls", str(tmp_path)]) == 0
+    assert " 0 B  torn " in capsys.readouterr().out.splitlines()[1]
+
+
 @pytest.mark.parametrize("length", ["steps=15", "total_samples=160", "total_tokens=2560"])
 def test_stages_behind_the_end_are_not_counted(length, tmp_path, capsys):
     """As the log counts them: this run ends inside its ramp, where its second stage does."""

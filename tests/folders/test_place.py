@@ -45,6 +45,7 @@ def test_a_folder(folder):
     assert (folder / "a").is_file() and not (folder / "a").is_dir()
     assert sizes(folder) == {name: len(data) for name, data in FILES.items()}
     assert (folder / "deep" / "b.json").read_bytes() == b"22"
+    assert not folder.with_name("xy").exists() and not (folder / "dee").exists()
     listed = {p.name: (p.is_dir(), p.is_file()) for p in folder.iterdir()}
     assert listed == {"a": (False, True), "deep": (True, False)}
     write_whole(folder / "a", b"333")
@@ -97,6 +98,9 @@ def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
     away(403)
     with pytest.raises((OSError, ConfigError)):
         folder_lib.read(folder / "4")
+    for ask in (folder_lib.steps_in, folder_lib.find):
+        with pytest.raises(OSError):
+            ask(folder)
 
 
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
@@ -121,9 +125,12 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     again = take(folder, "again", warnings.append)
     assert (again.here / "metrics.jsonl").read_bytes() == b"line\n" * 3
     assert (again.here / "tensorboard" / "events").read_bytes() == b"e"
-    (again.here / "metrics.jsonl").unlink()
+    (again.here / "next_stage.json").write_bytes(b"{}")
     again.publish()
-    assert not (folder / "metrics.jsonl").exists()
+    assert (folder / "next_stage.json").is_file()
+    (again.here / "next_stage.json").unlink()
+    again.publish()
+    assert not (folder / "next_stage.json").exists()
     away(403)
     (again.here / "late").write_bytes(b"late")
     with pytest.raises(OSError, match="late|Forbidden|forbidden"):

@@ -132,6 +132,7 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
+    """The second is refused, and who loses the folder ends, not only where it would save."""
     address = place(f"{storage.address}/{tmp_path.name}")
     since = len(storage.requests)
     first = start(address, cache_dir, storage, "steps=100000", "checkpoint_period=-1")
@@ -139,10 +140,11 @@ def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
     second = start(address, cache_dir, storage)
     printed, _ = second.communicate(timeout=60)
     assert second.returncode == 2 and "is in use by process" in printed
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=60)
-    assert first.returncode == 76
-    assert not (address / "run" / ".lock").exists()
+    lock = json.dumps({"owner": "somebody else"}).encode()
+    (address / "run" / ".lock").write_bytes(lock)
+    printed, _ = first.communicate(timeout=60)
+    assert first.returncode == 1 and "was taken over by somebody else" in printed
+    assert (address / "run" / ".lock").read_bytes() == lock
 
 
 @pytest.mark.parametrize("status", [503, 403])

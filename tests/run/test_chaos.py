@@ -13,7 +13,7 @@ from conftest import ROOT, environment
     "options",
     [
         ["--kills=5", "--seed=1", "--same-shape"],
-        ["--kills=25", "--seed=2"],
+        ["--kills=12", "--seed=2"],
         ["--kills=6", "--seed=3", "--pipelines"],
         ["--kills=8", "--seed=4", "--adaptive"],
         ["--kills=5", "--seed=5", "--adaptive", "--same-shape"],
