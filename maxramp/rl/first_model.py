@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
@@ -108,6 +109,8 @@ def settled(config: Config, run: Place) -> Config:
     given = place(getattr(keys, name)).expanduser().absolute()
 
     def find() -> str:
+        if jax.process_index():
+            return ""
         found = folder_lib.find(given)
         if found == given or not (step := _begun_with(run, name)):
             return str(found)

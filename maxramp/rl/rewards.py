@@ -45,9 +45,11 @@ class Rewards:
           ConfigError: a function cannot be imported.
         """
         self._timeout = timeout
-        self._workers = [_Worker(tuple(names)) for _ in range(workers)]
+        self._workers: list[_Worker] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, "rewards")
         try:
+            for _ in range(workers):
+                self._workers.append(_Worker(tuple(names)))
             for worker in self._workers:
                 worker.ready(timeout)
         except BaseException:
