@@ -411,6 +411,7 @@ class Checkpoints:
         concurrent.futures.wait([saving], None if self._waits else _LAST)
         failed = saving.exception() if saving.done() else TimeoutError("the storage is slow")
         if failed:
+            processes.leave_threads_behind()
             self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
 
 
