@@ -19,6 +19,7 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.processes import end_process
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.fingerprint import fingerprint
 
@@ -79,6 +80,7 @@ def main() -> None:
         if i == 0:
             mesh_lib.start_backend(loaded.backend)
         print(json.dumps(serve(first_step, loaded)), flush=True)
+    end_process(0)  # so that the others do not take its end for a loss
 
 
 if __name__ == "__main__":
