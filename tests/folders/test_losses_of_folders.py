@@ -267,3 +267,15 @@ def test_a_save_that_failed_elsewhere_is_no_late_one(client, monkeypatch):
         gather = lambda own, other=other: [own, other]  # noqa: E731
         monkeypatch.setattr("maxramp.checkpoints.store.agreement.all_gather_json", gather)
         assert checkpoints._is_save_decided() is decided
+
+
+def test_links_are_followed_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "array").write_bytes(b"12345")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "d").symlink_to(tmp_path / "elsewhere")
+    (folder / "up").symlink_to("..")
+    (folder / "gone").symlink_to("nowhere")
+    found = sizes(folder)
+    assert found["d/array"] == 5 and not [name for name in found if name.count("/") > 2]
