@@ -77,11 +77,8 @@ class Steps:
             programs.announce(self._ramp.stages[0])
             self._state = initial_state(config.recipe)
             self._trainer = PolicyTrainer(
-                config.policy,
-                config.rollout,
-                config.model.max_target_length,
-                rollout,
                 programs,
+                config.rollout,
                 Sums(10, 0),
                 tokenizer,
                 rewards,

@@ -183,11 +183,8 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
             began = first_model.weights_of(config)
             reference = checkpoints.load_parameters(began, abstract.model)
         trainer = PolicyTrainer(
-            config.policy,
-            config.rollout,
-            config.model.max_target_length,
-            rollout,
             programs,
+            config.rollout,
             prompts,
             tokenizer,
             rewards,

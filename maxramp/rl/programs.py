@@ -37,6 +37,9 @@ class PolicyPrograms:
     """What a step computes, on the mesh that is set.
 
     Attributes:
+      policy: what is minimized.
+      rollout: writes the answers.
+      row_length: tokens of a row and the one after it.
       zeros: the weights -> sums of nothing.
       add: sums (donated), weights and a part of the batch -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
@@ -65,10 +68,10 @@ class PolicyPrograms:
           options: of the compiler (`training.programs.compiler_options`).
         """
         jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
-        self._policy, self._rollout, self._state, self._ahead = policy, rollout, state, ahead
+        self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
         self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         self._mesh: Mesh = jax.sharding.get_mesh()
-        self._row_length = recipe.model.max_target_length + 1
+        self.row_length = recipe.model.max_target_length + 1
         objective = policy_gradient(policy, recipe.objective)
 
         def add(sums: Any, model: Decoder, batch: Batch) -> Any:
@@ -90,7 +93,7 @@ class PolicyPrograms:
 
     def announce(self, stage: Stage) -> None:
         """Has a stage's programs compiled after those that wait to be."""
-        answers = stage.micro_batch_size * self._policy.num_generations
+        answers = stage.micro_batch_size * self.policy.num_generations
         if answers not in self._announced:  # stages whose parts are equal share their programs
             self._announced[answers] = self.traced(answers)
         for key, trace in self._announced[answers].items():
@@ -105,7 +108,7 @@ class PolicyPrograms:
         Raises:
           TrainingError: one does not compile.
         """
-        answers = stage.micro_batch_size * self._policy.num_generations
+        answers = stage.micro_batch_size * self.policy.num_generations
         waited = sum(self._ahead.get(key)[1] for key in self._announced[answers])
         self._ahead.lower()
         return waited
@@ -129,15 +132,15 @@ class PolicyPrograms:
         def change(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
-        found = self._rollout.traced(model, answers)
+        found = self.rollout.traced(model, answers)
         found["zeroing sums"] = lambda: self.zeros.trace(model)
-        if self._policy.grpo_beta:
+        if self.policy.grpo_beta:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)
             log_probs = on_mesh(self.reference.eval_shape(model, batch), self._mesh)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
         found["gradients"] = lambda: self.add.trace(sums(), model, batch)
         found["the update"] = change(again=False)
-        if self._policy.num_iterations > 1:
+        if self.policy.num_iterations > 1:
             found["later updates"] = change(again=True)
         return {(name, 0 if name in _SHARED else answers): trace for name, trace in found.items()}
 
@@ -145,7 +148,7 @@ class PolicyPrograms:
         sharding = NamedSharding(self._mesh, TOKENS_BT)
 
         def of(dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((answers, self._row_length), dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct((answers, self.row_length), dtype, sharding=sharding)
 
         return Batch(
             of(jnp.int32),

@@ -32,8 +32,6 @@ from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.rollout import Rollout
-from maxramp.training.keys import PolicyKeys
 from maxramp.training.policy import advantages
 from maxramp.training.state import TrainState
 
@@ -53,11 +51,8 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        policy: PolicyKeys,
-        keys: RolloutKeys,
-        max_target_length: int,
-        rollout: Rollout,
         programs: PolicyPrograms,
+        keys: RolloutKeys,
         prompts: Prompts,
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
@@ -65,18 +60,15 @@ class PolicyTrainer:
     ):
         """
         Args:
-          policy: what is minimized.
+          programs: what a step computes.
           keys: what is asked, and what answers are worth.
-          max_target_length: tokens of a row.
-          rollout: writes the answers.
-          programs: what a step computes beside them.
           prompts: of the run.
           tokenizer: of the model.
           rewards: what answers are worth; None but on process 0.
           reference: the weights to stay near; None where grpo_beta = 0.
         """
-        self._policy, self._keys, self._row_length = policy, keys, max_target_length + 1
-        self._rollout, self._programs, self._reference = rollout, programs, reference
+        self._programs, self._keys, self._reference = programs, keys, reference
+        self._policy, self._rollout = programs.policy, programs.rollout
         self._prompts, self._tokenizer, self._rewards = prompts, tokenizer, rewards
         self._sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS_BT)
 
@@ -175,7 +167,7 @@ class PolicyTrainer:
                 [answer.log_probs for answer in part.answers],
                 advantages(total_PG, self._policy.grpo_normalize_advantages),
             )
-            batch = to_batch(scored, self._row_length, self._policy.grpo_normalization)
+            batch = to_batch(scored, self._programs.row_length, self._policy.grpo_normalization)
             batch = self._place(batch)
             if self._reference is not None:
                 log_probs = self._programs.reference(self._reference, batch)

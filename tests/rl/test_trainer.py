@@ -61,11 +61,8 @@ class Run:
             for stage in self.ramp.stages:
                 programs.announce(stage)
             self._trainer = PolicyTrainer(
-                config.policy,
-                config.rollout,
-                config.model.max_target_length,
-                rollout,
                 programs,
+                config.rollout,
                 Sums(10, 0),
                 bytes_,
                 rewards,
