@@ -142,3 +142,14 @@ def after(value: jax.Array, other: jax.Array) -> jax.Array:
         return value
     bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
     return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+
+
+@jax.custom_vjp
+def gradient_after(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, whose gradient is not there before `other`, a float32 scalar, is: see `after`."""
+    return value
+
+
+gradient_after.defvjp(
+    lambda value, other: (value, other), lambda other, gradient: (after(gradient, other), None)
+)

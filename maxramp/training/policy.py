@@ -11,7 +11,7 @@ import numpy as np
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.cpu import after
+from maxramp.parallel.cpu import after, gradient_after
 from maxramp.training.keys import ObjectiveKeys, PolicyKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.objective import Objective, Shown
@@ -85,7 +85,9 @@ def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
             "clip_share": (share_BT * cut_BT).sum(),
             "sampler_difference": (share_BT * jnp.abs(change_BT)).sum(),
         }
-        return loss, shown
+        # All sums come before the layers' backward pass, or they could run beside it.
+        loss_BT = gradient_after(loss_BT, sum(shown.values()))
+        return (share_BT * loss_BT).sum(), shown
 
     shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
     return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
