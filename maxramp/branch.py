@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -26,11 +25,11 @@ import numpy as np
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import OneLineParser, count, home_of, print_table, short
+from maxramp.commandline import OneLineParser, count, print_table, short
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, report
+from maxramp.folders.place import Place, home_of, write_whole
 from maxramp.keys import base
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", type=pathlib.Path)
+    add("run")
     add("--at", type=int, required=True, metavar="STEP", help="the checkpoint")
     add("--sizes", required=True, help="global batch sizes, comma-separated: 8,16,32,64")
     add("--tokens", default="", help="that each branch trains on (a tenth of the run's): 20M")
@@ -79,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Experiment:
     """The branches of one checkpoint over one window of rows."""
 
-    def __init__(self, run: pathlib.Path, at: int, sizes: str, tokens: str, keys: Sequence[str]):
+    def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
         """
         Args:
-          run: its folder.
+          run: the folder, or its address in an object storage.
           at: the step of the checkpoint.
           sizes: global batch sizes, comma-separated.
           tokens: of the window, with a suffix; "" = a tenth of the run's.
@@ -124,8 +123,8 @@ class Experiment:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
-        others = sorted(p.name for p in self._folder.parent.glob(f"{self._position.step}-*"))
-        others.remove(self._folder.name)
+        windows = self._folder.parent.glob(f"{self._position.step}-*")
+        others = sorted({path.name for path in windows} - {self._folder.name})
         print(
             f"window   {self._samples:,} rows, by --tokens and --sizes"
             + (f"; branches of other windows ({', '.join(others)}) are not read" if others else ""),
@@ -368,7 +367,7 @@ def _window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
     return rows
 
 
-def _checkpoint(run: pathlib.Path, at: int) -> Checkpoint:
+def _checkpoint(run: Place, at: int) -> Checkpoint:
     path = run / "checkpoints" / str(at)
     if not path.is_dir():
         there = ", ".join(map(str, folder_lib.steps_in(run / "checkpoints"))) or "none"

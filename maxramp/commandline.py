@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import pathlib
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -55,18 +54,6 @@ def take_value(arguments: list[str], flag: str) -> str | None:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE")
         found = found or value
     return found
-
-
-def home_of(path: pathlib.Path) -> pathlib.Path:
-    """A path of a command line with its ~ spelled out.
-
-    Raises:
-      ConfigError: it names the home of nobody.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{path}: {error}; give the whole path") from None
 
 
 def count(number: int, noun: str) -> str:

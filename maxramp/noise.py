@@ -10,12 +10,12 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import argparse
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
+from maxramp.folders.place import Place, home_of
 from maxramp.run.metrics import read_records
 from maxramp.run.noise import KINDS, Block, blocks_of
 from maxramp.run.picture import draw_noise
@@ -35,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=pathlib.Path)
+    parser.add_argument("run")
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
-    parser.add_argument("--plot", type=pathlib.Path, help="the picture (RUN/noise.png)")
+    parser.add_argument("--plot", help="the picture (RUN/noise.png)")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
     try:
         given = parser.parse_args(arguments)
-        curves = _curves(given.run, given.blocks)
-        plot = given.plot or given.run / "noise.png"
+        run = home_of(given.run)
+        curves = _curves(run, given.blocks)
+        plot = home_of(given.plot) if given.plot else run / "noise.png"
         try:
             draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
         except (OSError, ValueError) as error:  # no such folder; a format that is none
@@ -55,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(KINDS[kind], curve)
         print(f"picture   {plot}")
         return 0
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return report(error)
 
 
-def _curves(run: pathlib.Path, blocks: int) -> dict[str, list[Block]]:
+def _curves(run: Place, blocks: int) -> dict[str, list[Block]]:
     """The noise scale by kind, over the samples.
 
     Raises:

@@ -17,11 +17,13 @@ from typing import Any
 
 import jax
 
-from maxramp.commandline import home_of, print_table, short, take_flag, take_value
+from maxramp.commandline import print_table, short, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError, report
+from maxramp.folders.place import Place as Folder
+from maxramp.folders.place import home_of
 from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
@@ -93,7 +95,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     results = _branches(branch, config, evidence, limits) if branch else []
     places = from_branches(results) if results else []
     if noise:
-        places = _noise_places(pathlib.Path(noise), results, config, evidence, limits)
+        places = _noise_places(home_of(noise), results, config, evidence, limits)
     batches, keys = None, {}
     if places:
         batches = planned.fitting(places, results, bool(noise), limits)
@@ -344,11 +346,11 @@ def _branches(
     Raises:
       ConfigError: there are none.
     """
-    path = home_of(pathlib.Path(given))
+    path = home_of(given)
     files = [path] if path.is_file() else sorted(path.glob("branches/*/branch.json"))
-    files = files or sorted(path.glob("branch.json"))
+    texts = [file.read_bytes() for file in files or path.glob("branch.json")]
     try:
-        results = [json.loads(file.read_text()) for file in files]
+        results = [json.loads(text) for text in texts]
         places = {(r["step"], r["samples"]): r for r in results}
         for r in places.values():
             _use(r)
@@ -358,14 +360,14 @@ def _branches(
                 f"{r['largest']} of {', '.join(str(s['rows']) for s in r['sizes'])} is the largest "
                 f"within {r['tolerance']:g} nats ({ends}; rows of {r['row_tokens']} tokens)"
             )
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError):
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError):
         raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
     if not results:
         raise ConfigError(
             f"--branch {given}: holds no branches; measure them: python -m maxramp.branch {given} "
             "--at STEP --sizes 8,16,32"
         )
-    _compare_runs(pathlib.Path(results[0]["run"]), config, limits)
+    _compare_runs(home_of(results[0]["run"]), config, limits)
     return list(places.values())
 
 
@@ -380,11 +382,11 @@ def _use(result: dict[str, Any]) -> None:
     from_branches([result])
     for kind in KINDS:
         _factor(kind, [result])
-    pathlib.Path(result["run"])
+    home_of(result["run"])
 
 
 def _noise_places(
-    run: pathlib.Path,
+    run: Folder,
     results: Sequence[dict[str, Any]],
     config: Config,
     evidence: list[str],
@@ -395,7 +397,6 @@ def _noise_places(
     Raises:
       ConfigError: it is no run, or one without estimates.
     """
-    run = home_of(run)
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"--noise {run}: holds no metrics.jsonl; give the folder of a run")
@@ -445,7 +446,7 @@ def _scale(block: Block) -> str:
     return f"{block.low * rows:.3g} to {high} rows"
 
 
-def _compare_runs(run: pathlib.Path, config: Config, limits: list[str]) -> None:
+def _compare_runs(run: Folder, config: Config, limits: list[str]) -> None:
     """Says where the run that was measured is another one than the run that is planned."""
     try:
         there = read_yaml(run / "config.yml")

@@ -14,13 +14,14 @@ from typing import Any
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
+from maxramp.folders.place import Place
 from maxramp.rampup import adaptive
 from maxramp.rampup.keys import BatchKeys
 
 FILE = "decisions.json"
 
 
-def read(run: pathlib.Path) -> list[dict[str, Any]]:
+def read(run: Place) -> list[dict[str, Any]]:
     """The decisions in a run's folder, in order.
 
     Raises:

@@ -1,7 +1,6 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 
 import ml_collections
@@ -12,8 +11,10 @@ from maxramp.config.checks import check
 from maxramp.config.keys import Config
 from maxramp.config.overrides import Given
 from maxramp.errors import ConfigError
+from maxramp.folders.place import place
 from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
+from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump
 
 USAGE = """usage: python -m maxramp.{program} {form}
@@ -52,11 +53,11 @@ def load(
         base_text = (CONFIGS / "base.yml").read_text()
         print(USAGE.format(program=program, form=form, more=usage, base=base_text))
         raise SystemExit(0)
-    if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
+    if not arguments or ("=" in arguments[0] and not _is_file(arguments[0])):
         raise ConfigError(f"no config file given: python -m maxramp.{program} {form}")
     values = ml_collections.ConfigDict(base.base(), type_safe=True, convert_dict=False)
     values.lock()
-    *files, command_line = overrides.read(pathlib.Path(arguments[0]), arguments[1:], note)
+    *files, command_line = overrides.read(place(arguments[0]), arguments[1:], note)
     for given in files:
         _update(values, given)
     model_name = command_line.values.get("model_name", values.model_name)
@@ -74,6 +75,11 @@ def load(
     config = Config.of(values.to_dict())
     check(config)
     return config
+
+
+def _is_file(text: str) -> bool:
+    """Whether what looks like key=value is the path of a config file."""
+    return is_object_storage(text) or os.path.isfile(text)
 
 
 def _update(values: ml_collections.ConfigDict, given: Given) -> None:

@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from maxramp.errors import ConfigError
+from maxramp.folders.place import Place
 from maxramp.keys import base as defaults
 from maxramp.keys import peers
 from maxramp.keys.yamlfile import parse, read_yaml
@@ -28,7 +28,7 @@ class Given:
     values: dict[str, Any]
 
 
-def read(path: pathlib.Path, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
+def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
     """Reads a config file, the files that it is based on, and key=value arguments.
 
     Keys of other trainers (`peers`) become ours, are left out or are refused.
@@ -150,9 +150,9 @@ def _split(argument: str) -> tuple[str, Any]:
         raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
 
 
-def _chain(path: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+def _chain(path: Place) -> list[tuple[Place, dict[str, Any]]]:
     """The files of a base_config chain, the base first. Paths are relative to the naming file."""
-    files: list[tuple[pathlib.Path, dict[str, Any]]] = []
+    files: list[tuple[Place, dict[str, Any]]] = []
     seen = []
     while True:
         if path.resolve() in seen:

@@ -6,6 +6,7 @@ and a folder is what the names of objects begin with. So a folder that is there 
 
 import contextlib
 import errno
+import fnmatch
 import os
 import pathlib
 import shutil
@@ -103,6 +104,10 @@ class ObjectPath:
         """Itself."""
         return self
 
+    def resolve(self) -> Self:
+        """Itself."""
+        return self
+
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder comes with what is written to it."""
 
@@ -137,10 +142,24 @@ class ObjectPath:
             if name and entry["name"].rstrip("/") != f"{self.bucket}/{self.key}".rstrip("/"):
                 yield type(self)(f"{self}/{name}", entry["type"])
 
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """What is below it by a pattern of each part, such as */branch.json; no ** among them."""
+        first, _, rest = pattern.partition("/")
+        try:
+            found = [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, first)]
+        except FileNotFoundError:
+            return
+        for path in found:
+            yield from path.glob(rest) if rest else [path]
+
     def read_bytes(self) -> bytes:
         """The whole of an object."""
         with _asking(self) as store:
             return store.cat_file(str(self))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The whole of an object that is text."""
+        return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
         """Writes an object at once."""
@@ -164,6 +183,18 @@ def place(text: str | os.PathLike) -> Place:
     """The place that a text names."""
     text = os.fspath(text)
     return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text)
+
+
+def home_of(text: str | os.PathLike) -> Place:
+    """The place that a text of a command line names, with its ~ spelled out.
+
+    Raises:
+      ConfigError: it names the home of nobody.
+    """
+    try:
+        return place(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{text}: {error}; give the whole path") from None
 
 
 def is_folder(path: Place) -> bool:

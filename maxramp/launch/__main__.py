@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             config = config.replace(devices_per_node=_local_devices(config))
         config = config.replace(num_nodes=config.batch.nodes)
+        if cluster == "slurm":
+            slurm.check(config)
         run = Run.of(config, arguments)
         if status:
             if cluster != "slurm":
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"  {slurm.quoted(run.command())}")
             return 0
         return local.run(run)
-    except (ConfigError, TrainingError) as error:
+    except (ConfigError, TrainingError, OSError) as error:
         return report(error)
 
 

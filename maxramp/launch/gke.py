@@ -28,7 +28,9 @@ import yaml
 from maxramp.commandline import count
 from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
+from maxramp.launch.keys import LaunchKeys
 from maxramp.parallel import topology
 
 _PORT = 8476
@@ -206,13 +208,16 @@ def _check(run: Run) -> None:
             raise ConfigError(
                 f"{name}={value} is no Kubernetes name (lower-case letters, digits, - and .)"
             )
-    if bool(keys.gke_bucket) == bool(keys.gke_volume_claim):
+    far = is_object_storage(output)  # the pods need no volume for the run
+    volumes = [name for name in (keys.gke_bucket, keys.gke_volume_claim) if name]
+    if len(volumes) > 1 or not (volumes or far):
         raise ConfigError(
             f"gke_bucket={keys.gke_bucket} and gke_volume_claim={keys.gke_volume_claim}: "
             "give one of them, the storage that all pods share"
+            + ("" if volumes else ", or a base_output_directory such as gs://bucket/folder")
         )
     mount = pathlib.PurePosixPath(keys.gke_mount_path)
-    if mount not in (path := pathlib.PurePosixPath(output), *path.parents):
+    if not far and mount not in (path := pathlib.PurePosixPath(output), *path.parents):
         raise ConfigError(
             f"base_output_directory={output} does not lie below "
             f"gke_mount_path={keys.gke_mount_path}, where the pods see the storage that they "
@@ -246,14 +251,13 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
             {"name": "MAXRAMP_NUM_PROCESSES", "value": str(nodes)},
         ]
     kind = "google.com/tpu" if tpu else "nvidia.com/gpu"
-    storage: dict[str, Any] = {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
-    if keys.gke_bucket:
-        storage = {
-            "csi": {
-                "driver": "gcsfuse.csi.storage.gke.io",
-                "volumeAttributes": {"bucketName": keys.gke_bucket},
-            }
-        }
+    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": config_map}}]
+    mounts = [{"name": "config", "mountPath": "/etc/maxramp"}]
+    if storage := _volume(keys):
+        volumes.append({"name": "shared", **storage})
+        mounts.append({"name": "shared", "mountPath": keys.gke_mount_path})
+    volumes.append({"name": "memory", "emptyDir": {"medium": "Memory"}})
+    mounts.append({"name": "memory", "mountPath": "/dev/shm"})
     entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
     container = {
         "name": "train",
@@ -263,22 +267,14 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
         "env": environment,
         "ports": [{"containerPort": _PORT}],
         "resources": {"limits": {kind: run.devices_per_node}},
-        "volumeMounts": [
-            {"name": "config", "mountPath": "/etc/maxramp"},
-            {"name": "shared", "mountPath": keys.gke_mount_path},
-            {"name": "memory", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": mounts,
     }
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": keys.grace_seconds,
         "nodeSelector": selector,
         "containers": [container],
-        "volumes": [
-            {"name": "config", "configMap": {"name": config_map}},
-            {"name": "shared", **storage},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        ],
+        "volumes": volumes,
     }
     if keys.gke_service_account:
         pod["serviceAccountName"] = keys.gke_service_account
@@ -329,6 +325,16 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
             "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
         },
     }
+
+
+def _volume(keys: LaunchKeys) -> dict[str, Any]:
+    """What all pods mount, as Kubernetes describes it; nothing where nothing is given."""
+    if keys.gke_bucket:
+        bucket = {"bucketName": keys.gke_bucket}
+        return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": bucket}}
+    if keys.gke_volume_claim:
+        return {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
+    return {}
 
 
 def _slices(run: Run, nodes: int) -> int:

@@ -19,7 +19,7 @@ from maxramp.checkpoints.resume import origin_of
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.keys.section import is_object_storage
+from maxramp.folders.place import Place, place
 from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage
@@ -36,13 +36,13 @@ class Run:
     Attributes:
       config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
       arguments: the command line of maxramp.train.
-      folder: the run's output folder.
+      folder: the run's output folder, on a disk or in an object storage.
       stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
     """
 
     config: Config
     arguments: tuple[str, ...]
-    folder: pathlib.Path
+    folder: Place
     stages: tuple[Stage, ...]
 
     @classmethod
@@ -55,6 +55,7 @@ class Run:
 
         Raises:
           ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
+          OSError: the folder's storage does not answer.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         nodes, devices_per_node = config.batch.num_nodes, config.batch.devices_per_node
@@ -69,14 +70,8 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        if is_object_storage(config.run.base_output_directory):
-            raise ConfigError(
-                f"base_output_directory={config.run.base_output_directory}: a launch reads what "
-                "its jobs write through the file system; mount the storage (GCS FUSE, Mountpoint "
-                "for S3) and give the path, or start maxramp.train yourself"
-            )
-        folder = pathlib.Path(config.run.base_output_directory).expanduser().absolute()
-        folder /= config.run.run_name
+        folder = place(config.run.base_output_directory).expanduser().absolute()
+        folder = folder / config.run.run_name
         ramp = _planned(config, folder, _newest(folder))
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
@@ -140,7 +135,7 @@ class Run:
         return [python, "-m", "maxramp.train", *self.arguments]
 
 
-def _newest(folder: pathlib.Path) -> Checkpoint | None:
+def _newest(folder: Place) -> Checkpoint | None:
     """The newest whole checkpoint of a run's folder."""
     for step in reversed(folder_lib.steps_in(folder / "checkpoints")):
         with contextlib.suppress(folder_lib.TornError):  # as a restart does
@@ -159,9 +154,7 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _planned(
-    config: Config, folder: pathlib.Path, position: Checkpoint | None
-) -> RampupBatchManager:
+def _planned(config: Config, folder: Place, position: Checkpoint | None) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)

@@ -5,7 +5,6 @@ on Linux the kernel kills it when the launcher dies (`bound`).
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,12 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import IO
 
 from maxramp.commandline import count
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, reason_of
 from maxramp.launch.jobs import Run
 
+_ASKING = 5.0  # seconds between two questions to a storage that does not answer
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
@@ -31,10 +32,10 @@ def run(launch: Run) -> int:
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """
     stop = _Stop()
-    nodes = launch.next_nodes()
+    nodes, done = launch.next_nodes(), launch.steps_done()
     failures, most = 0, launch.keys.max_restarts  # since a job left a newer checkpoint
     while True:
-        before = launch.steps_done()
+        before = done
         _say(
             f"{count(launch.processes(nodes), 'process')} for {count(nodes, 'node')} of "
             f"{count(launch.devices_per_node, 'device')}"
@@ -42,9 +43,13 @@ def run(launch: Run) -> int:
         status = _run_job(launch, nodes, stop)
         if status in (0, EXIT_CONFIG) or stop.asked:
             return status
-        if status == EXIT_STAGE_END:
-            nodes = json.loads((launch.folder / "next_stage.json").read_text())["nodes"]
-        if progressed := launch.steps_done() > before:
+        try:
+            done = _insistently(launch.steps_done, stop)
+            if status == EXIT_STAGE_END:
+                nodes = _insistently(launch.next_nodes, stop)
+        except InterruptedError:
+            return status
+        if progressed := done > before:
             failures = 0
         if progressed and status in (EXIT_STAGE_END, EXIT_PREEMPTED):
             continue
@@ -56,6 +61,24 @@ def run(launch: Run) -> int:
             return status
         failures += 1
         _say(f"exit status {status}: starting again ({failures} of {most})")
+
+
+def _insistently(ask: Callable[[], int], stop: "_Stop") -> int:
+    """What the run's folder answers, however long its storage is away.
+
+    Raises:
+      InterruptedError: somebody asked to stop first.
+    """
+    said = False
+    while not stop.asked:
+        try:
+            return ask()
+        except OSError as error:
+            if not said:
+                _say(f"{reason_of(error)}; asking again until there is an answer")
+            said = True
+            time.sleep(_ASKING)
+    raise InterruptedError
 
 
 class _Stop:

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from maxramp.commandline import count, print_table
+from maxramp.config.keys import Config
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import Run, write_private
 
 _SCRIPT = r"""#!/usr/bin/env bash
@@ -101,6 +103,21 @@ exit "$status"
 def quoted(words: Iterable[Any]) -> str:
     """Words as a shell reads them back."""
     return " ".join(shlex.quote(str(word)) for word in words)
+
+
+def check(config: Config) -> None:
+    """Refuses a run's folder that the scripts, which are written into it, cannot look into.
+
+    Raises:
+      ConfigError: it is in an object storage.
+    """
+    output = config.run.base_output_directory
+    if is_object_storage(output):
+        raise ConfigError(
+            f"base_output_directory={output}: the scripts of --cluster slurm read the run's folder "
+            "through the file system; give a path that all nodes share, or mount the storage (GCS "
+            "FUSE, Mountpoint for S3) and give that path"
+        )
 
 
 def submit(run: Run, dry_run: bool) -> int:

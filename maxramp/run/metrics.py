@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from maxramp.errors import TrainingError
+from maxramp.folders.place import Place
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import Stage
 from maxramp.run.keys import RunKeys
@@ -281,7 +282,7 @@ def cut_records(path: pathlib.Path, first_step: int) -> int:
     return dropped
 
 
-def read_records(path: pathlib.Path, steps: int | None = None) -> list[Record]:
+def read_records(path: Place, steps: int | None = None) -> list[Record]:
     """The records of metrics.jsonl, of the first `steps` steps if given.
 
     A last line that was torn by a kill is left out.

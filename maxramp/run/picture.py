@@ -1,9 +1,11 @@
 """The pictures: a run's batch size and loss, a policy's rewards, a plan's batch size and nodes."""
 
+import io
 import pathlib
 from typing import Any
 
 from maxramp.commandline import short
+from maxramp.folders.place import Place
 from maxramp.run.metrics import Record
 from maxramp.run.noise import Block
 
@@ -100,8 +102,13 @@ def draw_policy(records: list[Record], path: pathlib.Path, title: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_noise(curves: dict[str, list[Block]], path: pathlib.Path) -> None:
-    """Draws noise scales with their intervals, by name, and the batch that was used."""
+def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
+    """Draws noise scales with their intervals, by name, and the batch that was used.
+
+    Raises:
+      OSError: the picture cannot be written.
+      ValueError: the suffix names no format of pictures.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -137,7 +144,9 @@ def draw_noise(curves: dict[str, list[Block]], path: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     axes.spines["top"].set_visible(False)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=130)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format=path.suffix[1:] or None)
+    path.write_bytes(drawn.getvalue())
 
 
 def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
