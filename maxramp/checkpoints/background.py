@@ -8,8 +8,11 @@ from collections.abc import Callable
 import jax
 
 from maxramp.checkpoints.arrays import reason_of
+from maxramp.commandline import clock_in
 from maxramp.folders.kvstore import bytes_written
 from maxramp.parallel import agreement, processes
+
+QUIET = 2.0  # seconds that the end of a run waits without a word
 
 
 def in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
@@ -26,7 +29,39 @@ def in_thread(function: Callable[[], None]) -> concurrent.futures.Future:
     return future
 
 
-def agreed_reason(saving: concurrent.futures.Future, patience: float | None = None) -> str:
+class Patience:
+    """How long the end of a run waits for a storage that takes nothing.
+
+    The clock runs over all that it waits for, and anew when any process has written something.
+    """
+
+    def __init__(self, seconds: float, say: Callable[[str], None]):
+        """
+        Args:
+          seconds: after which it is over.
+          say: takes, once, the time of day at which it is over if the storage takes nothing more;
+            not called for a storage that is done within seconds.
+        """
+        self.seconds, self._say, self._said = seconds, say, False
+        self._began = self._since = time.monotonic()
+        self._written: list[int] | None = None
+
+    def is_over(self, written: list[int]) -> bool:
+        """Whether the storage has taken nothing for so long.
+
+        Args:
+          written: bytes that it has taken of each process.
+        """
+        now = time.monotonic()
+        if written != self._written:
+            self._written, self._since = written, now
+        if now - self._began > QUIET and not self._said:
+            self._said = True
+            self._say(clock_in(self._since + self.seconds - now))
+        return now - self._since > self.seconds
+
+
+def agreed_reason(saving: concurrent.futures.Future, patience: Patience | None = None) -> str:
     """Why a save failed on some process; "" once it is done on all.
 
     Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it here,
@@ -34,27 +69,24 @@ def agreed_reason(saving: concurrent.futures.Future, patience: float | None = No
 
     Args:
       saving: of this process.
-      patience: seconds in which a storage takes nothing of any process, after which a save to it
-        has failed; None waits for as long as it takes.
+      patience: after which a save to a storage has failed; None waits for as long as it takes.
     """
-    several, written, since = jax.process_count() > 1, None, time.monotonic()
+    several, over = jax.process_count() > 1, False
     while True:
         concurrent.futures.wait([saving], timeout=0.2 if several or patience else None)
         own = None  # not yet done
         if saving.done():
             error = saving.exception()
             own = reason_of(error) if error else ""
-        elif patience and time.monotonic() - since > patience:
-            own = f"the storage has taken nothing for {patience:g} seconds"
+        elif over:
+            own = f"the storage has taken nothing for {patience.seconds:g} seconds"
         states = agreement.all_gather_json([own, bytes_written() if patience else 0])
         for process, (reason, _) in enumerate(states):
             if reason:
                 return f"process {process}: {reason}" if several else reason
         if all(reason == "" for reason, _ in states):
             return ""
-        before, written = written, [count for _, count in states]
-        if written != before:
-            since = time.monotonic()
+        over = patience is not None and patience.is_over([count for _, count in states])
 
 
 def raiser(error: Exception) -> Callable[[], None]:

@@ -115,9 +115,12 @@ def unfinished(path: Place) -> Place:
 def never_counted(path: Place) -> bool:
     """Whether the files of a torn checkpoint are those of a save that never was whole.
 
-    In a storage, a save that was killed at once has not even left its mark.
+    In a storage, a save that was killed at once has not even left its mark. Orbax writes its
+    metadata last, so where that is there somebody has removed files.json, or never copied one.
     """
-    return unfinished(path).exists() or not (renames(path) or (path / _FILES).exists())
+    if unfinished(path).exists():
+        return True
+    return not (renames(path) or (path / _FILES).exists() or (path / _METADATA).exists())
 
 
 def unfinished_arrays(path: Place) -> Place:

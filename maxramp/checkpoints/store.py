@@ -20,11 +20,12 @@ from orbax.checkpoint import v1 as ocp
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.addresses import saving_context
 from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
-from maxramp.checkpoints.background import agreed_reason, in_thread, raiser
+from maxramp.checkpoints.background import QUIET, Patience, agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.timer import Timer
+from maxramp.commandline import clock_in
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.folders.place import Place, check_writable, is_near, place
@@ -248,7 +249,7 @@ class Checkpoints:
         if not (last or self._waits or self._is_save_decided()):
             self._note_late(step)
             return
-        patience = _END if last and not self._waits else None
+        patience = Patience(_END, self._say_waiting) if last and not self._waits else None
         self._finish_save(patience=patience)
         if step == self._last_good:
             return
@@ -334,6 +335,14 @@ class Checkpoints:
             )
             self._late = slow
 
+    def _say_waiting(self, until: str) -> None:
+        """Says what the end of the run waits for."""
+        if self._is_first:
+            self._warn(
+                f"{self._folder}: the last checkpoint is still being written; the run waits until "
+                f"it is there, or until {until} if the storage takes nothing"
+            )
+
     def _is_save_decided(self) -> bool:
         """Whether no process still writes the last save, or one has failed: it is over for all."""
         done = self._saving is None or self._saving[1].done()
@@ -371,7 +380,7 @@ class Checkpoints:
         if self._saving and jax.process_count() == 1 and self._saving[1].done():
             self._finish_save()
 
-    def _finish_save(self, last: bool = False, patience: float | None = None) -> None:
+    def _finish_save(self, last: bool = False, patience: Patience | None = None) -> None:
         """Waits until a save is done on every process, or has failed, as `agreed_reason`."""
         if self._saving is None:
             return
@@ -408,7 +417,11 @@ class Checkpoints:
         if self._saving is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._saving
-        concurrent.futures.wait([saving], None if self._waits else _LAST)
+        if self._waits:
+            concurrent.futures.wait([saving])
+        elif concurrent.futures.wait([saving], QUIET).not_done:
+            self._say_waiting(clock_in(_LAST - QUIET))
+            concurrent.futures.wait([saving], _LAST - QUIET)
         failed = saving.exception() if saving.done() else TimeoutError("the storage is slow")
         if failed:
             processes.leave_threads_behind()

@@ -53,6 +53,8 @@ def storing(path: ObjectPath) -> Iterator[None]:
     """Turns what TensorStore raises into an OSError that names an address."""
     try:
         yield
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"no answer within {TIMEOUT:g} s", str(path)) from None
     except Exception as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise OSError(errno.EIO, text, str(path)) from None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from maxramp.commandline import clock_in
 from maxramp.errors import TrainingError
 from maxramp.folders.claim import Claim
 from maxramp.folders.place import ObjectPath
@@ -25,6 +26,7 @@ from maxramp.folders.process import is_gone, this_process
 _PERIOD = 15.0  # seconds from one round to the next
 _SHARE = 20  # and so many times as long as the last one took, unless that one failed
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
+_QUIET = 2.0  # seconds of that without a word
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
 _RECORDS = "metrics.jsonl"  # no checkpoint counts without them
@@ -90,17 +92,21 @@ class Mirror:
 
     def close(self) -> None:
         """Sends what is left, and removes the folder here unless that cannot be done."""
-        deadline, left = time.monotonic() + _LAST, None
+        deadline, patience, left = time.monotonic() + _LAST, _QUIET, None
         while True:
             try:
-                self.publish(max(1.0, deadline - time.monotonic()))
+                self.publish(max(1.0, patience))
                 left = None
             except TrainingError as error:
                 left, deadline = error, 0.0
             except OSError as error:  # a timeout is one
                 left = error
-            if left is None or time.monotonic() > deadline or not self.here.is_dir():
+            before, patience = patience, deadline - time.monotonic()
+            if left is None or patience < 0 or not self.here.is_dir():
                 break
+            if before == _QUIET:
+                until = clock_in(patience)
+                self._warn(f"{self._folder}: the last files are still being sent, until {until}")
             time.sleep(1)
         with self._wanted:
             self._ended = True
@@ -111,7 +117,7 @@ class Mirror:
             self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
-        if self._claim:
+        if self._claim and not left:  # else it goes silent, and nobody here waits for an answer
             with contextlib.suppress(OSError):
                 self._claim.release()
 
@@ -177,7 +183,7 @@ class Mirror:
 
 def _text(error: Exception) -> str:
     known = isinstance(error, OSError) and error.filename
-    return f"{error.filename}: {error.strerror}" if known else str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}" if known else str(error) or "no answer"
 
 
 def _state(path: pathlib.Path) -> tuple[int, int]:

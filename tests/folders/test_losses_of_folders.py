@@ -1,6 +1,7 @@
 """What must not happen to the objects of a storage, whoever fails: without a server."""
 
 import concurrent.futures
+import json
 import shutil
 import threading
 import time
@@ -10,8 +11,8 @@ import tensorstore
 from conftest import BASE, make_config
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.background import agreed_reason, in_thread
-from maxramp.checkpoints.folder import steps_in
+from maxramp.checkpoints.background import Patience, agreed_reason, in_thread
+from maxramp.checkpoints.folder import Checkpoint, steps_in
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.checkpoints.timer import Timer
 from maxramp.config.load import load
@@ -202,6 +203,53 @@ def test_a_kill_in_the_first_save_stops_no_restart(client):
         start()
 
 
+def test_a_checkpoint_that_was_copied_without_its_files_json(client):
+    """By a person: it is no save that was killed, and nothing is passed over without a word."""
+    folder = place("gs://bucket/run/checkpoints")
+    config, warnings = make_config(), []
+    write_whole(folder / "8" / "_CHECKPOINT_METADATA", b'{"custom_metadata": {}}')
+    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, warnings.append)
+    with pytest.raises(ConfigError, match="8 is torn .files.json: missing.*put the file back"):
+        checkpoints.latest()
+    saved = Checkpoint(folder / "4", 4, 64, [], "", {}, {})
+    metadata = json.dumps({"custom_metadata": saved.metadata()}).encode()
+    write_whole(folder / "4" / "_CHECKPOINT_METADATA", metadata)
+    folder_lib.commit(folder / "4")
+    assert checkpoints.latest().step == 4
+    (line,) = warnings
+    assert "8 is torn (files.json: missing); going on from the checkpoint before it, 4" in line
+
+
+def test_the_end_says_that_it_still_sends(client, monkeypatch):
+    monkeypatch.setattr("maxramp.folders.mirror._QUIET", 0.1)
+    warnings, go_on = [], threading.Event()
+    mirror = mirror_of("gs://bucket/run", warnings.append)
+    (mirror.here / "late").write_bytes(b"1")
+    write = client.pipe_file
+    slow = lambda path, data, **more: go_on.wait(10) and write(path, data)  # noqa: E731
+    monkeypatch.setattr(client, "pipe_file", slow)
+    threading.Timer(1.5, go_on.set).start()
+    mirror.close()
+    (line,) = warnings
+    assert "gs://bucket/run: the last files are still being sent, until" in line
+    assert (place("gs://bucket/run") / "late").is_file()
+
+
+def test_a_glob_of_a_storage(client, tmp_path):
+    """Finds what the disk finds."""
+    files = ["branches/20-48/branch.json", "branches/20-96/8/branch.json", "branch.json", "b/x.yml"]
+    for folder in (place("gs://bucket/run"), tmp_path):
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, b"{}")
+    for pattern in ("*.json", "branches/*/branch.json", "branches/20-*", "*/*/[0-9]*", "none/*"):
+        found, expected = (
+            sorted(str(path).removeprefix(f"{folder}/") for path in folder.glob(pattern))
+            for folder in (place("gs://bucket/run"), tmp_path)
+        )
+        assert found == expected
+
+
 def test_after_an_outage_it_sends_at_once(client, monkeypatch):
     """However long the round took that failed."""
     monkeypatch.setattr("maxramp.folders.mirror._PERIOD", 0.02)
@@ -237,8 +285,8 @@ def test_the_records_are_sent_last(client, monkeypatch):
     mirror.close()
 
 
-def test_the_end_does_not_wait_for_a_storage_that_takes_nothing(client, tmp_path):
-    """However long it waits for one that is slow."""
+def test_the_end_does_not_wait_for_a_storage_that_takes_nothing(client, tmp_path, monkeypatch):
+    """However long it waits for one that is slow; and it says what it waits for."""
     never, ended = concurrent.futures.Future(), threading.Event()
     store = tensorstore.KvStore.open(f"file://{tmp_path}/").result()
 
@@ -249,13 +297,19 @@ def test_the_end_does_not_wait_for_a_storage_that_takes_nothing(client, tmp_path
         ended.set()
 
     threading.Thread(target=write_slowly).start()
-    assert agreed_reason(never, 0.5) == "the storage has taken nothing for 0.5 seconds"
-    assert ended.is_set()
+    monkeypatch.setattr("maxramp.checkpoints.background.QUIET", 0.3)
+    said = []
+    reason = agreed_reason(never, patience := Patience(0.5, said.append))
+    assert reason == "the storage has taken nothing for 0.5 seconds"
+    assert ended.is_set() and len(said) == 1
+    began = time.monotonic()
+    assert agreed_reason(never, patience) == reason  # the next wait is part of the same end
+    assert time.monotonic() - began < 0.45
     config, folder = make_config(), place("gs://bucket/run/checkpoints")
     checkpoints = Checkpoints(config.checkpoints, folder, "", {}, print)
     checkpoints._saving = 8, never
     with pytest.raises(TrainingError, match="8 was not saved: the storage has taken nothing"):
-        checkpoints._finish_save(last=True, patience=0.1)
+        checkpoints._finish_save(last=True, patience=Patience(0.1, said.append))
 
 
 def test_a_save_that_failed_elsewhere_is_no_late_one(client, monkeypatch):

@@ -112,6 +112,23 @@ def test_a_jobset_for_every_number_of_nodes():
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
+def test_a_run_in_an_object_storage_needs_no_volume(monkeypatch):
+    """The pods write there themselves; data may still be on a volume that they mount."""
+    memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
+    monkeypatch.setattr("maxramp.folders.place.storage.store_of", lambda scheme: memory())
+    for bucket, names in (("", ["config", "memory"]), ("text", ["config", "shared", "memory"])):
+        keys = ["base_output_directory=gs://runs/here", f"gke_bucket={bucket}"]
+        files = manifests(*keys, "run_name=far")
+        found = jobsets(files)
+        for manifest in found:
+            assert dropped(manifest, read_by_schema(manifest)) == []
+            job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            mounts = job["containers"][0]["volumeMounts"]
+            assert [v["name"] for v in job["volumes"]] == [m["name"] for m in mounts] == names
+        config = yaml.safe_load(yaml.safe_load(files["config.yaml"])["data"]["config.yml"])
+        assert config["base_output_directory"] == "gs://runs/here"
+
+
 def test_tpu_jobs_grow_by_slices():
     found = jobsets(manifests(*TPU))
     replicas = [m["spec"]["replicatedJobs"][0]["replicas"] for m in found]

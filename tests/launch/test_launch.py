@@ -320,7 +320,7 @@ REFUSED = {
     "setup line": ([*SLURM, "setup_lines=[3]"], ("setup_lines", "3")),
     "address of a storage": (
         [*SLURM, "base_output_directory=gs://bucket/runs"],
-        ("base_output_directory=gs://bucket/runs", "mount"),
+        ("base_output_directory=gs://bucket/runs", "slurm", "mount"),
     ),
     "percent": ([*SLURM, "run_name=50%"], ("50%", "run_name")),
     "runtime": ([*SLURM, "container_runtime=docker"], ("container_runtime=docker", "apptainer")),
