@@ -249,7 +249,11 @@ class Checkpoints:
         if not (last or self._waits or self._is_save_decided()):
             self._note_late(step)
             return
-        patience = Patience(_END, self._say_waiting) if last and not self._waits else None
+        patience = None
+        if last and not self._waits:
+            patience = Patience(
+                _END, lambda clock: self._say_waiting(f"{clock} if the storage takes nothing")
+            )
         self._finish_save(patience=patience)
         if step == self._last_good:
             return
@@ -339,8 +343,8 @@ class Checkpoints:
         """Says what the end of the run waits for."""
         if self._is_first:
             self._warn(
-                f"{self._folder}: the last checkpoint is still being written; the run waits until "
-                f"it is there, or until {until} if the storage takes nothing"
+                f"{self._folder}: the last checkpoint is still being written; the run ends when it "
+                f"is there, or at {until}"
             )
 
     def _is_save_decided(self) -> bool:

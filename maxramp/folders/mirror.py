@@ -117,7 +117,9 @@ class Mirror:
             self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
-        if self._claim and not left:  # else it goes silent, and nobody here waits for an answer
+        if self._claim and left:  # by a storage that gives no answer, or another run
+            self._claim.abandon()
+        elif self._claim:
             with contextlib.suppress(OSError):
                 self._claim.release()
 

@@ -46,7 +46,7 @@ def run(launch: Run) -> int:
         try:
             done = _insistently(launch.steps_done, stop)
             if status == EXIT_STAGE_END:
-                nodes = _insistently(launch.next_nodes, stop)
+                nodes = _insistently(launch.nodes_of_next_stage, stop)
         except InterruptedError:
             return status
         if progressed := done > before:

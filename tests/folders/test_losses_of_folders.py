@@ -58,7 +58,7 @@ class Held:
     def renew(self):
         pass
 
-    check = release = renew
+    check = release = abandon = renew
 
 
 @pytest.fixture

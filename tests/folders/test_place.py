@@ -45,6 +45,9 @@ def test_a_folder(folder):
     assert (folder / "a").is_file() and not (folder / "a").is_dir()
     assert sizes(folder) == {name: len(data) for name, data in FILES.items()}
     assert (folder / "deep" / "b.json").read_bytes() == b"22"
+    assert (folder / "deep" / "b.json").read_text(encoding="utf-8") == "22"
+    assert [str(p) for p in folder.glob("d*/*.json")] == [str(folder / "deep" / "b.json")]
+    assert not [*folder.glob("none/*")]
     assert not folder.with_name("xy").exists() and not (folder / "dee").exists()
     listed = {p.name: (p.is_dir(), p.is_file()) for p in folder.iterdir()}
     assert listed == {"a": (False, True), "deep": (True, False)}
@@ -137,6 +140,7 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
         again.publish()
     again.close()
     away(0)
-    assert len(warnings) == 2 and str(again.here) in warnings[1]
+    assert len(warnings) == 3 and "still being sent, until" in warnings[1]
+    assert str(again.here) in warnings[2]
     assert (again.here / "late").read_bytes() == b"late"  # nothing is lost
     remove_tree(again.here.parent)
