@@ -9,10 +9,8 @@ import jax
 
 from maxramp.checkpoints.arrays import reason_of
 from maxramp.commandline import clock_in
-from maxramp.folders.kvstore import bytes_written
+from maxramp.folders.kvstore import QUIET, bytes_written
 from maxramp.parallel import agreement, processes
-
-QUIET = 2.0  # seconds that the end of a run waits without a word
 
 
 def in_thread(function: Callable[[], None]) -> concurrent.futures.Future:

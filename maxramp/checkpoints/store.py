@@ -20,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.addresses import saving_context
 from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
-from maxramp.checkpoints.background import QUIET, Patience, agreed_reason, in_thread, raiser
+from maxramp.checkpoints.background import Patience, agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
@@ -28,6 +28,7 @@ from maxramp.checkpoints.timer import Timer
 from maxramp.commandline import clock_in
 from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
+from maxramp.folders.kvstore import QUIET
 from maxramp.folders.place import Place, check_writable, is_near, place
 from maxramp.model.decoder import Decoder
 from maxramp.parallel import agreement, processes

@@ -9,6 +9,7 @@ from typing import Any
 from maxramp.folders.place import ObjectPath
 
 TIMEOUT = 60.0  # seconds that an answer may take
+QUIET = 2.0  # seconds that the end of a run waits for a storage without a word
 
 
 def spec_of(folder: ObjectPath) -> dict[str, Any]:

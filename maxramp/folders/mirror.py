@@ -20,13 +20,13 @@ from collections.abc import Callable
 from maxramp.commandline import clock_in
 from maxramp.errors import TrainingError
 from maxramp.folders.claim import Claim
+from maxramp.folders.kvstore import QUIET
 from maxramp.folders.place import ObjectPath
 from maxramp.folders.process import is_gone, this_process
 
 _PERIOD = 15.0  # seconds from one round to the next
 _SHARE = 20  # and so many times as long as the last one took, unless that one failed
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
-_QUIET = 2.0  # seconds of that without a word
 _PREFIX = "maxramp-mirror-"  # of the folders among the system's temporary ones
 _OWNER = "process"  # the file in them that says whose they are
 _RECORDS = "metrics.jsonl"  # no checkpoint counts without them
@@ -92,7 +92,7 @@ class Mirror:
 
     def close(self) -> None:
         """Sends what is left, and removes the folder here unless that cannot be done."""
-        deadline, patience, left = time.monotonic() + _LAST, _QUIET, None
+        deadline, patience, left = time.monotonic() + _LAST, QUIET, None
         while True:
             try:
                 self.publish(max(1.0, patience))
@@ -104,7 +104,7 @@ class Mirror:
             before, patience = patience, deadline - time.monotonic()
             if left is None or patience < 0 or not self.here.is_dir():
                 break
-            if before == _QUIET:
+            if before == QUIET:
                 until = clock_in(patience)
                 self._warn(f"{self._folder}: the last files are still being sent, until {until}")
             time.sleep(1)

@@ -221,7 +221,7 @@ def test_a_checkpoint_that_was_copied_without_its_files_json(client):
 
 
 def test_the_end_says_that_it_still_sends(client, monkeypatch):
-    monkeypatch.setattr("maxramp.folders.mirror._QUIET", 0.1)
+    monkeypatch.setattr("maxramp.folders.mirror.QUIET", 0.1)
     warnings, go_on = [], threading.Event()
     mirror = mirror_of("gs://bucket/run", warnings.append)
     (mirror.here / "late").write_bytes(b"1")
