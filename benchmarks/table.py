@@ -98,7 +98,7 @@ def saving(figures: dict) -> list[tuple[str, str]]:
 def compile(figures: dict) -> list[tuple[str, str]]:
     return [
         (
-            f"`compile`: our step / MaxText's, GiB by parts (MaxText's), {name}",
+            f"`compile`: our step / MaxText's, GiB a chip (MaxText's), {name}",
             f"{found['ours'][0] / found['maxtext'][0]:.2f}, "
             f"{found['ours'][2]:.1f} ({found['maxtext'][2]:.1f})",
         )

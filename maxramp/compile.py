@@ -91,8 +91,7 @@ def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, An
 
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
-      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`; `by_parts`, the peak by
-      `device_memory.bytes_by_parts`, if the step compiles), `fits`, `nearest_fit`,
+      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
       `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
       `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
       GPUs), `network_gib` (between slices, or nodes of GPUs), `compile_seconds`; and `totals`. For

@@ -20,7 +20,6 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.platform import platform
 from maxramp.parallel.sharding import (
-    GATHERED_VD,
     MLP_IN_DF,
     MLP_OUT_FD,
     STREAM_BTD,
@@ -189,9 +188,34 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     A frequent token's gradient is a sum over thousands of tokens. In bfloat16 it stops growing when
     a token adds less than 1/256 of it, and so would depend on how many tokens a pass has.
     """
-    # Gathering from a table that is sharded both ways would make XLA copy it whole.
-    table_VD = jax.reshard(table_VD, GATHERED_VD)
-    return table_VD.at[tokens_BT].get(out_sharding=STREAM_BTD)
+    spec = jax.typeof(table_VD).sharding.spec
+    is_cut = "fsdp" in spec.partitions  # it is not where text is generated
+    spec = P("tensor", "fsdp" if is_cut else None, reduced=spec.reduced)
+
+    def local(table_VD, tokens_BT):
+        """The vectors travel and not the table, which has more rows than a device has tokens.
+
+        Every device cuts its part of D for the rows of all who share the table, and sends it.
+        """
+        if is_cut:
+            tokens_BT = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+        index_BT = _own_index(tokens_BT, table_VD.shape[0])
+        x_BTD = table_VD.at[index_BT].get(mode="fill", fill_value=0)
+        if is_cut:
+            x_BTD = jax.lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        if jax.lax.axis_size("tensor") > 1:  # XLA for CPUs would turn x around to do nothing
+            x_BTD = jax.lax.psum_scatter(x_BTD, "tensor", scatter_dimension=2, tiled=True)
+        return x_BTD
+
+    return jax.shard_map(local, in_specs=(spec, TOKENS_BT), out_specs=STREAM_BTD, check_vma=False)(
+        jax.reshard(table_VD, spec), jax.reshard(tokens_BT, TOKENS_BT)
+    )
+
+
+def _own_index(tokens_BT: jax.Array, V: int) -> jax.Array:
+    """Where tokens are among the V rows of this device's part of the table; V: in another part."""
+    index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
+    return jnp.where(index_BT < 0, V, index_BT)
 
 
 def _look_up_forward(table_VD, tokens_BT):
@@ -205,8 +229,7 @@ def _look_up_backward(residuals, dx_BTD):
     def local(dx_BTD, tokens_BT):
         """Every device adds up its own tokens, and their sums travel as those of the head do."""
         V, D = table_VD.shape[0] // jax.lax.axis_size("tensor"), table_VD.shape[1]
-        index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
-        index_BT = jnp.where(index_BT < 0, V, index_BT)  # V: of another device, and dropped
+        index_BT = _own_index(tokens_BT, V)
         dtable_VD = jnp.zeros((V, D), jnp.float32)
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
         dtable_VD = dtable_VD.astype(table_VD.dtype)

@@ -29,7 +29,6 @@ CACHE_BKSh = P(BATCH_AXES, "tensor", None, None)  # keys and values by slot
 
 # Weights: one side over fsdp, one over tensor
 EMBEDDING_VD = P("tensor", "fsdp")
-GATHERED_VD = P("tensor", None)  # the embedding as a lookup reads it
 HEAD_DV = P("fsdp", "tensor")
 HEADS_IN_DHh = P("fsdp", "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, "fsdp")

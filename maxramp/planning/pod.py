@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError, reason_of
 from maxramp.planning.machine import Machine
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import Stage
-from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
+from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options, lower_step
@@ -86,7 +86,6 @@ class Pod:
                 "arguments": arguments,
                 "temporaries": peak - arguments,
                 "peak": peak,
-                "by_parts": bytes_by_parts(compiled) / GIB,
                 "limit": self._limit,
             },
             "fits": peak <= self._limit,
