@@ -84,6 +84,7 @@ def test_a_command_that_is_not_there(capsys):
     assert "there are train, plan," in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_command_by_its_name_is_its_module():
     """The same output, errors and exit status; through the function that the entry point names."""
     with open(ROOT / "pyproject.toml", "rb") as file:

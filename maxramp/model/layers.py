@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.keys import ModelKeys
-from maxramp.parallel.axes import COPY_AXES
+from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.platform import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
@@ -188,20 +188,20 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     A frequent token's gradient is a sum over thousands of tokens. In bfloat16 it stops growing when
     a token adds less than 1/256 of it, and so would depend on how many tokens a pass has.
     """
-    spec = jax.typeof(table_VD).sharding.spec
-    is_cut = "fsdp" in spec.partitions  # it is not where text is generated
-    spec = P("tensor", "fsdp" if is_cut else None, reduced=spec.reduced)
+    spec, sizes = jax.typeof(table_VD).sharding.spec, jax.sharding.get_abstract_mesh().shape
+    tokens = tokens_BT.size // math.prod(sizes[axis] for axis in BATCH_AXES)
+    # Where a device has fewer tokens than the table has rows, vectors travel and the table does
+    # not: every device cuts its part of D for the rows of all who share the table, and sends it.
+    # Where text is generated the table is whole already.
+    travel = "fsdp" in spec.partitions and tokens < table_VD.shape[0]
+    spec = P("tensor", "fsdp" if travel else None, reduced=spec.reduced)
 
     def local(table_VD, tokens_BT):
-        """The vectors travel and not the table, which has more rows than a device has tokens.
-
-        Every device cuts its part of D for the rows of all who share the table, and sends it.
-        """
-        if is_cut:
+        if travel:
             tokens_BT = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
         index_BT = _own_index(tokens_BT, table_VD.shape[0])
         x_BTD = table_VD.at[index_BT].get(mode="fill", fill_value=0)
-        if is_cut:
+        if travel:
             x_BTD = jax.lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
         if jax.lax.axis_size("tensor") > 1:  # XLA for CPUs would turn x around to do nothing
             x_BTD = jax.lax.psum_scatter(x_BTD, "tensor", scatter_dimension=2, tiled=True)

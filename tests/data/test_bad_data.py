@@ -362,6 +362,7 @@ def test_nothing_is_trained(name, f, tmp_path):
     check_line(outcome.stderr.removesuffix("\n"), names, f)
 
 
+@pytest.mark.slow
 def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
     """Files are too large to read before training: their rows are looked at as they come."""
     given = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"

@@ -17,7 +17,9 @@ from maxramp.training.step import eval_step
 PROCESSES = 4
 
 
-@pytest.mark.parametrize("factor, stages", [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "factor, stages", [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     """Eight devices as those of four processes; the sum of a loss shows how it was compiled."""
     keys = ("per_device_batch_size=2", f"ici_pipeline_parallelism={stages}")

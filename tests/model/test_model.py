@@ -13,13 +13,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
-from maxramp.model.layers import dense
+from maxramp.model.layers import dense, look_up
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import (
+    EMBEDDING_VD,
     MLP_IN_DF,
     MLP_OUT_FD,
     STREAM_BTD,
+    TOKENS_BT,
     X_BTD,
     X_BTF,
     of_gradient,
@@ -197,3 +199,25 @@ def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
         found = jax.jit(products)(*placed)
     for one, other in zip(found, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("T, vectors_travel", [(3, True), (16, False)])
+@pytest.mark.parametrize("apart", [(), ("data",)])
+def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
+    """Vectors, or the table where a device has as many tokens as that has rows: the same bits."""
+    config = make_config(
+        "enable_rampup_batch_size=False",
+        "per_device_batch_size=1",
+        *("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
+    )
+    mesh, random = make_mesh(config), np.random.default_rng(0)
+    table = random.standard_normal((16, 8), np.float32)
+    tokens = random.integers(0, 16, (8, T), np.int32)
+    with jax.set_mesh(mesh):
+        table_VD = jax.device_put(table, NamedSharding(mesh, EMBEDDING_VD))
+        tokens_BT = jax.device_put(tokens, NamedSharding(mesh, TOKENS_BT))
+        find = jax.jit(lambda table, tokens: look_up(jax.reshard(table, of_table), tokens))
+        of_table = of_weight(EMBEDDING_VD, apart)
+        found = find.lower(table_VD, tokens_BT).compile()
+        np.testing.assert_array_equal(found(table_VD, tokens_BT), table[tokens])
+    assert ("all-to-all" in found.as_text()) == vectors_travel

@@ -529,6 +529,7 @@ def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_random_changes_keep_the_clock():
     """Taken up anywhere, the schedule's steps and samples go on without a gap."""
     rng = random.Random(0)

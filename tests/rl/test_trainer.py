@@ -93,7 +93,7 @@ def numbers(record):
 @pytest.mark.parametrize(
     "micro, keys, devices",
     [
-        (2, (), 1),
+        pytest.param(2, (), 1, marks=pytest.mark.slow),
         pytest.param(
             1, ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4, marks=pytest.mark.slow
         ),

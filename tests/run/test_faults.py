@@ -222,7 +222,8 @@ def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
         assert job.processes[1].wait(200) != 0
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("killed", [1, 0])
 def test_a_dead_peer_ends_the_job(tmp_path, cache_dir, killed):
     """Soon, with a status that says start again; and so it goes on from the last checkpoint."""
     with Job(tmp_path, cache_dir, "hang_timeout_seconds=60", processes=2) as job:
@@ -459,6 +460,7 @@ def no_locks(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("NO_LOCKS", str(errno.ENOSYS))
 
 
+@pytest.mark.slow
 def test_a_file_system_without_locks(tmp_path, cache_dir, no_locks):
     """The run warns once and goes on. Without checkpoints nothing is said to be saved, either."""
     with Job(tmp_path, cache_dir, "enable_checkpointing=False") as job:

@@ -107,7 +107,7 @@ def gradients_of_rows(step):
 MIXED = tuple(f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor"))
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_of_the_model_by_definition(copies):
     """The groups are rows, or micro batches and the copies' parts of them."""
     step = 2  # Adam's v is there
@@ -137,6 +137,7 @@ def test_training_keeps_its_bits():
     assert found[0].keys() - without[0].keys() == names
 
 
+@pytest.mark.slow
 def test_meshes_and_splits():
     """No mesh changes an estimate, but that copies of the weights are groups of their own; and no
     split one of the norms, of which the rows are the groups, and which alone is there without."""

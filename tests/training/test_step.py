@@ -133,7 +133,12 @@ def assert_same_rows(actual, expected):
 
 @pytest.mark.parametrize(
     ("optimizer", "accumulation"),
-    ((SGD, 8), (ADAM, 2), (ADAM, 4), (ADAM, 8)),
+    (
+        (SGD, 8),
+        pytest.param(ADAM, 2, marks=pytest.mark.slow),
+        (ADAM, 4),
+        pytest.param(ADAM, 8, marks=pytest.mark.slow),
+    ),
     ids=("sgd-8", "adamw-2", "adamw-4", "adamw-8"),
 )
 def test_gradient_accumulation(optimizer, accumulation):
@@ -467,6 +472,7 @@ def test_bfloat16():
         assert np.vdot(x, y) > 0.98 * np.linalg.norm(x) * np.linalg.norm(y), name
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16():
     """The gradients of eight passes add up to that of one: Adam's first mean, in float32."""
     constant = ("weight_dtype=bfloat16", "mu_dtype=float32", "learning_rate=0")
