@@ -270,9 +270,9 @@ def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
         )
         return jax.jit(jax.grad(loss)).lower(x, weights).compile()
 
-    compiled = compile_for(51200)
-    if bytes_by_parts(compiled) == compiled_bytes(compiled):
+    if not hasattr(compile_for(256).memory_analysis(), "total_allocation_bytes"):
         pytest.skip("this jax knows only the parts")
+    compiled = compile_for(51200)
     assert compiled_bytes(compiled) < 95.74 * GIB < bytes_by_parts(compiled)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"\(100.34G\) exceeds available HBM"):
         compile_for(53248)
