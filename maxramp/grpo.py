@@ -41,7 +41,7 @@ from maxramp.planning.cost import PassCost
 from maxramp.rampup.numbers import plain_number
 from maxramp.rl import first_model
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.prompts import Prompts, check_lengths, open_prompts
+from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
 from maxramp.rl.trainer import PolicyTrainer
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
         loaded = load(arguments, program="grpo", note=notes.append)
         _refuse(loaded)
         weights = first_model.weights_of(loaded)
-        if first_model.is_ours(loaded) and (status := first_model.train(loaded, weights)):
+        if first_model.is_ours(loaded) and (
+            status := first_model.train(loaded, weights, preemption)
+        ):
             return status
         loaded = first_model.with_weights(loaded, weights, notes.append)
         hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
@@ -138,6 +140,7 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
             PassCost(config.batch, config.planning, config.model).restart,
             position,
         )
+        check_enough(prompts, config.rollout, config.data.num_epoch, schedule.ramp.total_samples)
         if schedule.first_step >= schedule.ramp.total_steps:
             output.say_finished(schedule)
             return 0

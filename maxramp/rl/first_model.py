@@ -27,6 +27,7 @@ from maxramp.keys import base
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel import agreement
 from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.run.preemption import Preemption
 
 _DOCUMENTS = 40_000
 _SHARE_ANSWERED = 0.15  # of the sums that the first model reads
@@ -112,13 +113,18 @@ def settled(config: Config, run: Place) -> Config:
         if jax.process_index():
             return ""
         found = folder_lib.find(given)
-        if found == given or not (step := _begun_with(run, name)):
+        if found == given or not (began := _begun_with(run, name)):
             return str(found)
-        found = found.with_name(step)
+        if config.policy.grpo_beta and began.exists() and began.parent != found.parent:
+            raise ConfigError(
+                f"{name}={given}: the run began with {began}, which its KL divergence is from; "
+                "give that, or the checkpoint that it shall be from now on"
+            )
+        found = found.with_name(began.name)  # also where all of them were moved
         if config.policy.grpo_beta and not found.is_dir():
             raise ConfigError(
-                f"{name}={given}: the run began with its checkpoint {step}, which is gone; put it "
-                "back, or give the checkpoint that the KL divergence shall be from"
+                f"{name}={given}: the run began with its checkpoint {began.name}, which is gone; "
+                "put it back, or give the checkpoint that the KL divergence shall be from"
             )
         return str(found)
 
@@ -126,22 +132,27 @@ def settled(config: Config, run: Place) -> Config:
     return config.replace(**{name: path})
 
 
-def _begun_with(run: Place, name: str) -> str:
-    """The step of the checkpoint that a run began with; "" where it has not begun, or is older."""
+def _begun_with(run: Place, name: str) -> Place | None:
+    """The checkpoint that a run began with; None where it has not begun, or is older."""
     folder = run / "checkpoints"
     for step in reversed(folder_lib.steps_in(folder)):
         with contextlib.suppress(TornError):
-            began = place(folder_lib.read(folder / str(step)).config.get(name, "")).name
-            return began if folder_lib.is_step(began) else ""
-    return ""
+            began = place(folder_lib.read(folder / str(step)).config.get(name, ""))
+            return began if folder_lib.is_step(began.name) else None
+    return None
 
 
-def train(config: Config, folder: Place) -> int:
+def train(config: Config, folder: Place, preemption: Preemption) -> int:
     """Trains the first model with `maxramp.train`, unless it is there: several processes of a job
     train it together, as they train what follows.
 
+    Args:
+      config: of the run that begins with it.
+      folder: of the first model's run.
+      preemption: hands signals on to it.
+
     Returns:
-      0, or EXIT_PREEMPTED where a signal ended that.
+      0, or EXIT_PREEMPTED after a signal.
 
     Raises:
       ConfigError: the folder holds a model of other documents.
@@ -169,14 +180,18 @@ def train(config: Config, folder: Place) -> int:
         "steps": config.rollout.pretrain_steps,
         "num_epoch": 1000,
         "eval_interval": -1,
-        "checkpoint_period": -1,
+        "checkpoint_period": config.checkpoints.checkpoint_period,
         "enable_tensorboard": False,
         "log_period": 100,
     }
     arguments = [f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in given.items()]
     command = [sys.executable, "-m", "maxramp.train", str(base.CONFIGS / "base.yml"), *arguments]
     bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
-    status = subprocess.run([*bound, *command], check=False).returncode
+    process = subprocess.Popen([*bound, *command])
+    with preemption.handing_on(process) as was_signalled:
+        status = process.wait()
+        if status == 0 and was_signalled():  # when it was done
+            status = EXIT_PREEMPTED
     if status not in (0, EXIT_PREEMPTED):
         raise TrainingError(
             f"the first model, {folder}, was not trained (exit status {status}; its own line says "

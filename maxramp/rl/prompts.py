@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -127,6 +128,26 @@ def check_lengths(
                 f"max_target_length={model.max_target_length} tokens, and {shortened(text)} has "
                 f"{len(tokens)}; raise max_target_length, or lower max_completion_length"
             )
+
+
+def check_enough(prompts: Prompts, keys: RolloutKeys, num_epoch: int, samples: int) -> None:
+    """Checks that a file has the prompts of a run.
+
+    Args:
+      prompts: of the run.
+      keys: which they are.
+      num_epoch: how often a file's prompt is used, at most.
+      samples: prompts that the run takes.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
+    if keys.prompt_file and samples > len(prompts.texts) * num_epoch:
+        raise ConfigError(
+            f"prompt_file={keys.prompt_file}: the run takes {samples} prompts, but the file has "
+            f"{len(prompts.texts)} x num_epoch={num_epoch} = {len(prompts.texts) * num_epoch}; use "
+            f"num_epoch={math.ceil(samples / len(prompts.texts))}"
+        )
 
 
 def _parse(path: str, number: int, line: bytes) -> Prompt:

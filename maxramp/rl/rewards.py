@@ -4,7 +4,9 @@ A function is named module:function and takes lists of the same length:
 
     def correct(prompts: list[str], answers: list[str], truths: list) -> list[float]
 
-`truths` holds what the data says about each prompt, None where it says nothing.
+It gets the answers to a part of a batch at a time. `truths` holds what the data says about each
+prompt, None where it says nothing. A function that fails is called again with single answers, to
+find the one that it fails at.
 """
 
 import concurrent.futures
@@ -16,13 +18,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
 from maxramp import console
+from maxramp.commandline import count
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.parallel.workers import starting, stay_with_parent
 
@@ -207,9 +210,12 @@ def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
 def _call_all(names: tuple[str, ...], functions: list, arguments: tuple) -> tuple[bool, Any]:
     found = []
     for name, function in zip(names, functions, strict=True):
+        prompts, answers, truths = arguments
         error, values = _call(function, *arguments)
+        if not error and len(values) != len(prompts):
+            error = f"returned {count(len(values), 'reward')} for {count(len(prompts), 'answer')}"
+            return True, f"rewards: {name} {error}, the first to {shortened(prompts[0])}"
         if error:
-            prompts, answers, truths = arguments
             for one in zip(prompts, answers, truths, strict=True):  # which of them it is
                 of_one, _ = _call(function, *([part] for part in one))
                 if of_one:
@@ -223,17 +229,18 @@ def _call_all(names: tuple[str, ...], functions: list, arguments: tuple) -> tupl
 def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[str, list[float]]:
     """("", rewards), or what is wrong."""
     try:
-        values = list(function(prompts, answers, truths))
+        returned = function(prompts, answers, truths)
+        if not isinstance(returned, Iterable):
+            return f"returned {_shown(returned)}, which is no list of rewards,", []
+        values = list(returned)
     except (Exception, SystemExit) as error:
         return f"raised {_reason(error)}", []
-    if len(values) != len(prompts):
-        return f"returned {len(values)} rewards for {len(prompts)} answers", []
     found = []
     for value in values:
         try:
             found.append(_number(value))
         except (TypeError, ValueError, OverflowError):
-            return f"returned {_shown(value)}, which is no finite number,", []
+            return f"returned {_shown(value)}, which is no finite float32 number,", []
     return "", found
 
 
@@ -243,10 +250,12 @@ def _number(value: Any) -> float:
     Raises:
       TypeError, ValueError, OverflowError: it is none.
     """
+    if hasattr(value, "__array__"):  # a scalar of NumPy or JAX
+        value = np.asarray(value)[()]
     is_real = isinstance(value, numbers.Real | np.generic)
     if not is_real or isinstance(value, np.character | np.complexfloating):
         raise TypeError
-    if not math.isfinite(number := float(value)):
+    if not math.isfinite(np.float32(number := float(value))):  # as advantages are
         raise ValueError
     return number
 

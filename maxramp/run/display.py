@@ -133,7 +133,7 @@ class Display:
     def summary(self) -> str:
         """The closing line: what this start of the run did."""
         if not self._steps_done:
-            return "no step was left to do"
+            return "no step was done"
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         return (
             f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens in "

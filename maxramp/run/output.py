@@ -378,8 +378,9 @@ class Output:
             self.say(f"done     {self._display.summary()}")
         self._kept.close()
         if self._files:
-            name = self._config_file.name
-            self.say(f"see      {self.folder}/ramp.png, metrics.jsonl, {name}, plan.json")
+            names = ("ramp.png", "metrics.jsonl", self._config_file.name, "plan.json")
+            there = [name for name in names if (self.here / name).exists()]
+            self.say(f"see      {self.folder}/{', '.join(there)}")
 
     def _draw(self) -> None:
         records = read_records(self.here / "metrics.jsonl")

@@ -1,11 +1,13 @@
 """Stopping when somebody asks: SIGTERM from a scheduler, SIGINT from a person."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from maxramp.errors import EXIT_PREEMPTED
@@ -30,6 +32,8 @@ class Preemption:
     def __init__(self):
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = False
+        self._receiver: subprocess.Popen | None = None
+        self._handed_on = False
         self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -47,6 +51,19 @@ class Preemption:
         """
         self._several, self._end = several, end
 
+    @contextlib.contextmanager
+    def handing_on(self, process: subprocess.Popen) -> Iterator[Callable[[], bool]]:
+        """Signals are for a process that this one waits for, which saves and ends as it would.
+
+        Yields:
+          Whether there was one.
+        """
+        self._receiver = process
+        try:
+            yield lambda: self._handed_on
+        finally:
+            self._receiver = None
+
     def ask(self) -> None:
         """Asks for the end as a scheduler would: every process of the job hears of it."""
         self._asked = True
@@ -57,6 +74,10 @@ class Preemption:
         heard = None  # when the first signal came
         while True:
             number = os.read(read_end, 1)[0]
+            if receiver := self._receiver:
+                self._handed_on = True
+                receiver.send_signal(number)
+                continue
             if heard is None:
                 heard = time.monotonic()
                 if not (self._several or self._has_trained):

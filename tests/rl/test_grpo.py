@@ -11,13 +11,13 @@ import pytest
 from conftest import ROOT, TINY, command, environment, run
 
 from maxramp import grpo
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, steps_in
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.rl import first_model
-from maxramp.rl.prompts import FilePrompts, Sums, check_lengths
+from maxramp.rl.prompts import FilePrompts, Sums, check_enough, check_lengths
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -64,6 +64,24 @@ def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
     assert what_happened(tmp_path, "stopped") == what_happened(tmp_path, "whole")
 
 
+@pytest.mark.slow
+def test_a_first_model_is_stopped_and_goes_on(tmp_path, cache_dir):
+    arguments = job(tmp_path, "x", f"jax_cache_dir={cache_dir}", "pretrain_steps=600", "steps=2")
+    folder = tmp_path / "x-first-model"
+    for number, step in ((signal.SIGTERM, 20), (signal.SIGKILL, 120)):
+        process = subprocess.Popen(
+            command(*arguments, module="grpo"), env=environment(), stdout=subprocess.DEVNULL
+        )
+        while process.poll() is None and len(read_records(folder / "metrics.jsonl")) < step:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == (EXIT_PREEMPTED if number == signal.SIGTERM else -number)
+        assert max(steps_in(folder / "checkpoints")) >= step - 5  # of checkpoint_period
+    assert run(*arguments, module="grpo").returncode == 0
+    assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(600))
+    assert len(read_records(tmp_path / "x" / "metrics.jsonl")) == 2
+
+
 def refused(capsys, *arguments):
     assert grpo.main([RL, *arguments], types.SimpleNamespace()) == 2
     line = capsys.readouterr().err
@@ -92,6 +110,17 @@ def refused(capsys, *arguments):
 )
 def test_what_is_wrong_is_one_line(capsys, keys, says):
     assert says in refused(capsys, *keys)
+
+
+def test_a_file_of_few_prompts(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 3)
+    keys = load([RL, f"prompt_file={tmp_path / 'p.jsonl'}", "load_parameters_path=x"]).rollout
+    prompts = FilePrompts(keys.prompt_file, 0)
+    check_enough(prompts, keys, 3, 9)
+    with pytest.raises(
+        ConfigError, match="takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
+    ):
+        check_enough(prompts, keys, 3, 10)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +189,15 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     assert settled.values[key] == str(first_model.weights_of(settled)) == str(first)
     given = config.replace(**{key: str(newest)})
     assert first_model.settled(given, run).values[key] == str(newest)
+    checkpoint(run, 6, **{key: str(checkpoint(tmp_path / "third", 100))})
+    with pytest.raises(ConfigError, match=f"{key}=.*began with .*third/checkpoints/100, which its"):
+        first_model.settled(config, run)
+    shutil.rmtree(tmp_path / "third")
+    assert first_model.settled(config, run).values[key] == str(first)
     shutil.rmtree(first)
     with pytest.raises(ConfigError, match=f"{key}=.*began with its checkpoint 100, which is gone"):
         first_model.settled(config, run)
-    checkpoint(run, 6, **{key: str(other)})  # as runs kept it before
+    checkpoint(run, 7, **{key: str(other)})  # as runs kept it before
     assert first_model.settled(config, run).values[key] == str(newest)
 
 
@@ -173,10 +207,10 @@ def test_a_first_model_of_other_sums_is_refused_and_stays(tmp_path):
     (folder / "checkpoints" / "300").mkdir(parents=True)
     for _ in range(2):
         with pytest.raises(ConfigError, match="sums_below=10: .*a-first-model holds a model of ot"):
-            first_model.train(config, folder)
+            first_model.train(config, folder, None)
     (folder / "sums.jsonl").write_text("others")
     with pytest.raises(ConfigError, match="sums_below=10: "):
-        first_model.train(config, folder)
+        first_model.train(config, folder, None)
     assert (folder / "sums.jsonl").read_text() == "others"
 
 

@@ -61,6 +61,17 @@ def hangs(prompts, answers, truths):
     time.sleep(60 if "bad" in answers else 0)
     return [0.0] * len(answers)
 
+def none_(prompts, answers, truths):
+    pass
+
+def large(prompts, answers, truths):
+    return [1e300] * len(answers)
+
+def on_cpu(prompts, answers, truths):
+    import jax
+    assert jax.devices()[0].platform == "cpu"
+    return jax.numpy.array([len(a) for a in answers]) / 2
+
 def dies(prompts, answers, truths):
     os._exit(3)
 
@@ -93,17 +104,26 @@ def test_each_function_of_each_answer():
     [
         ("fails", "of_test:fails raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
         ("no_number", "of_test:no_number returned nan, which is no.*'bad' to the prompt 'p2'"),
-        ("short", "of_test:short returned 0 rewards for 1 answers on the answer 'a' to the .*'p1'"),
-        ("huge", r"of_test:huge returned 10{76}\.\.\., which is no finite number"),
-        ("digits", "of_test:digits returned a value of type int, which is no finite number"),
-        ("complex_", r"of_test:complex_ returned .*1\+0j.*, which is no finite number"),
+        ("short", "of_test:short returned 2 rewards for 3 answers, the first to 'p1'"),
+        ("huge", r"of_test:huge returned 10{76}\.\.\., which is no finite float32 number"),
+        (
+            "digits",
+            "of_test:digits returned a value of type int, which is no finite float32 number",
+        ),
+        ("complex_", r"of_test:complex_ returned .*1\+0j.*, which is no finite float32 number"),
         ("leaves", "of_test:leaves raised SystemExit: bye on the answer 'a' to the prompt 'p1'"),
+        ("none_", "of_test:none_ returned None, which is no list of rewards, on the answer 'a'"),
+        ("large", r"of_test:large returned 1e\+300, which is no finite float32 number"),
         ("dies", r"ended \(exit status 3\).*the first to 'p1'"),
     ],
 )
 def test_one_that_fails_is_named_with_its_prompt(name, error):
     with pytest.raises(TrainingError, match=error):
         work("length", name)
+
+
+def test_one_that_computes_with_jax_has_a_cpu():
+    assert work("on_cpu")[:, 0].tolist() == [0.5, 1.5, 1.5]
 
 
 def test_one_that_hangs_is_ended():
