@@ -90,9 +90,12 @@ def check_notation(values: dict[str, Any]) -> None:
     for way in _NOTATIONS if active else ():
         for name in way.alone:
             if active[0][0] is not way and values[name] != base.base()[name]:
+                chooses = way.chosen_by[0]
+                on = "=True" if base.unset(chooses) is False else ""
                 raise ConfigError(
-                    f"{name}={values[name]} goes with {way.chosen_by[0]}, but the batch is given "
-                    f"by {active[0][1]}={values[active[0][1]]}; leave one of them out"
+                    f"{name}={values[name]} goes with {chooses}, but the batch is given by "
+                    f"{active[0][1]}={values[active[0][1]]}; leave {name} out, or give "
+                    f"{chooses}{on} in its place"
                 )
 
 
