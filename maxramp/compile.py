@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(result)
             print(f"see       {path}; maxramp.plan --compiled {path}")
         return 0
-    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:
+    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
 

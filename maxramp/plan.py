@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
         print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
         return 0
-    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError) as error:
+    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
 

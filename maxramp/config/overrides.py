@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place
+from maxramp.folders.place import Place, place
 from maxramp.keys import base as defaults
 from maxramp.keys import peers
+from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import parse, read_yaml
 
 
@@ -167,7 +168,7 @@ def _chain(path: Place) -> list[tuple[Place, dict[str, Any]]]:
             return files[::-1]
         if not isinstance(base, str):
             raise ConfigError(f"{path}: base_config={base} must be the path of a config file")
-        beside = path.parent / os.path.expanduser(base)
+        beside = place(base) if is_object_storage(base) else path.parent / os.path.expanduser(base)
         named_by = path
         shipped = defaults.CONFIGS / base
         path = beside if beside.exists() or not shipped.exists() else shipped

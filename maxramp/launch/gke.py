@@ -148,7 +148,8 @@ def _launch_name(run: Run) -> str:
 def _run_label(run: Run) -> str:
     """A run is a folder of a storage: what all jobs that write there have in common."""
     keys = run.keys
-    storage = [keys.gke_namespace, keys.gke_bucket, keys.gke_volume_claim]
+    far = is_object_storage(str(run.folder))  # whatever volume the data may be on
+    storage = [keys.gke_namespace, *(("", "") if far else (keys.gke_bucket, keys.gke_volume_claim))]
     return _hashed(run.name, json.dumps([*storage, str(run.folder)]))
 
 

@@ -18,6 +18,7 @@ from typing import IO
 
 from maxramp.commandline import count
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, reason_of
+from maxramp.folders.place import is_near
 from maxramp.launch.jobs import Run
 
 _ASKING = 5.0  # seconds between two questions to a storage that does not answer
@@ -44,9 +45,9 @@ def run(launch: Run) -> int:
         if status in (0, EXIT_CONFIG) or stop.asked:
             return status
         try:
-            done = _insistently(launch.steps_done, stop)
+            done = _insistently(launch, launch.steps_done, stop)
             if status == EXIT_STAGE_END:
-                nodes = _insistently(launch.nodes_of_next_stage, stop)
+                nodes = _insistently(launch, launch.nodes_of_next_stage, stop)
         except InterruptedError:
             return status
         if progressed := done > before:
@@ -63,17 +64,20 @@ def run(launch: Run) -> int:
         _say(f"exit status {status}: starting again ({failures} of {most})")
 
 
-def _insistently(ask: Callable[[], int], stop: "_Stop") -> int:
+def _insistently(launch: Run, ask: Callable[[], int], stop: "_Stop") -> int:
     """What the run's folder answers, however long its storage is away.
 
     Raises:
       InterruptedError: somebody asked to stop first.
+      OSError: the folder is on a disk, which does not come back by itself.
     """
     said = False
     while not stop.asked:
         try:
             return ask()
         except OSError as error:
+            if is_near(launch.folder):
+                raise
             if not said:
                 _say(f"{reason_of(error)}; asking again until there is an answer")
             said = True

@@ -190,10 +190,11 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """
     spec, sizes = jax.typeof(table_VD).sharding.spec, jax.sharding.get_abstract_mesh().shape
     tokens = tokens_BT.size // math.prod(sizes[axis] for axis in BATCH_AXES)
-    # Where a device has fewer tokens than the table has rows, vectors travel and the table does
-    # not: every device cuts its part of D for the rows of all who share the table, and sends it.
-    # Where text is generated the table is whole already.
-    travel = "fsdp" in spec.partitions and tokens < table_VD.shape[0]
+    # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
+    # table does not: every device cuts its part of D for the rows of all who share the table, and
+    # sends it. Where text is generated the table is whole already.
+    rows = table_VD.shape[0] // sizes["tensor"]
+    travel = "fsdp" in spec.partitions and tokens < rows
     spec = P("tensor", "fsdp" if travel else None, reduced=spec.reduced)
 
     def local(table_VD, tokens_BT):

@@ -115,7 +115,11 @@ def settled(config: Config, run: Place) -> Config:
         found = folder_lib.find(given)
         if found == given or not (began := _begun_with(run, name)):
             return str(found)
-        if config.policy.grpo_beta and began.exists() and began.parent != found.parent:
+        if (
+            config.policy.grpo_beta
+            and began.exists()
+            and began.parent.resolve() != found.parent.resolve()
+        ):
             raise ConfigError(
                 f"{name}={given}: the run began with {began}, which its KL divergence is from; "
                 "give that, or the checkpoint that it shall be from now on"
@@ -152,7 +156,7 @@ def train(config: Config, folder: Place, preemption: Preemption) -> int:
       preemption: hands signals on to it.
 
     Returns:
-      0, or EXIT_PREEMPTED after a signal.
+      0, or after a signal EXIT_PREEMPTED, or what it ended with.
 
     Raises:
       ConfigError: the folder holds a model of other documents.
@@ -181,6 +185,7 @@ def train(config: Config, folder: Place, preemption: Preemption) -> int:
         "num_epoch": 1000,
         "eval_interval": -1,
         "checkpoint_period": config.checkpoints.checkpoint_period,
+        "max_num_checkpoints_to_keep": 1,
         "enable_tensorboard": False,
         "log_period": 100,
     }
@@ -190,8 +195,8 @@ def train(config: Config, folder: Place, preemption: Preemption) -> int:
     process = subprocess.Popen([*bound, *command])
     with preemption.handing_on(process) as was_signalled:
         status = process.wait()
-        if status == 0 and was_signalled():  # when it was done
-            status = EXIT_PREEMPTED
+    if was_signalled():  # before it listened, or when it was done, it cannot say so itself
+        return status if status > 0 else EXIT_PREEMPTED
     if status not in (0, EXIT_PREEMPTED):
         raise TrainingError(
             f"the first model, {folder}, was not trained (exit status {status}; its own line says "

@@ -11,7 +11,6 @@ find the one that it fails at.
 
 import concurrent.futures
 import importlib
-import math
 import multiprocessing
 import numbers
 import os
@@ -239,7 +238,7 @@ def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[st
     for value in values:
         try:
             found.append(_number(value))
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # of its own conversion, too
             return f"returned {_shown(value)}, which is no finite float32 number,", []
     return "", found
 
@@ -255,7 +254,9 @@ def _number(value: Any) -> float:
     is_real = isinstance(value, numbers.Real | np.generic)
     if not is_real or isinstance(value, np.character | np.complexfloating):
         raise TypeError
-    if not math.isfinite(np.float32(number := float(value))):  # as advantages are
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.float32(number := float(value)))  # as advantages are
+    if not is_finite:
         raise ValueError
     return number
 

@@ -33,7 +33,7 @@ class Preemption:
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = False
         self._receiver: subprocess.Popen | None = None
-        self._handed_on = False
+        self._handing, self._handed_on = threading.Lock(), False
         self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -56,13 +56,14 @@ class Preemption:
         """Signals are for a process that this one waits for, which saves and ends as it would.
 
         Yields:
-          Whether there was one.
+          Whether there was one; the answer is final once the context is left.
         """
         self._receiver = process
         try:
             yield lambda: self._handed_on
         finally:
-            self._receiver = None
+            with self._handing:
+                self._receiver = None
 
     def ask(self) -> None:
         """Asks for the end as a scheduler would: every process of the job hears of it."""
@@ -74,10 +75,11 @@ class Preemption:
         heard = None  # when the first signal came
         while True:
             number = os.read(read_end, 1)[0]
-            if receiver := self._receiver:
-                self._handed_on = True
-                receiver.send_signal(number)
-                continue
+            with self._handing:
+                if self._receiver:
+                    self._handed_on = True
+                    self._receiver.send_signal(number)
+                    continue
             if heard is None:
                 heard = time.monotonic()
                 if not (self._several or self._has_trained):

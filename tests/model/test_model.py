@@ -201,10 +201,10 @@ def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("T, vectors_travel", [(3, True), (16, False)])
+@pytest.mark.parametrize("T, vectors_travel", [(3, True), (6, False), (16, False)])
 @pytest.mark.parametrize("apart", [(), ("data",)])
 def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
-    """Vectors, or the table where a device has as many tokens as that has rows: the same bits."""
+    """Vectors, or the table where a device has as many tokens as its part has rows: same bits."""
     config = make_config(
         "enable_rampup_batch_size=False",
         "per_device_batch_size=1",

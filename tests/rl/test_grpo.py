@@ -76,7 +76,8 @@ def test_a_first_model_is_stopped_and_goes_on(tmp_path, cache_dir):
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(60) == (EXIT_PREEMPTED if number == signal.SIGTERM else -number)
-        assert max(steps_in(folder / "checkpoints")) >= step - 5  # of checkpoint_period
+        # The last checkpoint but one, of every 5 steps, is written while training goes on.
+        assert max(steps_in(folder / "checkpoints")) >= step - 10
     assert run(*arguments, module="grpo").returncode == 0
     assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(600))
     assert len(read_records(tmp_path / "x" / "metrics.jsonl")) == 2
