@@ -113,6 +113,7 @@ class Flaky(Scripted):
 def test_a_storage_that_is_away_between_two_jobs(tmp_path, capsys, monkeypatch):
     """The launch says so once, and asks again instead of leaving the run."""
     monkeypatch.setattr(local, "_ASKING", 0.01)
+    monkeypatch.setattr(local, "is_near", lambda folder: False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     run = scripted(tmp_path, [(1, 10), (0, 20)])
     try:
