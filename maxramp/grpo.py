@@ -140,13 +140,13 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
             PassCost(config.batch, config.planning, config.model).restart,
             position,
         )
-        check_enough(prompts, config.rollout, config.data.num_epoch, schedule.ramp.total_samples)
         if schedule.first_step >= schedule.ramp.total_steps:
             output.say_finished(schedule)
             return 0
         if schedule.first_step == schedule.last_step:
             output.write_next_stage(schedule)
             return EXIT_STAGE_END
+        check_enough(prompts, config.rollout, config.data.num_epoch, schedule.ramp.total_samples)
         abstract = abstract_state(config.recipe, mesh)
         if position:
             checkpoints.compare(position, abstract)

@@ -232,10 +232,11 @@ def sizes(folder: Place) -> dict[str, int]:
         start = len(f"{folder.bucket}/{folder.key}/")
         names = [name for name in found if name[start:].rstrip("/") == name[start:] != ""]
         return {name[start:]: found[name]["size"] for name in names}
-    found, seen = {}, set()
+    found = {}
     for root, folders, files in os.walk(folder, onerror=_unless_gone, followlinks=True):
-        seen.add(os.path.realpath(root))  # a link may lead back up
-        folders[:] = [name for name in folders if os.path.realpath(f"{root}/{name}") not in seen]
+        path = pathlib.Path(root)
+        above = {os.path.realpath(p) for p in (path, *path.parents)}  # where a link may lead back
+        folders[:] = [name for name in folders if os.path.realpath(path / name) not in above]
         for path in (pathlib.Path(root, name) for name in files):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 found[str(path.relative_to(folder))] = path.stat().st_size

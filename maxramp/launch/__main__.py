@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = config.replace(devices_per_node=_local_devices(config))
         config = config.replace(num_nodes=config.batch.nodes)
         if cluster == "slurm":
-            slurm.check(config)
+            slurm.check(config.run)
         run = Run.of(config, arguments)
         if status:
             if cluster != "slurm":

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from maxramp.commandline import count, print_table
-from maxramp.config.keys import Config
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import Run, write_private
+from maxramp.run.keys import RunKeys
 
 _SCRIPT = r"""#!/usr/bin/env bash
 # Stage @STAGES@ of a run, on @NODES@ of its nodes. Written by maxramp.launch.
@@ -105,13 +105,13 @@ def quoted(words: Iterable[Any]) -> str:
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
-def check(config: Config) -> None:
+def check(keys: RunKeys) -> None:
     """Refuses a run's folder that the scripts, which are written into it, cannot look into.
 
     Raises:
       ConfigError: it is in an object storage.
     """
-    output = config.run.base_output_directory
+    output = keys.base_output_directory
     if is_object_storage(output):
         raise ConfigError(
             f"base_output_directory={output}: the scripts of --cluster slurm read the run's folder "

@@ -376,10 +376,10 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(f"done     {self._display.summary()}")
-        self._kept.close()
-        if self._files:
             names = ("ramp.png", "metrics.jsonl", self._config_file.name, "plan.json")
             there = [name for name in names if (self.here / name).exists()]
+        self._kept.close()  # of a run in a storage, this removes what is here
+        if self._files:
             self.say(f"see      {self.folder}/{', '.join(there)}")
 
     def _draw(self) -> None:

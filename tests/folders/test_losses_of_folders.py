@@ -322,13 +322,15 @@ def test_a_save_that_failed_elsewhere_is_no_late_one(client, monkeypatch):
         assert checkpoints._is_save_decided() is decided
 
 
-def test_links_are_followed_once(tmp_path):
+def test_links_are_followed_but_not_back_up(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "array").write_bytes(b"12345")
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (folder / "d").symlink_to(tmp_path / "elsewhere")
+    for name in ("d", "e"):  # two ways to one folder, both in a checkpoint's list of files
+        (folder / name).symlink_to(tmp_path / "elsewhere")
     (folder / "up").symlink_to("..")
     (folder / "gone").symlink_to("nowhere")
     found = sizes(folder)
-    assert found["d/array"] == 5 and not [name for name in found if name.count("/") > 2]
+    assert found["d/array"] == found["e/array"] == 5
+    assert not [name for name in found if name.count("/") > 2]

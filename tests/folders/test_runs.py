@@ -94,6 +94,7 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
         process.wait()
     printed = finish(start(address, cache_dir, storage))
     assert "resume   from step" in printed
+    assert f"see      {address}/run/ramp.png, metrics.jsonl, config.yml, plan.json" in printed
     run = address / "run"
     assert records(run) == calm
     names = {p.name for p in run.iterdir()}
