@@ -22,7 +22,8 @@ Claims, made before the runs: F takes at least 40% fewer steps than A and is equ
 to say that the 90% t-interval of the mean difference lies within +-0.01 nats; and a ramp pays only
 if it ends below the line through the tuned constants, that is if F is below B, of as many steps.
 
-It is made for 2 quiet cores and 90 minutes. Stop it whenever you like: the same command continues.
+It is made for 2 quiet cores and 90 minutes; as many runs train at once as there are cores, each
+bound to one. Stop it whenever you like: the same command continues.
 
 python benchmarks/ramp_pays.py [--tokens 4M] [--seeds 5] [--constants 8,16,32,64] [--most_rates 6]
                                [--folder DIR] [--plot FILE] [--json FILE] [key=value ...]
@@ -32,9 +33,12 @@ import json
 import math
 import os
 import pathlib
+import queue
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -67,12 +71,19 @@ _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8:
 
 
 class Experiment:
-    """Runs below a folder, each by the name of its keys; what is there is not run again."""
+    """Runs below a folder, each by the name of its keys; what is there is not run again.
+
+    `run` and `factor` may be called by several threads at once: each waits for a free core.
+    """
 
     def __init__(self, folder: pathlib.Path, samples: int, keys: list[str], expected: int):
         self.folder, self.samples, self._expected = folder, samples, expected
         self._keys = dict(key.split("=", 1) for key in keys)
-        self._began, self._asked = time.monotonic(), set()
+        self._began, self._ended = time.monotonic(), set()
+        self._cores: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        for core in _cores():
+            self._cores.put(core)
+        self._stopped = False
         folder.mkdir(parents=True, exist_ok=True)
         made_with = {"samples": samples, "model": MODEL, "keys": self._keys}
         note = folder / "protocol.json"
@@ -84,11 +95,7 @@ class Experiment:
         """Trains a run to its end if it is not there; returns its loss and its steps."""
         folder = self.folder / f"{arm} rate {rate:.3g} seed {seed}"
         found = self._result(folder)
-        self._asked.add(folder)
         if found is None:
-            minutes = (time.monotonic() - self._began) / 60
-            place = f"run {len(self._asked)} of about {self._expected}"
-            print(f"{minutes:5.1f} min  {place}: {folder.name}", end="", flush=True)
             keys = MODEL | {
                 "base_output_directory": self.folder,
                 "run_name": folder.name,
@@ -103,8 +110,13 @@ class Experiment:
             self._train(keys | batch | self._keys, folder)
             found = self._result(folder)
             if found is None:
-                sys.exit(f"\nerror: {folder} ended without an evaluation")
-            print(f": loss {found['loss']:.4f} in {found['steps']:,} steps", flush=True)
+                self._stopped = True
+                sys.exit(f"error: {folder} ended without an evaluation")
+        self._ended.add(folder)
+        minutes = (time.monotonic() - self._began) / 60
+        place = f"run {len(self._ended)} of about {self._expected}"
+        ended = f"{folder.name}: loss {found['loss']:.4f} in {found['steps']:,} steps"
+        print(f"{minutes:5.1f} min  {place}: {ended}", flush=True)
         return found
 
     def factor(self, a: dict[str, Any], sizes: list[int]) -> float:
@@ -113,16 +125,13 @@ class Experiment:
         step = min(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
         command = [*_bound(), "maxramp.branch", str(folder), "--at", str(step)]
         command += ["--sizes", ",".join(map(str, sizes)), "--json"]
-        done = subprocess.run(
-            [*command, "checkpoint_period_samples=-1"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=_environment(),
-        )
-        if done.returncode:
-            sys.exit(f"error: {' '.join(command)} ended with {done.returncode}")
-        result = json.loads(done.stdout.splitlines()[-1])
+        with (self.folder / "branch.json").open("w") as printed:
+            status = self._run(
+                [*command, "checkpoint_period_samples=-1"], printed, subprocess.DEVNULL
+            )
+        if status:
+            sys.exit(f"error: {' '.join(command)} ended with {status}")
+        result = json.loads(pathlib.Path(printed.name).read_text().splitlines()[-1])
         noise = result["noise"].get("norms_noise_scale")
         if noise is None:  # a run of a few steps has no signal
             return 1.0
@@ -132,12 +141,24 @@ class Experiment:
         command = [*_bound(), "maxramp.train", str(ROOT / "configs" / "base.yml")]
         command += [f"{name}={value}" for name, value in keys.items()]
         with (self.folder / f"{folder.name}.txt").open("w") as printed:
-            status = subprocess.run(
-                command, stdout=printed, stderr=subprocess.STDOUT, env=_environment()
-            ).returncode
+            status = self._run(command, printed, subprocess.STDOUT)
         if status:
             last = pathlib.Path(printed.name).read_text().strip().splitlines()[-1:]
-            sys.exit(f"\nerror: {folder.name}: status {status}: {' '.join(last)}")
+            sys.exit(f"error: {folder.name}: status {status}: {' '.join(last)}")
+
+    def _run(self, command: list[str], out: Any, err: int) -> int:
+        """A command's status, after it ran on the next core that is free."""
+        core = self._cores.get()
+        try:
+            if self._stopped:  # a run of another thread failed, or the user stopped it
+                sys.exit(1)
+            if core is not None:
+                os.sched_setaffinity(0, {core})  # of this thread, and so of the process it starts
+            status = subprocess.run(command, stdout=out, stderr=err, env=_environment()).returncode
+            self._stopped |= status != 0
+            return status
+        finally:
+            self._cores.put(core)
 
     def _result(self, folder: pathlib.Path) -> dict[str, Any] | None:
         records = read_records(folder / "metrics.jsonl")
@@ -150,6 +171,20 @@ class Experiment:
             "folder": str(folder),
             "seconds": sum(r.get("step_seconds", 0.0) for r in records),
         }
+
+
+def at_once(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """The function's results, in the values' order; every call has a thread."""
+    values = list(values)
+    with ThreadPoolExecutor(max(1, len(values))) as threads:
+        return list(threads.map(function, values))
+
+
+def _cores() -> Iterable[int | None]:
+    """The cores that this process may use; None for each where the system cannot bind to them."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return [None] * (os.cpu_count() or 1)
 
 
 def _bound() -> list[str]:
@@ -170,13 +205,12 @@ def tuned(experiment: Experiment, rows: int, most: int) -> dict[str, Any]:
     """
     middle, losses = 3e-3 * math.sqrt(rows / 16), {}
     grid = [-1, 0, 1]
+
+    def constant(power: int) -> dict[str, Any]:
+        return experiment.run(f"pilot {rows}", 0, middle * 2.0**power, {"global_batch_size": rows})
+
     while True:
-        for power in grid:
-            if power not in losses:
-                run = experiment.run(
-                    f"pilot {rows}", 0, middle * 2.0**power, {"global_batch_size": rows}
-                )
-                losses[power] = run
+        losses |= dict(zip(grid, at_once(constant, grid), strict=True))
         best = min(losses, key=lambda power: losses[power]["loss"])
         if min(losses) < best < max(losses) or len(losses) >= most:
             return losses[best] | {"rate": middle * 2.0**best, "rows": rows}
@@ -197,7 +231,11 @@ def experiment_of(
     experiment: Experiment, constants: list[int], seeds: int, most_rates: int
 ) -> dict[str, Any]:
     """Runs the protocol; returns its figures."""
-    pilot = [tuned(experiment, rows, most_rates) for rows in constants]
+
+    def tune(rows: int) -> dict[str, Any]:
+        return tuned(experiment, rows, most_rates)
+
+    pilot = at_once(tune, constants)
     best = min(run["loss"] for run in pilot)
     a = max((run for run in pilot if run["loss"] <= best + 0.005), key=lambda run: run["rows"])
     b0, rate = a["rows"], a["rate"]
@@ -211,31 +249,32 @@ def experiment_of(
     doubling = " ".join(f"{i * quarter}:{b0 * 2**i}" for i in range(4))
 
     few = min(FEW_SEEDS, seeds)
-    arms = {
-        name: [experiment.run(name, seed, arm_rate, batch) for seed in range(count)]
-        for name, count, arm_rate, batch in (
-            ("A", seeds, rate, {"global_batch_size": b0}),
-            ("F", seeds, rate, seesaw),
-            (
-                "D",
-                few,
-                rate,
-                {"step_batch_size_schedule": doubling, "step_batch_size_unit": "samples"} | scaling,
-            ),
-        )
-    }
-    larger = tuned(experiment, 4 * b0, most_rates)
-    as_long = tuned(experiment, round(experiment.samples / arms["F"][0]["steps"]), most_rates)
+    by_hand = {"step_batch_size_schedule": doubling, "step_batch_size_unit": "samples"} | scaling
+    arms: dict[str, list[dict[str, Any]]] = {}
+
+    def train(*several: tuple[str, int, float, dict[str, Any]]) -> None:
+        """Runs arms: their names, seeds, learning rates and keys of the batch."""
+        runs = [(name, seed, *rest) for name, count, *rest in several for seed in range(count)]
+        for run, result in zip(runs, at_once(lambda run: experiment.run(*run), runs), strict=True):
+            arms.setdefault(run[0], []).append(result)
+
+    train(
+        ("A", seeds, rate, {"global_batch_size": b0}),
+        ("F", seeds, rate, seesaw),
+        ("D", few, rate, by_hand),
+    )
+    larger, as_long = at_once(tune, (4 * b0, round(experiment.samples / arms["F"][0]["steps"])))
     factor = experiment.factor(arms["A"][0], [b0 * 2**i for i in range(4)])
     noise = {
         "rampup_policy": "noise",
         "rampup_ladder": str([b0 * 2**i for i in range(4)]),
         "rampup_noise_factor": repr(factor),
     }
-    for name, count, constant in (("B", seeds, as_long), ("C", few, larger)):
-        batch = {"global_batch_size": constant["rows"]}
-        arms[name] = [experiment.run(name, s, constant["rate"], batch) for s in range(count)]
-    arms["E"] = [experiment.run("E", seed, rate, noise) for seed in range(few)]
+    train(
+        ("B", seeds, as_long["rate"], {"global_batch_size": as_long["rows"]}),
+        ("C", few, larger["rate"], {"global_batch_size": larger["rows"]}),
+        ("E", few, rate, noise),
+    )
 
     against_a = {name: paired(runs, arms["A"]) for name, runs in arms.items() if name != "A"}
     f, f_b = against_a["F"], paired(arms["F"], arms["B"])
