@@ -6,9 +6,7 @@ Rows of 4,096 tokens, 2 a chip, weights in float32, arithmetic in bfloat16, Adam
 Both programs' texts are counted alike: the compiler's cycles at 1.75 GHz, and 600 GB/s for the
 bytes that nothing runs beside. Attention kernels, which the compiler does not look into, are left
 out on both sides. Memory is what the compiler allocates on a chip (`device_memory.compiled_bytes`),
-which jax says from 0.12 on. MaxText's `remat_policy=minimal` computes attention again for the
-backward pass, and ours keeps its result. A smaller base_num_decoder_layers shows in less time where
-ours stands.
+which jax says from 0.12 on. A smaller base_num_decoder_layers shows in less time where ours stands.
 """
 
 import importlib.metadata

@@ -92,7 +92,6 @@ DERIVED = {
 VALUES: dict[str, dict[str, Any]] = {
     "attention": {"flash": "autoselected", "cudnn_flash_te": "cudnn_flash"},
     "hardware": {"gpu_multiprocess": "gpu"},
-    "remat_policy": {"minimal_with_context": "minimal"},
     "compile_topology_num_slices": {"-1": 1},
     "dtype": {
         **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bfloat16"),

@@ -16,7 +16,7 @@ from maxramp.parallel.sharding import TOKENS_BT, X_BTHh, X_BTKGh
 
 _LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
-RESIDUALS = "attention_residuals"  # what remat_policy=minimal keeps of a kernel
+CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
 def select(keys: ModelKeys, platform: str | None) -> str:
@@ -183,7 +183,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, segments_BT=None, interpret=False):
         head_shards=1,
         q_seq_shards=1,
         block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
-        residual_checkpoint_name=RESIDUALS,
+        residual_checkpoint_name=CONTEXT,
         interpret=interpret,
     )
 

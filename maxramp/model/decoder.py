@@ -15,29 +15,31 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model import pipeline
-from maxramp.model.attention import RESIDUALS, rotary_angles, starts
+from maxramp.model.attention import CONTEXT, rotary_angles, starts
 from maxramp.model.blocks import BLOCKS, Segments
 from maxramp.model.cache import Cache
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import STAGE_PRODUCTS, RMSNorm, Scale, look_up, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
 
-# What a layer keeps for its backward pass.
+_LAYER_INPUT = "input of a layer"
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_named = jax.checkpoint_policies.save_only_these_names
+_both = jax.checkpoint_policies.save_from_both_policies
+
+# What a layer keeps for its backward pass. Names and meanings are MaxText's.
 _SAVEABLE = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "minimal": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(RESIDUALS, STAGE_PRODUCTS),
-    ),
+    "minimal": _both(_PRODUCTS, _named(STAGE_PRODUCTS)),
+    "minimal_with_context": _both(_PRODUCTS, _named(STAGE_PRODUCTS, CONTEXT)),
 }
 
 # What a turn of a pipeline keeps: by name, for it would keep its weights as well, once a turn.
-_LAYER_INPUT = "input of a layer"
-_PRODUCTS = jax.checkpoint_policies.save_only_these_names(_LAYER_INPUT, RESIDUALS, STAGE_PRODUCTS)
 _KEPT = {
-    "full": jax.checkpoint_policies.save_only_these_names(_LAYER_INPUT),
-    "minimal": _PRODUCTS,
-    "none": _PRODUCTS,
+    "full": _named(_LAYER_INPUT),
+    "minimal": _named(_LAYER_INPUT, STAGE_PRODUCTS),
+    "minimal_with_context": _named(_LAYER_INPUT, STAGE_PRODUCTS, CONTEXT),
+    "none": _named(_LAYER_INPUT, STAGE_PRODUCTS, CONTEXT),
 }
 
 

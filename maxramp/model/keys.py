@@ -41,7 +41,7 @@ class ModelKeys(Keys):
     weight_dtype: str = dtype_of()
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     scan_layers: bool
-    remat_policy: str = one_of("full", "minimal", "none")
+    remat_policy: str = one_of("full", "minimal", "minimal_with_context", "none")
     num_pipeline_microbatches: int = positive_or_open()
     num_layers_per_pipeline_stage: int = positive_or_open()
     num_pipeline_repeats: int = positive_or_open()

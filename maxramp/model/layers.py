@@ -41,7 +41,7 @@ _ACTIVATIONS = {
     "linear": lambda x: x,
 }
 
-STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps of them
+STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps
 
 
 class Scale(nnx.Param):

@@ -77,14 +77,18 @@ def pass_bytes(
     kv_heads = keys.base_num_kv_heads / tensor
     tokens = rows * T
     stream = tokens * D * itemsize
-    products = tokens * ((2 * heads + 2 * kv_heads) * keys.head_dim + 2 * F) * itemsize
+    context = tokens * heads * keys.head_dim * itemsize  # attention's result
+    products = tokens * ((heads + 2 * kv_heads) * keys.head_dim + 2 * F) * itemsize
     # A kernel makes no scores; autoselected is taken to find one for an accelerator's dtype.
     kernel = keys.attention in ("cudnn_flash", "splash")
     kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
     scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
-    everything = 4 * stream + 2 * tokens * D * 4 + products + tokens * 2 * F * itemsize + scores
+    everything = 4 * stream + 2 * tokens * D * 4 + products + context
+    everything += tokens * 2 * F * itemsize + scores
     shard = stream / tensor  # of the residual stream between the products
-    kept = {"full": shard, "minimal": 3 * shard + products, "none": everything}
+    minimal = 3 * shard + products
+    kept = {"full": shard, "minimal": minimal, "none": everything}
+    kept["minimal_with_context"] = minimal + (context if kernel else 0)
     policy, recomputed = keys.remat_policy, 0 if keys.remat_policy == "none" else everything
     groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
     sums = 4 * D * (2 if groups > 1 else 1)  # of all groups, and the product that is added to them
@@ -95,6 +99,6 @@ def pass_bytes(
         slots = 2 * stream
         at_once = 1
         if policy == "none":  # a turn keeps its products, and is recomputed as a whole
-            policy, at_once = "minimal", keys.num_layers_per_pipeline_stage
+            policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / keys.num_pipeline_microbatches
     return layers * kept[policy] + max(recomputed, logits) + slots

@@ -17,7 +17,8 @@ from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.training.keys import LearningRateKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 
-POLICIES = ("none", "minimal", "full")  # remat_policy, from the least work to the least memory
+# Values of remat_policy, from the least work to the least memory.
+POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 def pods(

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, ROOT, make_config, make_mesh
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
+from maxramp.model import blocks
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.layers import dense, look_up
 from maxramp.model.size import training_flops_per_token
@@ -104,19 +106,22 @@ def product_flops(jaxpr):
     return total
 
 
-def gradient_flops(config):
-    """Operations of the matrix products in the gradient of two rows, per token."""
+def gradient_of(config):
+    """The jaxpr of the loss's gradient of two rows."""
 
     def loss(model, tokens_BS):
         return cross_entropy_sums(
             model.hidden(tokens_BS[:, :-1]), model.head(), tokens_BS[:, 1:], 0.0, 0
         )[0]
 
-    B, T = 2, config.model.max_target_length
-    tokens_BS = jax.ShapeDtypeStruct((B, T + 1), jnp.int32)
+    tokens_BS = jax.ShapeDtypeStruct((2, config.model.max_target_length + 1), jnp.int32)
     with no_devices():
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(abstract_model(config), tokens_BS)
-    return product_flops(jaxpr.jaxpr) / (B * T)
+        return jax.make_jaxpr(jax.grad(loss))(abstract_model(config), tokens_BS).jaxpr
+
+
+def gradient_flops(config):
+    """Operations of the matrix products in the gradient, per token."""
+    return product_flops(gradient_of(config)) / (2 * config.model.max_target_length)
 
 
 @pytest.mark.parametrize("scan", (False, True))
@@ -142,6 +147,21 @@ def test_remat_recomputes_what_it_says():
     )
     assert minimal - none == attention
     assert full - none == weights + attention
+
+
+def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
+    """Splash attention is computed once more under minimal and full, as MaxText's is."""
+    monkeypatch.setattr(blocks, "select", lambda keys, platform: "splash_interpreted")
+    size = ("base_num_kv_heads=6", "max_target_length=128")
+
+    def kernels(policy):
+        jaxpr = gradient_of(load(*SMALL, *size, f"remat_policy={policy}"))
+        live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # as a compiler does
+        return str(live).count(" pallas_call[")
+
+    none = kernels("none")
+    assert kernels("minimal_with_context") == none > 1
+    assert kernels("minimal") == kernels("full") == none + 1
 
 
 def test_initial_weights():

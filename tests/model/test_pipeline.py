@@ -172,7 +172,8 @@ def test_a_kernel(monkeypatch, kernel, length):
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
     monkeypatch.setattr(blocks, "select", lambda keys, platform: f"{kernel}_interpreted")
-    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "remat_policy=minimal")
+    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
+    keys += ("remat_policy=minimal_with_context",)
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
 
 
@@ -306,7 +307,8 @@ def test_bubble(microbatches, stages, repeats, expected):
 
 
 def test_what_a_pass_is_estimated_to_keep():
-    """remat_policy=none keeps between turns what minimal does, and in a turn all of its layers."""
+    """remat_policy=none keeps between turns what minimal_with_context does, and in a turn all of
+    its layers."""
 
     def estimated(policy, *arguments, length=512):
         given = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
@@ -314,7 +316,7 @@ def test_what_a_pass_is_estimated_to_keep():
         return pass_bytes(config_of(*given).model, 4, 1, 1, stages=2)
 
     assert estimated("none", "num_pipeline_repeats=2") == estimated(
-        "minimal", "num_pipeline_repeats=2"
+        "minimal_with_context", "num_pipeline_repeats=2"
     )
     # Of 4 rows 2 are in a turn, and the arrays with the most elements are the scores.
     rows, heads, T = 2, 8, 512

@@ -10,7 +10,7 @@ from maxramp import compile
 from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import machine as machines
-from maxramp.planning.fit import by_speed, edge, largest_batch, pods
+from maxramp.planning.fit import POLICIES, by_speed, edge, largest_batch, pods
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -61,10 +61,11 @@ def test_what_fits_of_this_machine(one_device):
     ).groups()
     assert int(size) > 1 and float(used) <= float(limit) == 0.004 <= float(above)
     others = re.fullmatch(
-        r"remat_policy: none  # the cheapest that fits; minimal fits (\d+); full fits (\d+)",
+        r"remat_policy: none  # the cheapest that fits; minimal_with_context fits (\d+); "
+        r"minimal fits (\d+); full fits (\d+)",
         lines[1],
     ).groups()
-    assert int(size) <= int(others[0]) <= int(others[1])
+    assert int(size) <= int(others[0]) <= int(others[1]) <= int(others[2])
 
 
 def test_nothing_fits(one_device):
@@ -108,7 +109,7 @@ def test_the_ways_of_a_batch_by_speed(one_device):
     ways = by_speed(
         pods(config.recipe, rate, make_mesh(config), timed, 1.0, config.batch), ramp.stages[0]
     )
-    assert len(ways) == 6 and {way["remat_policy"] for way in ways} == {"none", "minimal", "full"}
+    assert len(ways) == 8 and {way["remat_policy"] for way in ways} == set(POLICIES)
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])
         assert shape in ((4, 1), (2, 2)) and way["global_batch_size"] == 4
