@@ -37,7 +37,7 @@ SIZES = {
 ROUNDS = 15
 
 
-def ours(size, batch):
+def ours(size, batch, *keys):
     D, L, H, K, F, V, T, B, A = size
     config = load(
         [
@@ -54,6 +54,7 @@ def ours(size, batch):
             "jax_cache_dir=",
             f"gradient_accumulation_steps={A}",
             "enable_rampup_batch_size=False",
+            *keys,
         ]
     )
     config = resolve(config, 1, 1, 1)

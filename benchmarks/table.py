@@ -106,6 +106,11 @@ def compile(figures: dict) -> list[tuple[str, str]]:
     ]
 
 
+def noise_scale(figures: dict) -> list[tuple[str, str]]:
+    ratios = ", ".join(f"{found['ratio']:.3f} ({name})" for name, found in figures.items())
+    return [("`noise_scale`: a step that estimates it / one that does not", ratios)]
+
+
 def gpu(figures: dict) -> list[tuple[str, str]]:
     return [
         (f"`gpu`: MFU by stage, {model}", ", ".join(f"{s['mfu']:.2f}" for s in stages))
@@ -115,7 +120,8 @@ def gpu(figures: dict) -> list[tuple[str, str]]:
 
 def main() -> None:
     lines = ["| benchmark | figures |", "|---|---|"]
-    for make in (step, stage_switch, loop, startup, memory, saving, loader, scaling, compile, gpu):
+    parts = (step, noise_scale, stage_switch, loop, startup, memory, saving, loader, scaling)
+    for make in (*parts, compile, gpu):
         path = RESULTS / f"{make.__name__}.json"
         if path.exists():
             read = json.loads(path.read_text())
