@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("keys", nargs="*", metavar="key=value", help="for every branch")
     try:
         given = parser.parse_intermixed_args(arguments)
+        if not 0 <= given.tolerance < math.inf:
+            raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
         experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
         if status := experiment.train(sys.stderr if given.json else sys.stdout):
             return status
@@ -123,6 +125,7 @@ class Experiment:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
+        self._sizes = sorted({*self._sizes, *self._done()})
         windows = self._folder.parent.glob(f"{self._position.step}-*")
         others = sorted({path.name for path in windows} - {self._folder.name})
         print(
@@ -206,6 +209,11 @@ class Experiment:
     def _evaluation(self, size: int) -> dict[str, Any] | None:
         records = read_records(self._folder / str(size) / "metrics.jsonl")
         return last_evaluation(records, self._first + self._samples)
+
+    def _done(self) -> list[int]:
+        """The sizes of this window that are trained, whatever this command asks for."""
+        names = [path.parent.name for path in self._folder.glob("*/metrics.jsonl")]
+        return [int(n) for n in names if n.isdecimal() and n.isascii() and self._evaluation(int(n))]
 
     def _branch(self, size: int) -> Branch:
         """A size that is done.
@@ -337,7 +345,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _sizes(text: str) -> list[int]:
     parts = text.split(",")
-    sizes = sorted({int(part) for part in parts if part.strip().isdigit()})
+    sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
         raise ConfigError(
             f"--sizes {text} must be two or more different global batch sizes, such as 8,16,32"

@@ -75,9 +75,14 @@ def _curves(run: Place, blocks: int) -> dict[str, list[Block]]:
     curves = {kind: blocks_of(records, kind, blocks) for kind in KINDS}
     curves = {kind: curve for kind, curve in curves.items() if curve}
     if not curves:
+        logged = any("norms_noise_signal" in record for record in records)
+        remedy = (
+            "use fewer --blocks, or a batch above 1 row, which has none"
+            if logged
+            else "train with log_gradient_noise_scale=true"
+        )
         raise ConfigError(
-            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; train with "
-            "log_gradient_noise_scale=true, or use fewer --blocks"
+            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
         )
     return curves
 

@@ -86,7 +86,9 @@ def binding(
     """
     if keys.rampup_policy != "noise":
         return []
-    found, source = recorded, FILE
+    found, source, below = recorded, FILE, None
+    if recorded:
+        below = recorded[0].get("previous_batch_size")
     if not recorded and position and position.config.get("rampup_policy") == "noise":
         first, least = position.config["rampup_ladder"][0], keys.rampup_ladder[0]
         found = [
@@ -96,4 +98,4 @@ def binding(
         ]
         source = f"checkpoint {position.path}"
     pairs = [(stage["first_sample"], stage["global_batch_size"]) for stage in found]
-    return adaptive.decided(keys, pairs, source)
+    return adaptive.decided(keys, pairs, below, source)

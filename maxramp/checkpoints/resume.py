@@ -9,7 +9,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.corpus import hash_of_tokens
 from maxramp.errors import ConfigError
-from maxramp.rampup import adaptive
+from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -183,7 +183,7 @@ def take_up(
     planned = RampupBatchManager(batch, usable=usable, restart_passes=restart_passes, **origin)
     schedule = Schedule(position, ramp, planned, change, keys, num_devices)
     if ramp.rungs:  # what the first decision of this job cannot change
-        ramp.settle(schedule.first_step + adaptive.DELAY - 1)
+        ramp.settle(schedule.first_step + ladder.DELAY - 1)
     return schedule
 
 

@@ -11,8 +11,8 @@ scatter (delta method): a lower bound that holds in 19 of 20 cases, confirmed on
 the one estimate that exists without accumulation and that no split of the batch changes. A rung has
 an earliest and a latest sample (`ladder`). One rung is taken at a time, none is given back.
 
-A decision holds from the step `DELAY` after its period on: the rows of the steps between are being
-read already. All of this follows from numbers that every process has, so they need not speak.
+A decision holds from the step `ladder.DELAY` after its period on: the rows of the steps between are
+being read already. All of this follows from numbers that every process has, so they need not speak.
 
 This module imports no jax.
 """
@@ -27,7 +27,6 @@ from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
 
-DELAY = 8  # steps; a batch is read and placed ahead, and the numbers of a step come one step late
 _Z = 1.64
 _NAMES = "norms_noise_signal", "norms_noise_variance"
 
@@ -39,6 +38,7 @@ class Decision:
     Attributes:
       first_step, first_sample: from which on.
       global_batch_size: rows of the rung.
+      previous_batch_size: rows of the rung below it.
       after_step: steps done when it was taken.
       reason: noise, or latest where the rung's latest sample was reached.
       lower: the smaller of the two lower bounds, in rows.
@@ -47,6 +47,7 @@ class Decision:
     first_step: int
     first_sample: int
     global_batch_size: int
+    previous_batch_size: int
     after_step: int
     reason: str
     lower: float
@@ -62,6 +63,7 @@ class Policy:
     def __init__(self, keys: BatchKeys):
         self._keys = keys
         self._rungs = {rung.global_batch_size: rung for rung in ladder.rungs(keys)}
+        self._below = dict(zip(keys.rampup_ladder[1:], keys.rampup_ladder, strict=False))
         self.period = ladder.period(keys)
 
     def decide(
@@ -83,18 +85,18 @@ class Policy:
         if ramp.samples_before(step - 1) // self.period > period:
             return None  # inside a period
         size = ramp.rungs[0].global_batch_size
-        rung, first = self._rungs[size], step + DELAY
+        rung, first = self._rungs[size], step + ladder.DELAY
         begins = ramp.samples_before(first)
         if begins >= self._keys.samples_of_run:
             return None
         if rung.latest is not None and done >= rung.latest:
-            return Decision(first, begins, size, step, "latest", 0.0)
+            return Decision(first, begins, size, self._below[size], step, "latest", 0.0)
         if done < rung.earliest or period < 1:
             return None
         bound = min(lower(period - 1), lower(period))
         if bound < size:
             return None
-        return Decision(first, begins, size, step, "noise", bound)
+        return Decision(first, begins, size, self._below[size], step, "noise", bound)
 
     def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
         """How many steps of the run no later decision than the one after `step` steps changes.
@@ -103,7 +105,7 @@ class Policy:
         """
         done = ramp.samples_before(max(ramp.stages[0].first_step, step))
         following = (done // self.period + 1) * self.period
-        return ramp.step_at_sample(following - 1) + 1 + DELAY
+        return ramp.step_at_sample(following - 1) + 1 + ladder.DELAY
 
 
 def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
@@ -154,23 +156,27 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
 
 
 def decided(
-    keys: BatchKeys, recorded: Sequence[tuple[int, int]], source: str = "decisions.json"
+    keys: BatchKeys,
+    recorded: Sequence[tuple[int, int]],
+    first: int | None = None,
+    source: str = "decisions.json",
 ) -> list[tuple[int, int]]:
     """What was decided before, checked against the ladder of today.
 
     Args:
       keys: of today.
       recorded: (first sample, global batch size), in order.
+      first: the rung below these; None where it is not known.
       source: where that is from.
 
     Raises:
       ConfigError: a size is no rung, or one is left out.
     """
-    sizes = [size for _, size in recorded]
-    if sizes != list(keys.rampup_ladder[1 : 1 + len(sizes)]):
+    sizes = [first or keys.rampup_ladder[0], *(size for _, size in recorded)]
+    if recorded and sizes != list(keys.rampup_ladder[: len(sizes)]):
         raise ConfigError(
             f"rampup_ladder={list(keys.rampup_ladder)}: this run has taken the batches {sizes} "
-            f"after its first ({source}), and they bind it; give a ladder that goes on from "
-            "them, or another run_name"
+            f"({source}), and they bind it; give a ladder that begins with them, or another "
+            "run_name"
         )
     return list(recorded)

@@ -11,6 +11,9 @@ from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
 
 FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
+# Steps from a decision to its first: a batch is read and placed ahead, and the numbers of a step
+# come one step late.
+DELAY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +48,26 @@ def rungs(keys: BatchKeys) -> list[Rung]:
 def expected(keys: BatchKeys) -> list[tuple[int, int]]:
     """(from which sample on, global batch size) of a plan that knows no measurement.
 
-    Empty under other policies than noise. A rung with a latest sample is expected in the middle of
-    its two; the others share the samples from their earliest to the run's end equally.
+    Empty under other policies than noise. A rung with a latest sample is expected to be decided in
+    the middle of its two; the others share the samples from their earliest to the run's end. A rung
+    that comes too late begins after that end.
     """
     found: list[tuple[int, int]] = []
     if keys.rampup_policy != "noise":
         return found
+    begins, rows, length = 0, keys.rampup_ladder[0], period(keys)
     for number, rung in enumerate(rungs(keys), 1):
         left = keys.samples_of_run - rung.earliest
         middle = rung.earliest + left * number // len(keys.rampup_ladder)
         if rung.latest is not None:
             middle = (rung.earliest + rung.latest) // 2
-        after = found[-1][0] + found[-1][1] if found else keys.rampup_ladder[0]
-        found.append((max(middle, after), rung.global_batch_size))
+        # Decided after the first step of the rung below that ends a period there; noise takes two.
+        least = max(middle, min(2 * length, rung.latest or 2 * length))
+        end = -(-max(begins, least - rows) // length) * length
+        while (done := begins + -(-(end - begins) // rows) * rows) < least:
+            end += length
+        begins, rows = done + DELAY * rows, rung.global_batch_size
+        found.append((begins, rows))
     return found
 
 
@@ -111,6 +121,11 @@ def check_noise(keys: BatchKeys) -> None:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
     check(keys)
+    if keys.rampup_ladder[0] == 1:
+        raise ConfigError(
+            f"rampup_ladder={list(keys.rampup_ladder)} with rampup_policy=noise: a batch of 1 row "
+            "has no noise scale, so nothing would ever be decided; begin with 2 rows or more"
+        )
     above = len(keys.rampup_ladder) - 1
     for name in ("rampup_earliest", "rampup_latest"):
         bounds = list(getattr(keys, name))

@@ -47,7 +47,7 @@ class Block:
 
 
 def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
-    """The noise scale over `count` equal shares of a run's samples.
+    """The noise scale over `count` equal shares of the samples whose steps have an estimate.
 
     Shares in which fewer than 8 steps have an estimate are left out.
 
@@ -56,14 +56,23 @@ def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
       kind: one of KINDS.
     """
     names = f"{kind}noise_signal", f"{kind}noise_variance"
-    steps = [r for r in records if all(isinstance(r.get(name), float) for name in names)]
+    steps = [r for r in _steps(records) if all(isinstance(r.get(name), float) for name in names)]
     if not steps:
         return []
-    last = steps[-1]["consumed_samples"]
+    first = steps[0]["consumed_samples"] - steps[0]["global_batch_size"]
+    length = steps[-1]["consumed_samples"] - first
     shares: list[list[Record]] = [[] for _ in range(count)]
     for record in steps:
-        shares[(record["consumed_samples"] - 1) * count // last].append(record)
+        shares[(record["consumed_samples"] - first - 1) * count // length].append(record)
     return [_block(share, *names) for share in shares if len(share) >= _FEWEST_STEPS]
+
+
+def _steps(records: Sequence[Record]) -> list[Record]:
+    """Those that a run writes of its steps, in order."""
+    names = "consumed_samples", "consumed_tokens", "global_batch_size"
+    found = [r for r in records if all(type(r.get(name)) is int for name in names)]
+    found = [r for r in found if 0 < r["global_batch_size"] <= r["consumed_samples"]]
+    return sorted(found, key=lambda record: record["consumed_samples"])
 
 
 def _block(steps: list[Record], signal: str, variance: str) -> Block:
@@ -94,7 +103,7 @@ def student(freedom: int, z: float = _Z) -> float:
 
 def around(records: Sequence[Record], kind: str, first: int, last: int) -> Block | None:
     """The noise scale over the steps that end in samples first + 1 .. last; None without 8."""
-    near = [r for r in records if first < r["consumed_samples"] <= last]
+    near = [r for r in _steps(records) if first < r["consumed_samples"] <= last]
     blocks = blocks_of(near, kind, 1)
     return blocks[0] if blocks else None
 

@@ -82,10 +82,10 @@ def test_a_rung_needs_two_periods_in_a_row(seed):
     assert sizes == [8, 16, 32][: len(sizes)]
     for decision in found:
         before = decision.global_batch_size // 2
-        period = (decision.first_sample - adaptive.DELAY * before) // length - 1
+        period = (decision.first_sample - ladder.DELAY * before) // length - 1
         assert min(bounds[period], bounds[period - 1]) >= decision.global_batch_size
         assert decision.lower == min(bounds[period], bounds[period - 1])
-        assert decision.first_step == decision.after_step + adaptive.DELAY
+        assert decision.first_step == decision.after_step + ladder.DELAY
     pairs = [(d.first_sample, d.global_batch_size) for d in found]
     again = RampupBatchManager(KEYS, decided=pairs)
     fixed = {"step_batch_size_unit": "samples", "total_samples": 6000, "devices_per_node": 1}
@@ -116,6 +116,42 @@ def test_simulated_as_decided():
         _, found = decisions_of(lambda period, noise=noise: noise, **changes)
         pairs = [(d.first_sample, d.global_batch_size) for d in found]
         assert adaptive.simulate(ramp_of(**changes).keys, noise) == pairs
+
+
+def test_a_plan_expects_what_may_happen():
+    """Each rung between its earliest and its latest sample, and where these are one, there.
+
+    But for a period: where steps end in it depends on when the rung before was taken.
+    """
+    draw = random.Random(0)
+    for _ in range(300):
+        sizes = sorted(draw.sample(range(2, 40), draw.choice([2, 3, 4])))
+        above, total = len(sizes) - 1, draw.randrange(2000, 20_000)
+        earliest, latest = (sorted(draw.randrange(total) for _ in sizes[1:]) for _ in range(2))
+        latest = [max(pair) for pair in zip(earliest, latest, strict=True)]
+        for changes in (
+            {},
+            {"rampup_latest": latest, "rampup_earliest": earliest},
+            {"rampup_latest": latest, "rampup_earliest": latest},
+        ):
+            changes = {"rampup_ladder": sizes, "total_samples": total, **changes}
+            try:
+                keys = ramp_of(**changes).keys
+            except ConfigError:  # a rung that the run is too short for
+                continue
+            early, found, late = (
+                ([min(first, total) for first, _ in pairs] + [total] * above)[:above]
+                for pairs in (
+                    adaptive.simulate(keys, 1e9),
+                    ladder.expected(keys),
+                    adaptive.simulate(keys, 0.0),
+                )
+            )
+            spare = ladder.period(keys) + sizes[-1]
+            for a, b, c in zip(early, found, late, strict=True):
+                assert a - spare <= b <= c + spare, changes
+            if changes.get("rampup_earliest") == latest:
+                assert early == found == late
 
 
 def test_nodes_do_not_depend_on_decisions():
@@ -155,5 +191,5 @@ def test_refused(change, expected):
 def test_another_ladder_than_the_one_decided_on():
     keys = ramp_of().keys
     assert adaptive.decided(keys, [(80, 16)]) == [(80, 16)]
-    with pytest.raises(ConfigError, match=r"has taken the batches \[24\]"):
+    with pytest.raises(ConfigError, match=r"has taken the batches \[8, 24\]"):
         adaptive.decided(keys, [(80, 24)])

@@ -15,7 +15,7 @@ from conftest import BASE, TINY, make_config, run
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import take_up
 from maxramp.errors import ConfigError
-from maxramp.rampup import adaptive
+from maxramp.rampup.ladder import DELAY
 from maxramp.run.growth import Growth, recent
 from maxramp.run.metrics import read_records
 from maxramp.run.output import Output
@@ -104,7 +104,7 @@ def test_history_goes_on(tmp_path):
     (tmp_path / decisions.FILE).unlink()
 
     class Position:  # of a checkpoint, as far as a schedule reads one
-        step, consumed_samples = first - adaptive.DELAY - 3, 8 * (first - adaptive.DELAY - 3)
+        step, consumed_samples = first - DELAY - 3, 8 * (first - DELAY - 3)
         path = tmp_path
         config = {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
         stages = [schedule_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
@@ -242,7 +242,7 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
     found = json.loads((tmp_path / "run" / decisions.FILE).read_text())
     for decision in found["decisions"]:
         assert sizes.index(decision["global_batch_size"]) == decision["first_step"]
-        assert decision["first_step"] == decision["after_step"] + adaptive.DELAY
+        assert decision["first_step"] == decision["after_step"] + DELAY
         assert float.fromhex(decision["lower"]) == decision["lower_rows"]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert [s["global_batch_size"] for s in plan["stages"]] == [8, 16, 32]
