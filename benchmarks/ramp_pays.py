@@ -65,6 +65,11 @@ MODEL = {
     "enable_tensorboard": False,
     "log_period": 10**9,
 }
+_CORES = (
+    sorted(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity")
+    else range(os.cpu_count() or 1)
+)
 FEW_SEEDS = 3
 EQUAL = 0.01  # nats
 _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
@@ -80,8 +85,8 @@ class Experiment:
         self.folder, self.samples, self._expected = folder, samples, expected
         self._keys = dict(key.split("=", 1) for key in keys)
         self._began, self._ended = time.monotonic(), set()
-        self._cores: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        for core in _cores():
+        self._cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for core in _CORES:
             self._cores.put(core)
         self._stopped = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +126,7 @@ class Experiment:
 
     def factor(self, a: dict[str, Any], sizes: list[int]) -> float:
         """The largest batch that surely costs nothing over the noise scale, half way through A."""
-        folder = pathlib.Path(a["folder"])
+        folder = self.folder / a["run"]
         step = min(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
         command = [*_bound(), "maxramp.branch", str(folder), "--at", str(step)]
         command += ["--sizes", ",".join(map(str, sizes)), "--json"]
@@ -152,13 +157,13 @@ class Experiment:
         try:
             if self._stopped:  # a run of another thread failed, or the user stopped it
                 sys.exit(1)
-            if core is not None:
-                os.sched_setaffinity(0, {core})  # of this thread, and so of the process it starts
+            _bind(core)  # this thread, and so the process that it starts
             status = subprocess.run(command, stdout=out, stderr=err, env=_environment()).returncode
             self._stopped |= status != 0
             return status
         finally:
             self._cores.put(core)
+            _bind(*_CORES)
 
     def _result(self, folder: pathlib.Path) -> dict[str, Any] | None:
         records = read_records(folder / "metrics.jsonl")
@@ -168,7 +173,7 @@ class Experiment:
         return {
             "loss": ends[-1]["eval_loss"],
             "steps": ends[-1]["step"] + 1,
-            "folder": str(folder),
+            "run": folder.name,
             "seconds": sum(r.get("step_seconds", 0.0) for r in records),
         }
 
@@ -180,11 +185,10 @@ def at_once(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
         return list(threads.map(function, values))
 
 
-def _cores() -> Iterable[int | None]:
-    """The cores that this process may use; None for each where the system cannot bind to them."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return [None] * (os.cpu_count() or 1)
+def _bind(*cores: int) -> None:
+    """Lets this thread run on these cores only, where the system can do that."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def _bound() -> list[str]:
