@@ -51,15 +51,16 @@ def lower_step(
     learning_rate: LearningRate,
     platforms: tuple[str, ...] | None = None,
 ) -> Callable[[int, int], jax.stages.Lowered]:
-    """Lowers the train step alone, to ask how much memory a batch needs. Call it on a set mesh.
+    """Lowers the train step alone, to ask how much memory a batch needs.
 
     Args:
       recipe, learning_rate: what the step is made from.
-      mesh: that is set.
+      mesh: to lower for.
       platforms: to lower for, where the mesh's devices belong to no backend of this process.
 
     Returns:
-      A function of gradient accumulation steps and the rows of a micro batch over all devices.
+      A function of gradient accumulation steps and the rows of a micro batch over all devices. Call
+      it where the mesh is set.
     """
     state = abstract_state(recipe, mesh)
     jitted = jax.jit(make_train_step(recipe, learning_rate), donate_argnums=0)
