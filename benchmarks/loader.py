@@ -5,7 +5,6 @@ Writes some text in every format that this environment can write, then reads bat
 python benchmarks/loader.py [--json FILE] [--seconds 2] [--megabytes 24]
 """
 
-import functools
 import itertools
 import json
 import pathlib
@@ -31,7 +30,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.state import init_state
+from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
 
 BATCH = 64
@@ -183,7 +182,7 @@ def step_eats() -> float:
     with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         ramp = RampupBatchManager(config.batch, 1)
         rate = LearningRate.of(config.schedule, ramp)
-        state = jax.jit(functools.partial(init_state, config.recipe))()
+        state = initial_state(config.recipe)
         shape = (1, ramp.stages[-1].global_batch_size, config.batch.max_target_length + 1)
         batch = Batch(jax.device_put(np.zeros(shape, np.int32), BATCH_ABS))
         step = make_train_step(config.recipe, rate)

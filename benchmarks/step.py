@@ -23,7 +23,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.state import init_state
+from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
@@ -60,7 +60,7 @@ def ours(size, batch, *keys):
     config = resolve(config, 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config.mesh))
     rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
-    state = jax.jit(functools.partial(init_state, config.recipe))()
+    state = initial_state(config.recipe)
     step = make_train_step(config.recipe, rate)
     batch = Batch(jax.device_put(batch, BATCH_ABS))
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()

@@ -117,6 +117,33 @@ def test_the_check_can_fail(sources, expected):
     assert len(found) == 1 and found[0].startswith(expected)
 
 
+def builds_specs(source: str) -> bool:
+    """Whether a source imports PartitionSpec, or calls it by any of its names."""
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {a.name for node in nodes if isinstance(node, ast.ImportFrom) for a in node.names}
+    called = {ast.unparse(n.func).split(".")[-1] for n in nodes if isinstance(n, ast.Call)}
+    return "PartitionSpec" in imported or not called.isdisjoint({"PartitionSpec", "P", "Spec"})
+
+
+def test_only_sharding_builds_specs():
+    assert {name for name, text in modules().items() if builds_specs(text)} == {"parallel.sharding"}
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("from jax.sharding import Mesh, PartitionSpec as P", True),
+        ("def f():\n    from jax import P\n    return P()", True),
+        ("import jax\nx = jax.sharding.PartitionSpec('data')", True),
+        ("import jax\nx = jax.P('data')", True),
+        ("from maxramp.parallel.sharding import Spec\nx = Spec('data')", True),
+        ("from maxramp.parallel.sharding import Spec\ndef f(spec: Spec): pass", False),
+    ],
+)
+def test_a_spec_is_found(source, expected):
+    assert builds_specs(source) == expected
+
+
 def test_packages_hold_no_code():
     """So an import of a package drags nothing in; `rampup` alone names what programs use."""
     for path in PACKAGE.rglob("__init__.py"):

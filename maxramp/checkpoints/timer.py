@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+
+from maxramp.parallel.sharding import BY_DEVICE
 
 
 class Timer:
@@ -22,8 +23,7 @@ class Timer:
         self._seconds = 60 * minutes
         self._pending: jax.Array | None = None
         if minutes > 0 and jax.process_count() > 1:
-            mesh = jax.sharding.get_mesh()
-            self._sharding = NamedSharding(mesh, P(mesh.axis_names))
+            self._sharding = NamedSharding(jax.sharding.get_mesh(), BY_DEVICE)
             self._any = jax.jit(jnp.max)
         self.start()
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from maxramp.model import pipeline
 from maxramp.model.attention import CONTEXT, rotary_angles, starts
@@ -20,7 +19,7 @@ from maxramp.model.blocks import BLOCKS, Segments
 from maxramp.model.cache import Cache
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import STAGE_PRODUCTS, RMSNorm, Scale, look_up, normal
-from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, X_BTD, X_BTF, of_weight
+from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
 
 _LAYER_INPUT = "input of a layer"
 _PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -66,7 +65,7 @@ class Decoder(nnx.Module):
                 keys.pipeline_fsdp_ag_once,
             )
             layer_keys = pipeline.by_stages(layer_keys, stages, self.pipeline.repeats)
-            layer_keys = jax.reshard(layer_keys, P("stage"))
+            layer_keys = jax.reshard(layer_keys, LAYERS_L)
         self.layers = jax.vmap(lambda key: block(keys, key))(layer_keys)
         self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
         self.tied = keys.logits_via_embedding

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
@@ -26,6 +25,7 @@ from maxramp.parallel.sharding import (
     TOKENS_BT,
     X_BTD,
     X_BTF,
+    Spec,
     merged,
     of_gradient,
     of_own_gradient,
@@ -75,14 +75,14 @@ def _by_rows_backward(x_BTD, dy_BTD):
 _by_rows.defvjp(lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD), _by_rows_backward)
 
 
-def normal(key: jax.Array, shape: tuple[int, ...], spec: P, std: float, dtype: str) -> nnx.Param:
+def normal(key: jax.Array, shape: tuple[int, ...], spec: Spec, std: float, dtype: str) -> nnx.Param:
     """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return nnx.Param((x * (std / 0.87962566)).astype(dtype))
 
 
-def dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: P) -> jax.Array:
+def dense(x: jax.Array, subscripts: str, weight: nnx.Param, out_sharding: Spec) -> jax.Array:
     """An einsum with a weight, computed in x's dtype.
 
     Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
@@ -136,14 +136,14 @@ def _stages(rows: tuple[int, ...]) -> tuple[int, ...]:
     return d, S, rows[0] // (d * S), *rows[1:]
 
 
-def _product(subscripts: str, out_sharding: P, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(subscripts: str, out_sharding: Spec, x: jax.Array, weight: jax.Array) -> jax.Array:
     spec = jax.typeof(weight).sharding.spec
     if _confuses_rows(spec):
         weight = jax.reshard(weight, without_axis(spec, "fsdp"))
     return jnp.einsum(subscripts, x, weight, out_sharding=out_sharding)
 
 
-def _confuses_rows(spec: P) -> bool:
+def _confuses_rows(spec: Spec) -> bool:
     """Whether XLA may return the rows of a product with such a weight in another order.
 
     Where a weight is sharded over fsdp and tensor, and rows over fsdp and another axis, it puts the
@@ -195,7 +195,8 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     # sends it. Where text is generated the table is whole already.
     rows = table_VD.shape[0] // sizes["tensor"]
     travel = "fsdp" in spec.partitions and tokens < rows
-    spec = P("tensor", "fsdp" if travel else None, reduced=spec.reduced)
+    if not travel:
+        spec = without_axis(spec, "fsdp")
 
     def local(table_VD, tokens_BT):
         if travel:

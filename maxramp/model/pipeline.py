@@ -27,13 +27,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from maxramp.model.layers import Scale
 from maxramp.model.size import pipeline_turns
-from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import TOKENS_BT, of_gradient, of_weight
+from maxramp.parallel.sharding import (
+    REPLICATED,
+    TOKENS_BT,
+    SEGMENTS_mBT,
+    Spec,
+    by_stage,
+    of_gradient,
+    of_weight,
+    stacked,
+    unstacked,
+    without_axis,
+)
 
 Run = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
@@ -72,7 +81,7 @@ def by_layers(layers: jax.Array, stages: int, repeats: int) -> jax.Array:
 def _swapped(x_L: jax.Array, outer: int, inner: int) -> jax.Array:
     """L as [outer, inner, l] -> L as [inner, outer, l]."""
     spec = jax.typeof(x_L).sharding.spec
-    x_L = jax.reshard(x_L, P(None, *spec[1:]))
+    x_L = jax.reshard(x_L, without_axis(spec, "stage"))
     blocks = x_L.reshape(outer, inner, -1, *x_L.shape[1:])
     return jax.reshard(blocks.swapaxes(0, 1).reshape(x_L.shape), spec)
 
@@ -130,8 +139,7 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
     """
 
     def split(w: jax.Array) -> jax.Array:
-        spec = jax.typeof(w).sharding.spec
-        spec = P("stage", None, None, *spec.partitions[1:], reduced=spec.reduced)
+        spec = by_stage(jax.typeof(w).sharding.spec)
         w = jax.lax.reshape(w, (*shape, *w.shape[1:]), out_sharding=spec)
         w = jnp.moveaxis(w, 0, 2)
         return w[0] if w.shape[0] == 1 else w
@@ -140,8 +148,7 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
         spec = jax.typeof(w).sharding.spec
         if not gather_once:
             return jax.reshard(w, of_weight(spec, ("data",)))
-        whole = P(*(None if axis == "fsdp" else axis for axis in spec.partitions))
-        return jax.reshard(w, of_weight(whole, ("data", "fsdp")))
+        return jax.reshard(w, of_weight(without_axis(spec, "fsdp"), ("data", "fsdp")))
 
     def apart(w: jax.Array) -> jax.Array:
         return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
@@ -158,7 +165,9 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec: P) -> jax.Array:
+def _read(
+    weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec: Spec
+) -> jax.Array:
     """Of a weight [R, l, S, ...] the repeat that each stage is at in turn t: [l, S, ...].
 
     Its gradient goes to `sums` instead, in float32 and with `spec`, the one of sums.
@@ -170,8 +179,9 @@ def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec
         return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
 
     whole = jax.typeof(weight).sharding.spec
-    one = P(*whole.partitions[1:], reduced=whole.reduced)
-    move = jax.shard_map(local, in_specs=(whole, P()), out_specs=one, check_vma=False)
+    move = jax.shard_map(
+        local, in_specs=(whole, REPLICATED), out_specs=unstacked(whole), check_vma=False
+    )
     return move(weight, t)
 
 
@@ -183,14 +193,14 @@ def _read_backward(S, R, spec, t, gradient):
     whole = of_gradient(spec)
     if R == 1:
         return None, jax.reshard(gradient, whole).astype(jnp.float32), None
-    one = P(*whole.partitions[1:], unreduced=whole.unreduced)
+    one = unstacked(whole)
     gradient = jax.reshard(gradient, one).astype(jnp.float32)
 
     def local(gradient: jax.Array, t: jax.Array) -> jax.Array:
         zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat(t, S, R), 0)
 
-    move = jax.shard_map(local, in_specs=(one, P()), out_specs=whole, check_vma=False)
+    move = jax.shard_map(local, in_specs=(one, REPLICATED), out_specs=whole, check_vma=False)
     return None, move(gradient, t), None
 
 
@@ -208,17 +218,17 @@ def _to_slots(x_BTD: jax.Array, k: int) -> jax.Array:
     return jax.shard_map(
         lambda x: x.reshape(k, -1, *x.shape[1:]),
         in_specs=spec,
-        out_specs=P(None, *spec),
+        out_specs=stacked(spec),
     )(x_BTD)
 
 
 def _from_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
     """Back to rows. Results lie S - 1 slots behind the inputs that they belong to."""
-    spec = P(*jax.typeof(slots_kBTD).sharding.spec[1:])
+    spec_kBTD = jax.typeof(slots_kBTD).sharding.spec
     return jax.shard_map(
         lambda x: jnp.roll(x, 1 - S, axis=0).reshape(-1, *x.shape[2:]),
-        in_specs=P(None, *spec),
-        out_specs=spec,
+        in_specs=spec_kBTD,
+        out_specs=unstacked(spec_kBTD),
     )(slots_kBTD)
 
 
@@ -229,8 +239,7 @@ def _all_segments(segments_BT: jax.Array, k: int) -> jax.Array:
         every = jax.lax.all_gather(segments_BT.reshape(k, -1, segments_BT.shape[-1]), "stage")
         return every.reshape(-1, *every.shape[2:])
 
-    out_specs = P(None, tuple(axis for axis in BATCH_AXES if axis != "stage"), None)
-    return jax.shard_map(local, in_specs=TOKENS_BT, out_specs=out_specs, check_vma=False)(
+    return jax.shard_map(local, in_specs=TOKENS_BT, out_specs=SEGMENTS_mBT, check_vma=False)(
         segments_BT
     )
 
@@ -245,7 +254,7 @@ def _segments_of(segments_mBT: jax.Array | None, t: jax.Array, S: int, R: int) -
         micro_batch = since // (S * R) * S + since % S
         return jax.lax.dynamic_index_in_dim(segments_mBT, micro_batch, 0, False)
 
-    in_specs = jax.typeof(segments_mBT).sharding.spec, P()
+    in_specs = SEGMENTS_mBT, REPLICATED
     return jax.shard_map(local, in_specs=in_specs, out_specs=TOKENS_BT, check_vma=False)(
         segments_mBT, t
     )
@@ -283,10 +292,10 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 
 def _on_devices(move: Callable, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array, S, R):
     spec = jax.typeof(x_BTD).sharding.spec
-    specs = P(None, *spec), spec
+    specs = stacked(spec), spec
     move = jax.shard_map(
         functools.partial(move, S=S, R=R),
-        in_specs=(*specs, P()),
+        in_specs=(*specs, REPLICATED),
         out_specs=specs,
         check_vma=False,
     )

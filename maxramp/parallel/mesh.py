@@ -5,13 +5,13 @@ The axes are those of `axes`.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import is_address
@@ -92,8 +92,14 @@ def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Me
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
 
 
-def on_mesh(tree: Any, mesh: Mesh) -> Any:
-    """Shapes of arrays with their shardings on a mesh's devices: what a program is lowered for.
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of axes of these sizes without devices, on which arrays have shapes and shardings."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
+
+
+def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Shapes of arrays with their shardings on a mesh: on one of devices, what a program is lowered
+    for.
 
     Args:
       tree: from `jax.eval_shape`; what has no sharding is on every device.

@@ -1,8 +1,10 @@
 """Every PartitionSpec, named once: how each kind of array lies on the mesh's axes.
 
+Other modules import names and functions from here; none builds a spec of its own.
+
 Shapes: A accumulation steps, B rows, T tokens, S tokens of a row and the next one, N tokens of all
 rows, D model width, H query heads, K key/value heads, G query heads per key/value head, h head
-width, F MLP width, V vocabulary.
+width, F MLP width, V vocabulary, L layers, C copies of the weights, m micro batches of a pipeline.
 """
 
 from collections.abc import Iterable
@@ -11,16 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES
 
+Spec = P  # the type, for annotations in other modules
+
 REPLICATED = P()
+BY_DEVICE = P(AXES)  # one number of each device
 
 # The batch and what follows from it
 BATCH_ABS = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
 ROWS_B = P(BATCH_AXES)
+ROWS_ACB = P(None, "data", "fsdp")  # rows by the copy of the weights that reads them
 SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
+SEGMENTS_mBT = P(None, ("data", "fsdp"), None)  # of every micro batch of a pipeline, on all stages
 
 # Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor
 STREAM_BTD = P(BATCH_AXES, None, "tensor")  # the residual stream
+STREAM_BD = P(BATCH_AXES, "tensor")  # one vector of that width for each row
 X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
@@ -34,6 +42,7 @@ HEADS_IN_DHh = P("fsdp", "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, "fsdp")
 MLP_IN_DF = P("fsdp", "tensor")
 MLP_OUT_FD = P("tensor", "fsdp")
+LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
 def without_axis(spec: P, axis: str) -> P:
@@ -77,6 +86,16 @@ def of_factor(spec: P) -> P:
     return P(reduced=spec.unreduced)
 
 
+def stacked(spec: P, axes: int = 1) -> P:
+    """The spec of such arrays with so many axes in front: [...] -> [k, ...]."""
+    return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
+
+
+def unstacked(spec_k: P) -> P:
+    """The spec of one array out of the first axis, which is whole: [k, ...] -> [...]."""
+    return P(*spec_k.partitions[1:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
+
+
 def merged(spec_BT: P) -> P:
     """The spec of an array whose rows and tokens are one axis: [B, T, ...] -> [N, ...]."""
     return P(BATCH_AXES, *spec_BT[2:])
@@ -86,3 +105,8 @@ def staged(spec_B: P) -> P:
     """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
     stage = BATCH_AXES.index("stage")
     return P(BATCH_AXES[:stage], "stage", BATCH_AXES[stage + 1 :], *spec_B[1:])
+
+
+def by_stage(spec_L: P) -> P:
+    """The spec of weights by stage, repeat and layer of a turn: [L, ...] -> [S, R, l, ...]."""
+    return P(*LAYERS_L, None, None, *spec_L.partitions[1:], reduced=spec_L.reduced)

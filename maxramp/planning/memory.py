@@ -1,40 +1,26 @@
 """Memory per device: what the shapes decide, and what a pass is estimated to need."""
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from maxramp.model.size import pass_bytes
 from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.mesh import AXIS_TYPE
+from maxramp.parallel.mesh import abstract_mesh
 from maxramp.rampup.schedule import Stage
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
-from maxramp.training.state import TrainState, init_state
+from maxramp.training.state import abstract_state
 
 
-def state_without_devices(recipe: Recipe, sizes: Mapping[str, int]) -> TrainState:
-    """Shapes and shardings of the train state on a mesh of these sizes, without devices."""
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.eval_shape(functools.partial(init_state, recipe))
-
-
-def bytes_per_device(tree: Any, sizes: Mapping[str, int]) -> int:
-    """Bytes that a device holds of a tree of abstract arrays on a mesh of these sizes."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        spec = leaf.sharding.spec if leaf.sharding else ()
-        axes = [
-            axis for part in spec if part for axis in ([part] if isinstance(part, str) else part)
-        ]
-        total += leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in axes)
-    return total
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that a device holds of a tree of abstract arrays on a mesh."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def estimate(recipe: Recipe, sizes: Mapping[str, int], stage: Stage) -> dict[str, float]:
@@ -45,14 +31,14 @@ def estimate(recipe: Recipe, sizes: Mapping[str, int], stage: Stage) -> dict[str
       and the weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
       for its backward pass, plus a block of logits; `total`.
     """
-    state, model = state_without_devices(recipe, sizes), recipe.model
-    weights = bytes_per_device(state.model, sizes)
+    state, model = abstract_state(recipe, abstract_mesh(sizes)), recipe.model
+    weights = bytes_per_device(state.model)
     count = weights // jnp.dtype(model.weight_dtype).itemsize
     copies = count * jnp.dtype(model.dtype).itemsize
     rows = stage.micro_batch_size / math.prod(sizes[axis] for axis in BATCH_AXES)
     parts = {
         "weights": weights,
-        "optimizer": bytes_per_device(state.opt_state, sizes),
+        "optimizer": bytes_per_device(state.opt_state),
         "gradients": 4 * count + (copies if model.dtype != model.weight_dtype else 0),
         "activations": pass_bytes(
             model, rows, sizes["tensor"], recipe.objective.loss_block_tokens, sizes["stage"]

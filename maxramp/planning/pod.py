@@ -43,15 +43,14 @@ class Pod:
         self._limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
         self._options = compiler_options(mesh.devices.flat[0].platform) | machine.options
         self._parallel, self._multiple = batch.model_parallel_size, batch.rows_multiple
-        # Setting a mesh of devices that are not there fails as soon as anything runs.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
+        self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
 
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
         start = time.perf_counter()
         limit = {"peak_tflops_per_device": self._machine.peak_tflops}
+        # Setting a mesh of devices that are not there fails as soon as anything runs.
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             try:
                 lowered = self._lower(accumulation, rows)

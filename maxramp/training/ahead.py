@@ -67,9 +67,13 @@ class Ahead:
           name: in lines about it.
           lower: called in the main thread.
         """
-        if key not in self._programs:
+        if key not in self:
             self._programs[key] = _Program(name, lower, concurrent.futures.Future())
             self._waiting.append(self._programs[key])
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a program of that key is announced."""
+        return key in self._programs
 
     def get(self, key: Hashable) -> tuple[jax.stages.Compiled, float]:
         """A program, and the seconds spent waiting for it.

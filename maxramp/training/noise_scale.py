@@ -30,13 +30,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.layers import RowScale, Scale
-from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.sharding import STREAM_BTD
+from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import targets
@@ -52,8 +50,8 @@ def by_rows(model: Decoder, rows: int) -> Decoder:
         if not isinstance(weight, Scale):
             return weight
         *layers, D = weight[...].shape
-        spec = P(*(None,) * len(layers), STREAM_BTD[0], STREAM_BTD[2])
-        return RowScale(weight, jax.reshard(jnp.zeros((*layers, rows, D), jnp.float32), spec))
+        zeros = jnp.zeros((*layers, rows, D), jnp.float32)
+        return RowScale(weight, jax.reshard(zeros, stacked(STREAM_BD, len(layers))))
 
     return jax.tree.map(probed, model, is_leaf=lambda x: isinstance(x, nnx.Param))
 
@@ -107,8 +105,9 @@ def metrics(
     """
     A, B, _ = batch.tokens.shape
     tokens_AB = jax.vmap(lambda micro_batch: (targets(micro_batch) >= 0).sum(-1))(batch)
+    spec = ROWS_ACB if copies > 1 else stacked(ROWS_B, 2)
     tokens_ACB = jax.lax.reshape(
-        tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=_groups(copies)
+        tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=spec
     )
     n = tokens_ACB.sum()
     groups = {"norms_": (tokens_ACB, squares(_of_type(Scale, gradients)))}
@@ -129,10 +128,6 @@ def estimate(Q: jax.Array, N: jax.Array, P: jax.Array, n: jax.Array) -> tuple[ja
     """(signal, variance) by the formulas at the top of this module, of at least two groups."""
     signal = (P - Q) / (n**2 - N)
     return signal, P / n - n * signal
-
-
-def _groups(copies: int) -> P:
-    return P(None, "data", "fsdp") if copies > 1 else P(None, None, BATCH_AXES)
 
 
 def _of_type(kind: type, tree: Any) -> list[Any]:

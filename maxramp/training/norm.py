@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.sharding import REPLICATED
+from maxramp.parallel.axes import AXES
+from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stacked
 
 
 def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
@@ -38,18 +38,16 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
         held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
         return held[None]
 
-    parts = P(mesh.axis_names)
     in_specs = tuple(specs)
-    return jax.shard_map(local, in_specs=in_specs, out_specs=parts, check_vma=False)(*trees)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=BY_DEVICE, check_vma=False)(*trees)
 
 
 def add_up(parts: jax.Array) -> jax.Array:
     """The squared norms whose parts are [..., devices], on every device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = P(*(None,) * (parts.ndim - 1), mesh.axis_names)
+    spec = stacked(BY_DEVICE, parts.ndim - 1)
 
     def local(held: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(held, mesh.axis_names, axis=held.ndim - 1, tiled=True)
+        return jax.lax.all_gather(held, AXES, axis=held.ndim - 1, tiled=True)
 
     gathered = jax.shard_map(local, in_specs=spec, out_specs=REPLICATED, check_vma=False)(parts)
     return gathered.sum(-1)

@@ -51,15 +51,16 @@ def lower_step(
     learning_rate: LearningRate,
     platforms: tuple[str, ...] | None = None,
 ) -> Callable[[int, int], jax.stages.Lowered]:
-    """Lowers the train step alone, to ask how much memory a batch needs. Call it on a set mesh.
+    """Lowers the train step alone, to ask how much memory a batch needs.
 
     Args:
       recipe, learning_rate: what the step is made from.
-      mesh: that is set.
+      mesh: to lower for.
       platforms: to lower for, where the mesh's devices belong to no backend of this process.
 
     Returns:
-      A function of gradient accumulation steps and the rows of a micro batch over all devices.
+      A function of gradient accumulation steps and the rows of a micro batch over all devices. Call
+      it where the mesh is set.
     """
     state = abstract_state(recipe, mesh)
     jitted = jax.jit(make_train_step(recipe, learning_rate), donate_argnums=0)
@@ -131,29 +132,28 @@ class Programs:
 
         self._ahead.lower()
 
-    def add(self, stage: Stage) -> tuple[int, ...]:
+    def add(self, stage: Stage) -> None:
         """Has the step of one more stage compiled, after those that wait to be.
 
         The list of stages may grow while the run goes on: call it in the main thread, on every
         process after the same step. Stages of one shape share a program.
-
-        Returns:
-          The key of the program.
         """
-        batch = self._batch(stage.gradient_accumulation_steps, stage.micro_batch_size)
+        shape = _shape(stage)
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        self._announce(batch.tokens.shape, name, self._step, self._arrays, batch, donate=(0,))
-        return batch.tokens.shape
+        self._announce(shape, name, self._step, self._arrays, self._batch(*shape), donate=(0,))
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
 
-        It takes the arrays of a HeldState and a batch, and returns the next arrays and metrics.
+        It takes the arrays of a HeldState and a batch, and returns the next arrays and metrics. A
+        stage that was not added is now.
 
         Raises:
           TrainingError: it does not compile.
         """
-        return self._ahead.get(self.add(stage))
+        if _shape(stage) not in self._ahead:
+            self.add(stage)
+        return self._ahead.get(_shape(stage))
 
     def eval_step(self) -> tuple[Callable, float]:
         """The compiled evaluation step, and the seconds spent waiting for it."""
@@ -185,3 +185,8 @@ class Programs:
             return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
         self._ahead.announce(key, name, lower)
+
+
+def _shape(stage: Stage) -> tuple[int, int]:
+    """Accumulation steps and rows of a micro batch: what tells the programs of stages apart."""
+    return stage.gradient_accumulation_steps, stage.micro_batch_size

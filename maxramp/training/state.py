@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import on_mesh
@@ -37,23 +37,23 @@ class TrainState:
 
 
 def init_state(recipe: Recipe) -> TrainState:
-    """The state before the first step; under jit and a mesh weights are born sharded."""
+    """The state before the first step, as it is traced: under a mesh weights are born sharded."""
     model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
     opt_state = make_optimizer(recipe.optimizer).init(model)
     return TrainState(jnp.zeros((2,), jnp.uint32), model, opt_state, jnp.uint32(0))
 
 
 def initial_state(recipe: Recipe) -> TrainState:
-    """The state before the first step, on the mesh that is set."""
+    """`init_state` of arrays, on the mesh that is set."""
     # On CPUs the random numbers take longer to optimize than the whole step, and run once.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
     return jax.jit(functools.partial(init_state, recipe), compiler_options=options)()
 
 
-def abstract_state(recipe: Recipe, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the train state on a mesh."""
-
-    return on_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
+def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
+    """`init_state` of shapes, dtypes and shardings, on any mesh: of devices or without them."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return on_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
 
 
 def in_layer_order(tree: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import BASE, ROOT, make_config, make_mesh
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
@@ -18,6 +18,7 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.layers import dense, look_up
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
+from maxramp.parallel.mesh import abstract_mesh
 from maxramp.parallel.sharding import (
     EMBEDDING_VD,
     MLP_IN_DF,
@@ -63,9 +64,7 @@ def load(*arguments):
 
 def no_devices():
     """A mesh without devices: enough to trace a model of any size."""
-    types = (AxisType.Explicit,) * len(AXES)
-    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=types)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(abstract_mesh(dict.fromkeys(AXES, 1)))
 
 
 def abstract_model(config):

@@ -3,8 +3,6 @@
 Shapes: R rows, S tokens of a row and the one after it.
 """
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from jax.sharding import NamedSharding
 from maxramp.data.batch import Batch
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.objective import next_token_prediction
-from maxramp.training.state import init_state
+from maxramp.training.state import abstract_state
 
 ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264
 
@@ -45,7 +43,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
     def weight(path, x):
         values = np.ones(x.shape) if "scale_D" in str(path) else random.normal(0, 0.2, x.shape)
-        return jax.device_put(values.astype(x.dtype), NamedSharding(mesh, x.sharding.spec))
+        return jax.device_put(values.astype(x.dtype), x.sharding)
 
     @jax.jit
     def gradient(model, rows_RS):
@@ -54,8 +52,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         )
 
     with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(functools.partial(init_state, config.recipe)).model
-        model = jax.tree_util.tree_map_with_path(weight, abstract)
+        model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
             placed = jax.device_put(rows_RS, NamedSharding(mesh, TOKENS_BT))
             found, shown = gradient(model, placed)

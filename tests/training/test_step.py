@@ -25,7 +25,7 @@ from maxramp.training.fingerprint import fingerprint
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import cross_entropy_sums
 from maxramp.training.objective import next_token_prediction
-from maxramp.training.state import init_state
+from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import eval_step, make_train_step
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 64, 16, 264
@@ -356,7 +356,7 @@ def loss_and_gradients():
         config = make_config(*arguments)
         state, mesh = initial_state(make_config(*ADAM)), make_mesh(config)
         with jax.set_mesh(mesh):
-            abstract = jax.eval_shape(functools.partial(init_state, config.recipe)).model
+            abstract = abstract_state(config.recipe, mesh).model
             model = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state.model))
             rows_RS = place(random_rows(1, ROWS), mesh).tokens[0]
             loss, gradients = jax.jit(jax.value_and_grad(objective))(model, rows_RS)
