@@ -27,6 +27,7 @@ from maxramp.folders.place import home_of
 from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
+from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.cost import PassCost
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
@@ -44,10 +45,7 @@ _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is n
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
 # What makes a run that was measured another one than the run that is planned.
 _SAME = (
-    "base_emb_dim",
-    "base_num_decoder_layers",
-    "base_mlp_dim",
-    "vocab_size",
+    *SHAPE_KEYS,
     "max_target_length",
     "dataset_type",
     "text_files",
