@@ -194,7 +194,7 @@ def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
         record = {**of_batch(step, stage, consumed), **metrics}
         for write in writers:
             write(record)
-        stopping = job.shall_stop(done)
+        stopping = job.check(done)
         last = stopping or done == schedule.last_step
         if checkpoints.is_due(done, ramp) or last:
             checkpoints.save(done, state, ramp, output.flush, last)

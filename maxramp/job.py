@@ -148,8 +148,11 @@ class Job(Start):
             self.checkpoints.compare(self.schedule.position, abstract)
         return abstract
 
-    def shall_stop(self, done: int) -> bool:
-        """Whether to save and end after `done` steps; the same answer on every process.
+    def check(self, done: int) -> bool:
+        """Notices what happened around the loop, after `done` steps.
+
+        Returns:
+          Whether to save and end here; the same answer on every process.
 
         Raises:
           TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
