@@ -85,6 +85,11 @@ def _refuse(config: Config) -> None:
             "log_gradient_noise_scale=True: steps of reinforcement learning do not measure it, and "
             "rampup_policy=noise rests on it; use False, and a ramp that is given"
         )
+    if config.batch.rampup_policy == "noise":
+        raise ConfigError(
+            "rampup_policy=noise: steps of reinforcement learning do not measure the noise scale "
+            "that it rests on; give a ramp, or use rampup_policy=seesaw"
+        )
 
 
 def _run(begun: Start) -> int:
