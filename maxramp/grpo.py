@@ -18,42 +18,34 @@ from collections.abc import Sequence
 
 import jax
 
-from maxramp.checkpoints.resume import Schedule, take_up
-from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
-from maxramp.config.load import load, to_yaml
-from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.config.load import load
 from maxramp.data.corpus import Corpus
 from maxramp.errors import (
     EXIT_PREEMPTED,
-    EXIT_STAGE_END,
     ConfigError,
     NotFiniteError,
     TrainingError,
     report,
 )
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
-from maxramp.parallel import agreement, cpu, lifeline
-from maxramp.parallel import mesh as mesh_lib
+from maxramp.job import Job, Start, start
+from maxramp.parallel import agreement, cpu
 from maxramp.parallel.processes import run
-from maxramp.planning.cost import PassCost
-from maxramp.rampup.numbers import plain_number
 from maxramp.rl import first_model
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
 from maxramp.rl.trainer import PolicyTrainer
-from maxramp.run.metrics import check_numbers
-from maxramp.run.output import Output
+from maxramp.run.metrics import check_numbers, of_batch
 from maxramp.run.preemption import Preemption
-from maxramp.run.watchdog import Watchdog
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options
-from maxramp.training.state import TrainState, abstract_state
+from maxramp.training.state import TrainState
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -70,9 +62,8 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
         ):
             return status
         loaded = first_model.with_weights(loaded, weights, notes.append)
-        hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
-        with Watchdog(hang, join) as watchdog:
-            return _run(loaded, notes, preemption, watchdog)
+        with start(loaded, notes, preemption) as begun:
+            return _run(begun)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
@@ -94,18 +85,16 @@ def _refuse(config: Config) -> None:
             "log_gradient_noise_scale=True: steps of reinforcement learning do not measure it, and "
             "rampup_policy=noise rests on it; use False, and a ramp that is given"
         )
+    if config.batch.rampup_policy == "noise":
+        raise ConfigError(
+            "rampup_policy=noise: steps of reinforcement learning do not measure the noise scale "
+            "that it rests on; give a ramp, or use rampup_policy=seesaw"
+        )
 
 
-def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
-    """Starts the backend, opens the run's folder, and trains from where it stands."""
-    mesh_lib.start_backend(loaded.backend)
-    for line in notes if jax.process_index() == 0 else ():
-        print_note(line)
-    watchdog.beat()
-    preemption.begin(jax.process_count() > 1, lifeline.end_now)
-    config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-    mesh = mesh_lib.make_mesh(config.mesh)
-    jax.set_mesh(mesh)
+def _run(begun: Start) -> int:
+    """Opens the prompts and the run's folder, and trains from where it stands."""
+    config = begun.config
     weights = first_model.weights_of(config)
     tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, []).tokenizer())
     if not tokenizer.ends and jax.process_index() == 0:
@@ -120,104 +109,67 @@ def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Wat
             f"prompt_file={config.rollout.prompt_file}: {len(hashes)} different files on the "
             "processes of the job; give all of them the same one"
         )
-    with contextlib.ExitStack() as closing:
-        output = closing.enter_context(Output(config.run, to_yaml(config)))
-        if jax.process_index() == 0:
-            preemption.say = output.say
-        config = first_model.settled(config, output.folder)
-        folder = output.folder / "checkpoints"
-        checkpoints = closing.enter_context(
-            Checkpoints(config.checkpoints, folder, prompts.hash, config.values, output.warn)
-        )
-        closing.enter_context(agreement.noticing_lost_peers())
-        position = checkpoints.latest()
-        changes = checkpoints.changes_since(position) if position else ""
-        schedule = take_up(
-            config.batch,
-            config.checkpoints,
-            jax.device_count(),
-            mesh_checker(loaded),
-            PassCost(config.batch, config.planning, config.model).restart,
-            position,
-        )
-        if schedule.first_step >= schedule.ramp.total_steps:
-            output.say_finished(schedule)
-            return 0
-        if schedule.first_step == schedule.last_step:
-            output.write_next_stage(schedule)
-            return EXIT_STAGE_END
-        check_enough(prompts, config.rollout, config.data.num_epoch, schedule.ramp.total_samples)
-        abstract = abstract_state(config.recipe, mesh)
-        if position:
-            checkpoints.compare(position, abstract)
-        rewards = agreement.raise_everywhere(lambda: _rewards(config, closing))
-        options = compiler_options(mesh.devices.flat[0].platform)
-        ahead = Ahead(
-            {},  # each program has the options
-            device_memory(config.planning.device_memory_gib),
-            output.say,
-            preemption.ask,
-        )
-        closing.callback(ahead.close)
-        rollout = GeneratorRollout(
-            config.rollout,
-            config.policy.decode_sampling_temperature,
-            config.model,
-            abstract.model,
-            tokenizer,
-            options,
-        )
-        programs = PolicyPrograms(
-            config.recipe,
-            config.policy,
-            LearningRate.of(config.schedule, schedule.ramp),
-            abstract,
-            rollout,
-            ahead,
-            options,
-        )
-        for stage in schedule.stages:
-            programs.announce(stage)
-        ahead.lower()
-        corpus = Corpus((), (), prompts.description, prompts.hash)
-        output.say_start(corpus, abstract.model, config.model.dtype, schedule, changes)
-        reference = None
-        if config.policy.grpo_beta:
-            began = first_model.weights_of(config)
-            reference = checkpoints.load_parameters(began, abstract.model)
-        trainer = PolicyTrainer(
-            programs,
-            config.rollout,
-            prompts,
-            tokenizer,
-            rewards,
-            reference,
-        )
-        state = checkpoints.first_state(position, abstract, config.recipe)
-        return train(config, trainer, state, schedule, checkpoints, output, preemption, watchdog)
+    job = begun.open_run(prompts.hash, first_model.settled)
+    if not job.has_steps:
+        return job.end()
+    total_prompts = job.schedule.ramp.total_samples
+    check_enough(prompts, config.rollout, config.data.num_epoch, total_prompts)
+    abstract = job.abstract_state()
+    trainer = _trainer(job, abstract, prompts, tokenizer)
+    recipe, position = job.config.recipe, job.schedule.position
+    return train(job, trainer, job.checkpoints.first_state(position, abstract, recipe))
 
 
-def train(
-    config: Config,
-    trainer: PolicyTrainer,
-    state: TrainState,
-    schedule: Schedule,
-    checkpoints: Checkpoints,
-    output: Output,
-    preemption: Preemption,
-    watchdog: Watchdog,
-) -> int:
-    """Trains the steps of a schedule, on the set mesh.
+def _trainer(
+    job: Job, abstract: TrainState, prompts: Prompts, tokenizer: PromptTokenizer
+) -> PolicyTrainer:
+    """What takes the steps, with its programs announced to the compiler."""
+    config, output, schedule = job.config, job.output, job.schedule
+    rewards = agreement.raise_everywhere(lambda: _rewards(config, job.closing))
+    options = compiler_options(job.mesh.devices.flat[0].platform)
+    ahead = Ahead(
+        {},  # each program has the options
+        device_memory(config.planning.device_memory_gib),
+        output.say,
+        job.preemption.ask,
+    )
+    job.closing.callback(ahead.close)
+    rollout = GeneratorRollout(
+        config.rollout,
+        config.policy.decode_sampling_temperature,
+        config.model,
+        abstract.model,
+        tokenizer,
+        options,
+    )
+    programs = PolicyPrograms(
+        config.recipe,
+        config.policy,
+        LearningRate.of(config.schedule, schedule.ramp),
+        abstract,
+        rollout,
+        ahead,
+        options,
+    )
+    for stage in schedule.stages:
+        programs.announce(stage)
+    ahead.lower()
+    corpus = Corpus((), (), prompts.description, prompts.hash)
+    output.say_start(corpus, abstract.model, config.model.dtype, schedule, job.changes)
+    reference = None
+    if config.policy.grpo_beta:
+        began = first_model.weights_of(config)
+        reference = job.checkpoints.load_parameters(began, abstract.model)
+    return PolicyTrainer(programs, config.rollout, prompts, tokenizer, rewards, reference)
+
+
+def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
+    """Trains the steps of a job, on the set mesh.
 
     Args:
-      config: a resolved config.
+      job: the run's folder, and which steps of it.
       trainer: takes the steps.
       state: before the first one.
-      schedule: the steps, and the checkpoint that they go on from.
-      checkpoints: saves.
-      output: the run's folder and display.
-      preemption: whether somebody asked the run to stop.
-      watchdog: gets a beat at every step.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -226,7 +178,8 @@ def train(
     Raises:
       TrainingError: the run cannot go on.
     """
-    ramp, first_step, last_step = schedule.ramp, schedule.first_step, schedule.last_step
+    output, checkpoints, schedule = job.output, job.checkpoints, job.schedule
+    ramp, first_step = schedule.ramp, schedule.first_step
     cpu.keep()
     checkpoints.start_saving()
     writers = output.open_files(ramp, first_step)
@@ -241,33 +194,20 @@ def train(
                 checkpoints.save(step, state, ramp, output.flush, last=True)
             raise
         done, consumed = step + 1, ramp.samples_before(step + 1)
-        check_numbers(config.run, step, metrics)  # a state whose loss ends the run is never saved
-        record = {
-            "step": step,
-            "stage": stage.index,
-            "per_device_batch_size": plain_number(stage.per_device_batch_size),
-            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-            "global_batch_size": stage.global_batch_size,
-            "consumed_samples": consumed,
-            **metrics,
-        }
+        # A state whose loss ends the run is never saved.
+        check_numbers(job.config.run, step, metrics)
+        record = {**of_batch(step, stage, consumed), **metrics}
         for write in writers:
             write(record)
-        watchdog.beat()
-        output.check()
-        checkpoints.check()
-        stopping = preemption.reached(done)
-        last = stopping or done == last_step
+        stopping = job.check(done)
+        last = stopping or done == schedule.last_step
         if checkpoints.is_due(done, ramp) or last:
             checkpoints.save(done, state, ramp, output.flush, last)
-        if stopping and done < last_step:
+        if stopping and done < schedule.last_step:
             trainer.raise_failure()  # which asked for the end
             output.say_stopped(step)
             return EXIT_PREEMPTED
-    if last_step < ramp.total_steps:
-        output.write_next_stage(schedule)
-        return EXIT_STAGE_END
-    return 0
+    return job.end()
 
 
 def _prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:

@@ -231,9 +231,11 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
         kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        inputs += [formats.READERS[kind](path, column, tokens) for path in paths]
-        for file in inputs if kind == "megatron" else ():
-            file.check()
+        files = [formats.READERS[kind](path, column, tokens) for path in paths]
+        if kind == "megatron":
+            for file in files:
+                file.check()
+        inputs += files
     if len({file.tokens for file in inputs}) > 1:
         raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
     return inputs

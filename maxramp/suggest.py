@@ -18,21 +18,21 @@ from typing import Any
 import jax
 
 from maxramp.commandline import print_table, short, take_flag, take_value
+from maxramp.config import alternatives
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError, report
-from maxramp.folders.place import Place as Folder
-from maxramp.folders.place import home_of
-from maxramp.keys import base
+from maxramp.folders.place import Place, home_of
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
+from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.cost import PassCost
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.noise import KINDS, Block, blocks_of
-from maxramp.run.suggestion import Place, from_branches, from_noise, ramp_of
+from maxramp.run.suggestion import Measurement, from_branches, from_noise, ramp_of
 
 USAGE = """
   --noise RUN    a run that was trained with log_gradient_noise_scale=true: the shape of the ramp
@@ -44,10 +44,7 @@ _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is n
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
 # What makes a run that was measured another one than the run that is planned.
 _SAME = (
-    "base_emb_dim",
-    "base_num_decoder_layers",
-    "base_mlp_dim",
-    "vocab_size",
+    *SHAPE_KEYS,
     "max_target_length",
     "dataset_type",
     "text_files",
@@ -55,7 +52,6 @@ _SAME = (
     "learning_rate",
     "opt_type",
 )
-_LENGTHS = ("steps", "total_samples", "total_tokens")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,12 +89,12 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     planned = _Runs(config)
     evidence, limits = [], []
     results = _branches(branch, config, evidence, limits) if branch else []
-    places = from_branches(results) if results else []
+    measured = from_branches(results) if results else []
     if noise:
-        places = _noise_places(home_of(noise), results, config, evidence, limits)
+        measured = _of_noise(home_of(noise), results, config, evidence, limits)
     batches, keys = None, {}
-    if places:
-        batches = planned.fitting(places, results, bool(noise), limits)
+    if measured:
+        batches = planned.fitting(measured, results, bool(noise), limits)
         keys = _keys(batches, planned.total_samples)
     rows = planned.compared(batches)
     if batches and len(batches) > 1:
@@ -162,16 +158,15 @@ class _Runs:
         ramp = RampupBatchManager(target.batch, devices)
         self.total_samples = ramp.total_samples
         self._first = ramp.stages[0].global_batch_size
-        self._keys = _of_config(config)
 
     def fitting(
         self,
-        places: Sequence[Place],
+        measured: Sequence[Measurement],
         results: Sequence[dict[str, Any]],
         by_noise: bool,
         limits: list[str],
     ) -> list[tuple[int, int]]:
-        """(sample from which on, batch) by the places, of sizes that this run may take."""
+        """(sample from which on, batch) by what was measured, of sizes that this run may take."""
         sizes = {self._first * 2**n for n in range(31)}
         sizes |= {self._first // 2**n for n in range(31) if self._first % 2**n == 0}
         if results:
@@ -192,18 +187,18 @@ class _Runs:
                     f"no batch above {short(top)} tokens was tried, and the largest one cost "
                     "nothing: larger ones may do as well"
                 )
-        found = ramp_of(places, sorted(size * self._row for size in sizes))
+        found = ramp_of(measured, sorted(size * self._row for size in sizes))
         batches = [(round(tokens) // self._row, batch // self._row) for tokens, batch in found]
-        last, total = max(place.last for place in places), self.total_samples * self._row
+        last, total = max(one.last for one in measured), self.total_samples * self._row
         if last < 0.999 * total:
             limits.append(
                 f"nothing was measured beyond {short(last)} of this run's {short(total)} tokens: "
                 "the batch stays as it is there"
             )
-        if places[0].first > 0.02 * total:
+        if (start := measured[0].first) > 0.02 * total:
             limits.append(
-                f"nothing was measured before {short(places[0].first)} tokens: the batch begins at "
-                "the smallest"
+                f"nothing was measured before {short(start)} tokens: the batch begins at the "
+                "smallest"
             )
         rate, first = self._config.schedule.learning_rate, batches[0][1]
         if rate and first != self._first:
@@ -220,33 +215,36 @@ class _Runs:
         """
         total = {"total_samples": self.total_samples}
         if batches:
-            keys = _schedule(batches) | total
-            rows = [self._row_of("suggested", keys, _shown(batches), must_run=True)]
+            ramp = self._with(_schedule(batches) | total)
+            rows = [self._row_of("suggested", ramp, _shown(batches), must_run=True)]
             sizes = [size for _, size in batches]
         else:
-            rows = [self._row_of("as configured", self._keys, "", must_run=True)]
+            rows = [self._row_of("as configured", self._config, must_run=True)]
             sizes = rows[0]["sizes"] or [self._first]
         least, most = min(sizes), max(sizes)
         most = most if most > least else 4 * least
         for size in dict.fromkeys((least, most)):
-            constant = {"global_batch_size": size} | total
+            constant = self._with({"global_batch_size": size} | total)
             rows.append(self._row_of(f"constant {size}", constant, f"{size}"))
         ladder = [least]
         while 2 * ladder[-1] <= most:
             ladder.append(2 * ladder[-1])
         seesaw = {"rampup_policy": "seesaw", "rampup_ladder": ladder} | total
-        rows.append(self._row_of("Seesaw", seesaw, ""))
+        rows.append(self._row_of("Seesaw", self._with(seesaw)))
         for path in sorted((CONFIGS / "schedules").glob("*.yml")):
             shape = _published(path, least, most, self.total_samples)
-            keys = _schedule(shape) | total
-            rows.append(self._row_of(f"like {path.stem}", keys, _shown(shape)))
+            ramp = self._with(_schedule(shape) | total)
+            rows.append(self._row_of(f"like {path.stem}", ramp, _shown(shape)))
         return rows
 
+    def _with(self, keys: dict[str, Any]) -> Config:
+        """The run with other batches and another length."""
+        return self._config.replace(**(alternatives.none_chosen() | keys))
+
     def _row_of(
-        self, name: str, keys: dict[str, Any], batches: str, must_run: bool = False
+        self, name: str, config: Config, batches: str = "", must_run: bool = False
     ) -> dict[str, Any]:
-        """Steps and node-time of the run with other batch keys; neither where it cannot run."""
-        config = self._config.replace(**(_UNSET | keys))
+        """Steps and node-time of such a run; neither where it cannot run."""
         try:
             target = resolve_planned(config, config.batch.num_devices)
             cost = PassCost(target.batch, target.planning, target.model)
@@ -277,25 +275,6 @@ class _Runs:
             "batches": batches or _shown(pairs),
             "sizes": [size for _, size in pairs],
         }
-
-
-_NOTATION = (
-    "enable_rampup_batch_size",
-    "rampup_batch_size",
-    "global_batch_size",
-    "step_batch_size_schedule",
-    "rampup_policy",
-)
-_UNSET = {name: base.unset(name) for name in (*_NOTATION, *_LENGTHS)} | {
-    "rampup_ladder": [],
-    "rampup_earliest": [],
-    "rampup_latest": [],
-    "gradient_accumulation_steps": 1,
-}
-
-
-def _of_config(config: Config) -> dict[str, Any]:
-    return {name: config.values[name] for name in _UNSET}
 
 
 def _keys(batches: Sequence[tuple[int, int]], total_samples: int) -> dict[str, Any]:
@@ -385,14 +364,14 @@ def _use(result: dict[str, Any]) -> None:
     home_of(result["run"])
 
 
-def _noise_places(
-    run: Folder,
+def _of_noise(
+    run: Place,
     results: Sequence[dict[str, Any]],
     config: Config,
     evidence: list[str],
     limits: list[str],
-) -> list[Place]:
-    """The places of a run's noise scale, at the height that branches found.
+) -> list[Measurement]:
+    """What a run's noise scale allows, at the height that branches found.
 
     Raises:
       ConfigError: it is no run, or one without estimates.
@@ -446,7 +425,7 @@ def _scale(block: Block) -> str:
     return f"{block.low * rows:.3g} to {high} rows"
 
 
-def _compare_runs(run: Folder, config: Config, limits: list[str]) -> None:
+def _compare_runs(run: Place, config: Config, limits: list[str]) -> None:
     """Says where the run that was measured is another one than the run that is planned."""
     try:
         there = read_yaml(run / "config.yml")

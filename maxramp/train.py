@@ -27,38 +27,23 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints import decisions
-from maxramp.checkpoints.resume import Schedule, take_up
-from maxramp.checkpoints.store import Checkpoints
-from maxramp.commandline import print_note
-from maxramp.config.keys import Config
-from maxramp.config.load import load, to_yaml
-from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.config.load import load
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
-from maxramp.errors import (
-    EXIT_PREEMPTED,
-    EXIT_STAGE_END,
-    ConfigError,
-    TrainingError,
-    report,
-)
+from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError, report
+from maxramp.job import Job, Start, start
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import agreement, cpu, lifeline
-from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel import cpu
 from maxramp.parallel.processes import run
-from maxramp.planning.cost import PassCost
 from maxramp.run.growth import Growth
 from maxramp.run.metrics import MetricsLog
-from maxramp.run.output import Output
 from maxramp.run.preemption import Preemption
 from maxramp.run.profiling import Profiler
-from maxramp.run.watchdog import Watchdog
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
-from maxramp.training.state import HeldState, TrainState, abstract_state
+from maxramp.training.state import HeldState, TrainState
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -68,94 +53,41 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         loaded = load(arguments, note=notes.append)
-        hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
-        with Watchdog(hang, join) as watchdog:
-            return _run(loaded, notes, preemption, watchdog)
+        with start(loaded, notes, preemption) as begun:
+            return _run(begun)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
 
-def _run(loaded: Config, notes: list[str], preemption: Preemption, watchdog: Watchdog) -> int:
-    """Starts the backend, opens the data and the run's folder, and trains from where it stands."""
-    mesh_lib.start_backend(loaded.backend)
-    for line in notes if jax.process_index() == 0 else ():
-        print_note(line)
-    watchdog.beat()
-    preemption.begin(jax.process_count() > 1, lifeline.end_now)
-    config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-    mesh = mesh_lib.make_mesh(config.mesh)
-    jax.set_mesh(mesh)
-    expansion = Expansion(mesh, config.data.expansion_factor_real_data)
-    corpus = open_rows(config.data, config.reading, expansion.reads, watchdog.beat)
-    with contextlib.ExitStack() as closing:
-        output = closing.enter_context(Output(config.run, to_yaml(config)))
-        if jax.process_index() == 0:
-            preemption.say = output.say
-        folder = output.folder / "checkpoints"
-        checkpoints = closing.enter_context(
-            Checkpoints(config.checkpoints, folder, corpus.hash, config.values, output.warn)
-        )
-        closing.enter_context(agreement.noticing_lost_peers())
-        position = checkpoints.latest()
-        changes = checkpoints.changes_since(position) if position else ""
-        recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
-        schedule = take_up(
-            config.batch,
-            config.checkpoints,
-            jax.device_count(),
-            mesh_checker(loaded),
-            PassCost(config.batch, config.planning, config.model).restart,
-            position,
-            agreement.all_gather_json(recorded)[0],
-        )
-        if schedule.first_step >= schedule.ramp.total_steps:
-            output.say_finished(schedule)
-            return 0
-        if schedule.first_step == schedule.last_step:
-            output.write_next_stage(schedule)
-            return EXIT_STAGE_END
-        loader = Loader(
-            config.data,
-            config.reading,
-            config.evaluation,
-            corpus,
-            schedule.ramp,
-            expansion,
-            schedule.first_step,
-            checkpoints.shuffle,
-        )
-        closing.callback(loader.close)
-        abstract = abstract_state(config.recipe, mesh)
-        if position:
-            checkpoints.compare(position, abstract)
-        return train(
-            config, abstract, loader, schedule, changes, checkpoints, output, preemption, watchdog
-        )
+def _run(begun: Start) -> int:
+    """Opens the data and the run's folder, and trains from where it stands."""
+    config = begun.config
+    expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
+    corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
+    job = begun.open_run(corpus.hash)
+    if not job.has_steps:
+        return job.end()
+    loader = Loader(
+        config.data,
+        config.reading,
+        config.evaluation,
+        corpus,
+        job.schedule.ramp,
+        expansion,
+        job.schedule.first_step,
+        job.checkpoints.shuffle,
+    )
+    job.closing.callback(loader.close)
+    return train(job, loader, job.abstract_state())
 
 
-def train(
-    config: Config,
-    abstract: TrainState,
-    loader: Loader,
-    schedule: Schedule,
-    changes: str,
-    checkpoints: Checkpoints,
-    output: Output,
-    preemption: Preemption,
-    watchdog: Watchdog,
-) -> int:
-    """Trains the steps of a schedule, on the set mesh.
+def train(job: Job, loader: Loader, abstract: TrainState) -> int:
+    """Trains the steps of a job, on the set mesh.
 
     Args:
-      config: a resolved config.
-      abstract: the train state's shapes and shardings, those of the checkpoint.
+      job: the run's folder, and which steps of it.
       loader: the batches of these steps.
-      schedule: the steps, and the checkpoint that they go on from.
-      changes: what changed since that checkpoint, in one line.
-      checkpoints: reads it, and saves.
-      output: the run's folder and display.
-      preemption: whether somebody asked the run to stop.
-      watchdog: gets a beat at every step.
+      abstract: the train state's shapes and shardings, those of the checkpoint.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -165,6 +97,7 @@ def train(
       ConfigError: load_parameters_path holds no such weights.
       TrainingError: the run cannot go on.
     """
+    config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
     ramp, first_step = schedule.ramp, schedule.first_step
     with contextlib.ExitStack() as closing:
         programs = Programs(
@@ -177,12 +110,11 @@ def train(
             packed=loader.corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
             say=output.say,
-            on_failure=preemption.ask,
+            on_failure=job.preemption.ask,
         )
         closing.callback(programs.close)
-        output.say_start(loader.corpus, abstract.model, config.model.dtype, schedule, changes)
-        position = schedule.position
-        state = HeldState(checkpoints.first_state(position, abstract, config.recipe))
+        output.say_start(loader.corpus, abstract.model, config.model.dtype, schedule, job.changes)
+        state = HeldState(checkpoints.first_state(schedule.position, abstract, config.recipe))
         cpu.keep()
 
         checkpoints.start_saving()
@@ -227,10 +159,7 @@ def train(
                     sums.append(eval_step(model, before, eval_batch))
                 log.log_eval(step, consumed, sums, by_batch)
 
-            watchdog.beat()
-            output.check()
-            checkpoints.check()
-            stopping = preemption.reached(done)
+            stopping = job.check(done)
             last = stopping or done == schedule.last_step
             if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved
@@ -240,10 +169,7 @@ def train(
                 programs.raise_failure()  # which asked for the end
                 output.say_stopped(step)
                 return EXIT_PREEMPTED
-        if schedule.last_step < ramp.total_steps:
-            output.write_next_stage(schedule)
-            return EXIT_STAGE_END
-        return 0
+        return job.end()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ FLOORS = (
     ("run",),
     ("launch.keys", "rl.keys"),
     ("config",),
-    ("launch", "generation"),
+    ("job", "launch", "generation"),
     ("rl",),
     (
         *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "grpo"),

@@ -17,6 +17,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.folders.place import Place
+from maxramp.model.keys import SHAPE_KEYS
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
@@ -37,21 +38,8 @@ _DISK_ERRORS = (
 
 _BATCH_BYTES = 1 << 28
 
-# Keys that decide which arrays there are and of what shape.
-_SHAPE_KEYS = (
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "head_dim",
-    "base_mlp_dim",
-    "base_num_decoder_layers",
-    "vocab_size",
-    "logits_via_embedding",
-    "decoder_block",
-    "weight_dtype",
-    "mu_dtype",
-    "opt_type",
-)
+# Keys that decide which arrays there are, of what shape and dtype.
+_ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
@@ -90,7 +78,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     with reading(checkpoint.path):
         stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
     there, wanted = _leaves(stored, items), _leaves(items, items)
-    changed = [k for k in _SHAPE_KEYS if checkpoint.config.get(k) != values[k]]
+    changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
         if there.get(path) != wanted.get(path):

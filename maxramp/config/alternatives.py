@@ -68,16 +68,20 @@ def choose(values: dict[str, Any], given: Given) -> None:
         if not chosen:
             continue
         if any(way is not chosen[0][0] for way, _ in chosen):
-            shown = " and ".join(f"{name}={values[name]}" for name in _first_of_each(chosen))
+            names = dict(chosen).values()  # one of each way
+            shown = " and ".join(f"{name}={values[name]}" for name in names)
             raise ConfigError(
                 f"{given.where}{shown} say the same thing in two ways; keep one of them"
             )
         for way in ways:
             if way is chosen[0][0]:
                 continue
-            values |= {name: base.unset(name) for name in way.chosen_by}
-            left = [name for name in way.alone if name not in given.values]
-            values |= {name: base.base()[name] for name in left}
+            values |= {k: v for k, v in _not_used(way).items() if k not in given.values}
+
+
+def none_chosen() -> dict[str, Any]:
+    """The keys that give a batch and the length of a run, where none of them does."""
+    return {k: v for way in (*_NOTATIONS, *_LENGTHS) for k, v in _not_used(way).items()}
 
 
 def check_notation(values: dict[str, Any]) -> None:
@@ -86,15 +90,18 @@ def check_notation(values: dict[str, Any]) -> None:
     Raises:
       ConfigError: there is one.
     """
-    active = [(way, name) for way in _NOTATIONS for name in _given(way, values)]
-    for way in _NOTATIONS if active else ():
+    chosen = [(way, name) for way in _NOTATIONS for name in _given(way, values)]
+    if not chosen:
+        return
+    used, given_by = chosen[0]
+    for way in _NOTATIONS:
         for name in way.alone:
-            if active[0][0] is not way and values[name] != base.base()[name]:
+            if way is not used and values[name] != base.base()[name]:
                 chooses = way.chosen_by[0]
                 on = "=True" if base.unset(chooses) is False else ""
                 raise ConfigError(
                     f"{name}={values[name]} goes with {chooses}, but the batch is given by "
-                    f"{active[0][1]}={values[active[0][1]]}; leave {name} out, or give "
+                    f"{given_by}={values[given_by]}; leave {name} out, or give "
                     f"{chooses}{on} in its place"
                 )
 
@@ -103,6 +110,8 @@ def _given(way: Way, values: dict[str, Any]) -> list[str]:
     return [name for name in way.chosen_by if values[name] != base.unset(name)]
 
 
-def _first_of_each(chosen: list[tuple[Way, str]]) -> list[str]:
-    """The last key that chooses each way."""
-    return list({id(way): name for way, name in chosen}.values())
+def _not_used(way: Way) -> dict[str, Any]:
+    """The keys of a way where it is not the one that is used."""
+    defaults = base.base()
+    unset = {name: base.unset(name) for name in way.chosen_by}
+    return unset | {name: defaults[name] for name in way.alone}

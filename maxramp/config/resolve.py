@@ -98,7 +98,7 @@ def _scaling(config: Config) -> dict[str, str]:
     return {
         name: choices[bool(config.batch.rampup_policy)]
         for name, choices in by_policy.items()
-        if config.values[name] == "auto"
+        if getattr(config.schedule, name) == "auto"
     }
 
 
@@ -116,7 +116,7 @@ def _pipeline(config: Config) -> dict[str, int]:
     batch, model = config.batch, config.model
     stages, layers = batch.stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
-    if stages > 1 and config.values["log_gradient_noise_scale"]:
+    if stages > 1 and config.optimizer.log_gradient_noise_scale:
         given = "log_gradient_noise_scale=True"
         if config.batch.rampup_policy == "noise":
             given = "rampup_policy=noise measures the noise scale, which"

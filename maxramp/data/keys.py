@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from maxramp.data import tokenizer_keys
 from maxramp.errors import ConfigError
+from maxramp.keys import base
 from maxramp.keys.section import Keys, at_least, below_one, one_of, positive_or_open, uint32
 from maxramp.rampup.numbers import exact
 
@@ -66,9 +67,9 @@ class DataKeys(Keys):
                 "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
                 "or glob,weight;glob,weight"
             )
+        not_given = base.base()
         for name in ("hf_path", "hf_name", "hf_eval_split", "train_split"):
-            not_given = "train" if name == "train_split" else ""
-            if getattr(self, name) != not_given and self.dataset_type != "hf":
+            if getattr(self, name) != not_given[name] and self.dataset_type != "hf":
                 raise ConfigError(
                     f"{name}={getattr(self, name)} goes with dataset_type=hf, not "
                     f"{self.dataset_type}"

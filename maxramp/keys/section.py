@@ -33,9 +33,9 @@ def at_least(bound: int) -> Any:
     return _key(lambda value: value is None or value >= bound, f"must be {bound} or more")
 
 
-def positive_or_open() -> Any:
+def positive_or_open(meaning: str = "see --help") -> Any:
     """A number from 1 up, or -1, which leaves it open."""
-    return _key(lambda value: value >= 1 or value == -1, "must be 1 or more, or -1 (see --help)")
+    return _key(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
 
 
 def above_zero() -> Any:

@@ -201,7 +201,8 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The jobs of a chain, the oldest first, those in the queue last."""
     jobs: dict[int, dict[str, Any]] = {}
     path = folder / "chain.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in lines:
         try:
             e = json.loads(line)
         except ValueError:  # torn, by a full disk or a node that died

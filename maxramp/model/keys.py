@@ -9,6 +9,19 @@ from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
+# Keys that decide which weights there are and of what shape.
+SHAPE_KEYS = (
+    "decoder_block",
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "head_dim",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
+    "vocab_size",
+    "logits_via_embedding",
+)
+
 
 def dtype_of(*unset: str) -> Any:
     """A dtype that training can use, or one of `unset`."""

@@ -12,9 +12,7 @@ from maxramp.planning.keys import PlanKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 
-# The speed of steps beside a restart where planned_tflops_per_device is not given: 40% of an H100's
-# peak in bfloat16 (989, NVIDIA's data sheet). On slower devices stages last longer than that, so a
-# plan has too few changes of nodes rather than too many.
+# As base.yml says at restart_minutes. The peak is 989, in bfloat16 (NVIDIA's data sheet).
 _ASSUMED_TFLOPS = 400.0
 
 

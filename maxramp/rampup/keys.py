@@ -66,15 +66,15 @@ class BatchKeys(CurveKeys):
     """The keys that describe the batch, and the curve that it may follow."""
 
     per_device_batch_size: float
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int = at_least(1)
     # MaxText
     enable_rampup_batch_size: bool
     per_device_batch_size_start: float
     per_device_batch_size_increment: float
     global_rampup_samples: int
     # NeMo / Megatron
-    global_batch_size: int
-    micro_batch_size: int
+    global_batch_size: int = positive_or_open("not given")
+    micro_batch_size: int = positive_or_open("not given")
     rampup_batch_size: Sequence[int] | None
     # Megatron since 2026
     step_batch_size_schedule: str

@@ -52,24 +52,37 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
 
 
 def check(keys: BatchKeys) -> None:
-    """Checks the batch keys, as far as they can be checked without knowing the devices.
+    """Checks how the keys give the batch, as far as that can be done without knowing the devices.
 
     Raises:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
-    used = [
-        shown
-        for is_used, shown in (
-            (keys.enable_rampup_batch_size, "enable_rampup_batch_size=True"),
-            (keys.rampup_batch_size is not None, f"rampup_batch_size={keys.rampup_batch_size}"),
-            (
-                bool(keys.step_batch_size_schedule),
-                f'step_batch_size_schedule="{keys.step_batch_size_schedule}"',
-            ),
-            (bool(keys.rampup_policy), f"rampup_policy={keys.rampup_policy}"),
-        )
-        if is_used
-    ]
+    _check_one_notation(keys)
+    _check_global_batch(keys)
+    _check_passes(keys)
+    if keys.enable_rampup_batch_size:
+        _check_maxtext(keys)
+    elif keys.rampup_batch_size is not None:
+        _check_nemo(keys)
+    elif keys.step_batch_size_schedule:
+        _parse_schedule(keys)
+    elif keys.rampup_policy == "seesaw":
+        seesaw.check(keys)
+    elif keys.rampup_policy:
+        ladder.check_noise(keys)
+
+
+def _check_one_notation(keys: BatchKeys) -> None:
+    """A ramp is given once, and the sizes of a rule with the rule."""
+    notations = {
+        "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
+        f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
+        f'step_batch_size_schedule="{keys.step_batch_size_schedule}"': (
+            keys.step_batch_size_schedule != ""
+        ),
+        f"rampup_policy={keys.rampup_policy}": keys.rampup_policy != "",
+    }
+    used = [shown for shown, is_used in notations.items() if is_used]
     if len(used) > 1:
         raise ConfigError(
             f"{' and '.join(used)} describe the ramp in two notations; keep one of them"
@@ -79,63 +92,55 @@ def check(keys: BatchKeys) -> None:
             f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not "
             "given; use rampup_policy=seesaw or noise, or leave it out"
         )
-    sizes = (keys.micro_batch_size, keys.global_batch_size)
-    if keys.per_device_batch_size <= 0 and sizes == (-1, -1):
+
+
+def _check_global_batch(keys: BatchKeys) -> None:
+    """No notation but NeMo's has a global batch beside it."""
+    if keys.global_batch_size == -1:
+        return
+    shown = f"global_batch_size={keys.global_batch_size}"
+    if keys.enable_rampup_batch_size:
+        raise ConfigError(
+            f"{shown} and enable_rampup_batch_size=True: MaxText's ramp ends at "
+            "per_device_batch_size; use rampup_batch_size=[start, increment, samples] with "
+            "global_batch_size, or leave global_batch_size out"
+        )
+    if keys.step_batch_size_schedule:
+        raise ConfigError(
+            f'{shown} and step_batch_size_schedule="{keys.step_batch_size_schedule}": the schedule '
+            "ends at its last batch size; leave global_batch_size out"
+        )
+    if keys.rampup_policy:
+        raise ConfigError(
+            f"{shown} and rampup_policy={keys.rampup_policy}: the batch takes the sizes of "
+            "rampup_ladder; leave global_batch_size out"
+        )
+
+
+def _check_passes(keys: BatchKeys) -> None:
+    """How a batch is cut into passes: by its own keys, or by what a global batch leaves of them."""
+    if keys.per_device_batch_size <= 0 and keys.micro_batch_size == keys.global_batch_size == -1:
         raise ConfigError(
             f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 "
             "(rows per device in one forward and backward pass)"
         )
-    if keys.gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps={keys.gradient_accumulation_steps} must be 1 or more"
-        )
-    for name in ("global_batch_size", "micro_batch_size"):
-        if getattr(keys, name) < 1 and getattr(keys, name) != -1:
-            raise ConfigError(f"{name}={getattr(keys, name)} must be 1 or more, or -1 (not given)")
-    if keys.global_batch_size != -1:
-        if keys.enable_rampup_batch_size:
-            raise ConfigError(
-                f"global_batch_size={keys.global_batch_size} and enable_rampup_batch_size=True: "
-                "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, "
-                "increment, samples] with global_batch_size, or leave global_batch_size out"
-            )
-        if keys.step_batch_size_schedule:
-            raise ConfigError(
-                f"global_batch_size={keys.global_batch_size} and step_batch_size_schedule="
-                f'"{keys.step_batch_size_schedule}": the schedule ends at its last batch size; '
-                "leave global_batch_size out"
-            )
-        if keys.rampup_policy:
-            raise ConfigError(
-                f"global_batch_size={keys.global_batch_size} and rampup_policy="
-                f"{keys.rampup_policy}: the batch takes the sizes of rampup_ladder; leave "
-                "global_batch_size out"
-            )
-    uses_global_sizes = (
+    gives_global_sizes = (
         keys.rampup_batch_size is not None
         or keys.step_batch_size_schedule
         or keys.rampup_policy
         or keys.global_batch_size != -1
     )
-    if keys.micro_batch_size != -1 and not uses_global_sizes:
+    if keys.micro_batch_size != -1 and not gives_global_sizes:
         raise ConfigError(
             f"micro_batch_size={keys.micro_batch_size} goes with global_batch_size, "
             "rampup_batch_size, step_batch_size_schedule or rampup_ladder, none of which is given; "
             "use per_device_batch_size, or give global_batch_size"
         )
-    if uses_global_sizes and keys.gradient_accumulation_steps != 1:
+    if keys.gradient_accumulation_steps != 1 and gives_global_sizes:
         raise ConfigError(
             f"gradient_accumulation_steps={keys.gradient_accumulation_steps} follows from the "
             "global batch size, the micro batch and the devices; leave it out"
         )
-    if keys.enable_rampup_batch_size:
-        _check_maxtext(keys)
-    elif keys.rampup_batch_size is not None:
-        _check_nemo(keys)
-    elif keys.step_batch_size_schedule:
-        _parse_schedule(keys)
-    elif keys.rampup_policy:
-        (seesaw.check if keys.rampup_policy == "seesaw" else ladder.check_noise)(keys)
 
 
 # --- MaxText -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.folders.place import Place, place, write_whole
 from maxramp.generation.loading import TrainedRun
 from maxramp.keys import base
-from maxramp.model.keys import ModelKeys
+from maxramp.model.keys import SHAPE_KEYS, ModelKeys
 from maxramp.parallel import agreement
 from maxramp.parallel.keys import BackendKeys, MeshKeys
 from maxramp.run.preemption import Preemption
@@ -32,11 +32,12 @@ from maxramp.run.preemption import Preemption
 _DOCUMENTS = 40_000
 _SHARE_ANSWERED = 0.15  # of the sums that the first model reads
 
-# What weights were trained as: their sizes, and the documents with their tokenizer.
-_SIZES = (
-    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
-    *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "mlp_activations"),
-    *("logits_via_embedding", "normalization_layer_epsilon", "rope_max_timescale"),
+# What weights were trained as: the model that they make, and the documents with their tokenizer.
+_MODEL = (
+    *SHAPE_KEYS,
+    "mlp_activations",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
 )
 _DATA = (
     *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
@@ -82,7 +83,7 @@ def with_weights(
       ConfigError: there is no such checkpoint, or it does not suit the keys.
     """
     there = TrainedRun(weights, []).checkpoint.config
-    of_weights = {name: there[name] for name in (*_SIZES, *_DATA) if name in there}
+    of_weights = {name: there[name] for name in (*_MODEL, *_DATA) if name in there}
     if other := _other_sizes(config, there):
         note(f"{weights} has {other}; these sizes are taken")
     if not config.checkpoints.load_full_state_path:
@@ -223,7 +224,7 @@ def _is_trained(config: Config, folder: Place) -> bool:
 
 def _other_sizes(config: Config, there: Mapping[str, Any]) -> str:
     """The sizes of weights that differ from those that the keys give, in one line."""
-    other = {name: there[name] for name in _SIZES if there.get(name) != config.values[name]}
+    other = {name: there[name] for name in _MODEL if there.get(name) != config.values[name]}
     return ", ".join(f"{name}={value}" for name, value in other.items())
 
 

@@ -91,12 +91,7 @@ class MetricsLog:
             tokens = stage.global_batch_size * self._row_tokens
             flops = tokens * self._flops_per_token / stage.devices
             return {
-                "step": step,
-                "stage": stage.index,
-                "per_device_batch_size": plain_number(stage.per_device_batch_size),
-                "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-                "global_batch_size": stage.global_batch_size,
-                "consumed_samples": consumed_samples,
+                **of_batch(step, stage, consumed_samples),
                 "consumed_tokens": consumed_samples * self._row_tokens,
                 "loss": float(read["loss"]),
                 "grad_norm": float(read["grad_norm"]),
@@ -179,6 +174,24 @@ class MetricsLog:
             self._last_end = now
             for write in self._writers:
                 write(record)
+
+
+def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
+    """What the record of a step says of its batch.
+
+    Args:
+      step: 0-based.
+      stage: the step's.
+      consumed_samples: after the step.
+    """
+    return {
+        "step": step,
+        "stage": stage.index,
+        "per_device_batch_size": plain_number(stage.per_device_batch_size),
+        "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+        "global_batch_size": stage.global_batch_size,
+        "consumed_samples": consumed_samples,
+    }
 
 
 def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:

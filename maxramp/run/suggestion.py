@@ -1,8 +1,7 @@
-"""From what was measured to a ramp: the largest batch at each place that costs nothing.
+"""From what was measured to a ramp: the largest batch that costs nothing, over a run.
 
-Places and batches are in tokens, as a run with rows of another length may have been measured.
-Nothing is assumed where nothing was measured: before the first place the batch is the smallest,
-after the last one it stays.
+Everything is in tokens, as a run with rows of another length may have been measured. Nothing is
+assumed where nothing was measured: before that the batch is the smallest, after it the batch stays.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from maxramp.run.noise import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Measurement:
     """What was measured over some tokens of a run.
 
     Attributes:
@@ -26,8 +25,8 @@ class Place:
     batch: float
 
 
-def from_branches(results: Sequence[dict[str, Any]]) -> list[Place]:
-    """The places of `maxramp.branch`; each holds up to the next, and the last to its window's end.
+def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
 
     Of an interval its lower end counts, and of several windows from one step on the least.
     """
@@ -40,11 +39,11 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Place]:
         ends[start] = max(start + r["samples"] * row, ends.get(start, 0))
     starts = sorted(batches)
     lasts = [*starts[1:], ends[starts[-1]]]
-    return [Place(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
+    return [Measurement(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
 
 
-def from_noise(curve: Sequence[Block], factor: float) -> list[Place]:
-    """The places of a noise scale's blocks: `factor` times the lower end of the interval.
+def from_noise(curve: Sequence[Block], factor: float) -> list[Measurement]:
+    """What a noise scale's blocks allow: `factor` times the lower end of the interval.
 
     One block in twenty is too high, so a block counts for what the next one, too, allows; the last
     for what the one before does.
@@ -53,26 +52,26 @@ def from_noise(curve: Sequence[Block], factor: float) -> list[Place]:
     others = [*lows[1:], *lows[-2:-1]] or lows
     tokens = [block.batch_tokens / block.batch_rows for block in curve]
     return [
-        Place(block.first_sample * row, block.last_sample * row, factor * min(low, other))
+        Measurement(block.first_sample * row, block.last_sample * row, factor * min(low, other))
         for block, row, low, other in zip(curve, tokens, lows, others, strict=True)
     ]
 
 
-def ramp_of(places: Sequence[Place], sizes: Sequence[int]) -> list[tuple[float, int]]:
-    """The ramp that follows the places: (tokens from which on, batch in tokens).
+def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
+    """The ramp that follows the measurements: (tokens from which on, batch in tokens).
 
-    A size is taken where a place allows it, and never given back.
+    A size is taken where a measurement allows it, and never given back.
 
     Args:
-      places: in order.
+      measured: in order.
       sizes: that the batch may take, in tokens, the smallest first.
     """
     found: list[tuple[float, int]] = [(0, sizes[0])]
-    for place in places:
-        allowed = max((size for size in sizes if size <= place.batch), default=0)
+    for one in measured:
+        allowed = max((size for size in sizes if size <= one.batch), default=0)
         if allowed <= found[-1][1]:
             continue
-        if place.first <= found[-1][0]:
+        if one.first <= found[-1][0]:
             found.pop()
-        found.append((place.first, allowed))
+        found.append((one.first, allowed))
     return found

@@ -1,5 +1,6 @@
 """The model's size, its operations, and its initial weights."""
 
+import dataclasses
 import functools
 import math
 
@@ -15,6 +16,7 @@ from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model import blocks
 from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.layers import dense, look_up
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
@@ -70,6 +72,27 @@ def no_devices():
 def abstract_model(config):
     with no_devices():
         return jax.eval_shape(lambda: Decoder(config.model, jax.random.key(0)))
+
+
+def test_shape_keys_are_those_that_change_a_weight():
+    """Each key of the model, changed alone; of the family there is one so far."""
+    config = load(*SMALL)
+
+    def shapes(**changed):
+        model = abstract_model(config.replace(**changed))
+        return {str(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(model)}
+
+    other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3}
+    other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
+    other |= {"attention": "dot_product"}
+    before, found = shapes(), {"decoder_block"}
+    for field in dataclasses.fields(config.model):
+        name, value = field.name, config.values[field.name]
+        if name != "decoder_block":
+            new = other.get(name, not value if isinstance(value, bool) else 2 * value)
+            assert new != value
+            found |= {name} if shapes(**{name: new}) != before else set()
+    assert found == set(SHAPE_KEYS)
 
 
 @pytest.mark.parametrize("tied", (False, True))

@@ -104,6 +104,10 @@ def refused(capsys, *arguments):
         (["rewards=[a:b,a:b]"], "names a function twice"),
         (["rewards=[]"], "rewards=[] names no function"),
         (["log_gradient_noise_scale=True"], "log_gradient_noise_scale=True: steps of reinforcem"),
+        (
+            ["rampup_policy=noise", "rampup_ladder=[4,8]", "total_samples=900"],
+            "rampup_policy=noise: steps of reinforcement learning do not measure",
+        ),
         (["max_completion_length=16"], "max_completion_length=16 leaves no room for a prompt"),
         (["rl.loss_algo=gspo-token"], "rl.loss_algo=gspo-token"),
         (["decode_sampling_top_k=50"], "decode_sampling_top_k=50"),

@@ -7,7 +7,7 @@ from conftest import BASE
 
 from maxramp import suggest
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.suggestion import Place, from_branches, ramp_of
+from maxramp.run.suggestion import Measurement, from_branches, ramp_of
 
 
 def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run="x"):
@@ -27,15 +27,16 @@ def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run
 
 
 def test_a_size_is_taken_where_it_is_allowed_and_kept():
-    places = [Place(0, 10, 90), Place(10, 20, 230), Place(20, 30, 120), Place(30, 40, 900)]
-    assert ramp_of(places, [50, 100, 200, 400]) == [(0, 50), (10, 200), (30, 400)]
-    assert ramp_of([Place(0, 10, 450)], [50, 100, 200, 400]) == [(0, 400)]
-    assert ramp_of([Place(5, 10, 10)], [50, 100]) == [(0, 50)]
+    numbers = [(0, 10, 90), (10, 20, 230), (20, 30, 120), (30, 40, 900)]
+    measured = [Measurement(*three) for three in numbers]
+    assert ramp_of(measured, [50, 100, 200, 400]) == [(0, 50), (10, 200), (30, 400)]
+    assert ramp_of([Measurement(0, 10, 450)], [50, 100, 200, 400]) == [(0, 400)]
+    assert ramp_of([Measurement(5, 10, 10)], [50, 100]) == [(0, 50)]
 
 
 def test_branches_hold_up_to_the_next():
-    places = from_branches([result(4000, 32, 16), result(1000, 16, None)])
-    assert [(p.first, p.last, p.batch) for p in places] == [
+    measured = from_branches([result(4000, 32, 16), result(1000, 16, None)])
+    assert [(p.first, p.last, p.batch) for p in measured] == [
         (128_000, 512_000, 16 * 128),  # no interval: the size itself
         (512_000, 640_000, 16 * 128),
     ]
@@ -44,8 +45,8 @@ def test_branches_hold_up_to_the_next():
 def test_of_several_windows_from_one_step_the_least_counts():
     results = [result(1000, 32, 32), result(1000, 16, 16) | {"samples": 2000}, result(0, 8, 8)]
     for order in (results, results[::-1]):
-        places = from_branches(order)
-        assert [(p.first, p.last, p.batch) for p in places] == [
+        measured = from_branches(order)
+        assert [(p.first, p.last, p.batch) for p in measured] == [
             (0, 128_000, 8 * 128),
             (128_000, 384_000, 16 * 128),
         ]
@@ -56,7 +57,7 @@ def write_branches(folder, *results):
         path = folder / "branches" / f"{r['step']}-1000"
         path.mkdir(parents=True)
         (path / "branch.json").write_text(json.dumps(r | {"run": str(folder)}))
-    (folder / "config.yml").write_text("base_emb_dim: 64\nmax_target_length: 128\n")
+    (folder / "config.yml").write_text("base_emb_dim: 64\nbase_num_kv_heads: 1\n")
     return str(folder)
 
 
@@ -80,7 +81,7 @@ def test_a_ramp(tmp_path, capsys):
     limits = " ".join(found["limits"])
     assert "nothing was measured before 128k tokens" in limits
     assert "nothing was measured beyond 896k of this run's 2.56M tokens" in limits
-    assert "base_emb_dim=64 (here 128)" in limits
+    assert "base_emb_dim=64 (here 128), base_num_kv_heads=1 (here 2)" in limits
     names = {row["name"] for row in found["rows"]}
     assert {"suggested", "constant 8", "constant 32", "Seesaw", "like olmo-1b"} <= names
     assert all(row["steps"] for row in found["rows"])

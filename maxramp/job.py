@@ -1,0 +1,177 @@
+"""A job of a run: what every command that trains does before its first step, and after each.
+
+A command opens its data between `start`, which gives it the devices, and `Start.open_run`, which
+gives it the run's folder and says where the run stands.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from maxramp.checkpoints import decisions
+from maxramp.checkpoints.resume import Schedule, take_up
+from maxramp.checkpoints.store import Checkpoints
+from maxramp.commandline import print_note
+from maxramp.config.keys import Config
+from maxramp.config.load import to_yaml
+from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.errors import EXIT_STAGE_END
+from maxramp.folders.place import Place
+from maxramp.parallel import agreement, lifeline
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning.cost import PassCost
+from maxramp.run.output import Output
+from maxramp.run.preemption import Preemption
+from maxramp.run.watchdog import Watchdog
+from maxramp.training.state import TrainState, abstract_state
+
+
+@contextlib.contextmanager
+def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["Start"]:
+    """Starts the backend and joins the processes of the job; on the way out, closes all of it.
+
+    Args:
+      loaded: from `config.load`.
+      notes: to be printed, by the first process alone.
+      preemption: hears signals.
+
+    Raises:
+      ConfigError: the devices do not suit the keys.
+    """
+    hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
+    with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
+        mesh_lib.start_backend(loaded.backend)
+        if jax.process_index() == 0:
+            for line in notes:
+                print_note(line)
+        watchdog.beat()
+        preemption.begin(jax.process_count() > 1, lifeline.end_now)
+        config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
+        mesh = mesh_lib.make_mesh(config.mesh)
+        jax.set_mesh(mesh)
+        yield Start(config, mesh, mesh_checker(loaded), preemption, watchdog, closing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A job that has its devices.
+
+    Attributes:
+      config: resolved.
+      mesh: of the job's devices; it is set.
+      usable: whether the model's mesh can be made of so many devices, in a later job.
+      preemption: whether somebody asked the run to stop.
+      watchdog: gets a beat at every step, and before the first for what is opened.
+      closing: closes what the job opens, the last first.
+    """
+
+    config: Config
+    mesh: Mesh
+    usable: Callable[[int], bool]
+    preemption: Preemption
+    watchdog: Watchdog
+    closing: contextlib.ExitStack
+
+    def open_run(
+        self,
+        data_hash: str,
+        settled: Callable[[Config, Place], Config] = lambda config, folder: config,
+    ) -> "Job":
+        """Opens the run's folder, and finds where the run stands.
+
+        Args:
+          data_hash: what identifies the data.
+          settled: the configuration with what the run's folder decides about it.
+
+        Raises:
+          ConfigError: the folder cannot be taken, or what it holds does not suit the keys.
+        """
+        output = self.closing.enter_context(Output(self.config.run, to_yaml(self.config)))
+        if jax.process_index() == 0:
+            self.preemption.say = output.say
+        config = settled(self.config, output.folder)
+        folder = output.folder / "checkpoints"
+        checkpoints = self.closing.enter_context(
+            Checkpoints(config.checkpoints, folder, data_hash, config.values, output.warn)
+        )
+        self.closing.enter_context(agreement.noticing_lost_peers())
+        position = checkpoints.latest()
+        changes = checkpoints.changes_since(position) if position else ""
+        recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
+        schedule = take_up(
+            config.batch,
+            config.checkpoints,
+            jax.device_count(),
+            self.usable,
+            PassCost(config.batch, config.planning, config.model).restart,
+            position,
+            agreement.all_gather_json(recorded)[0],
+        )
+        begun = vars(self) | {"config": config}
+        return Job(
+            **begun, output=output, checkpoints=checkpoints, schedule=schedule, changes=changes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Start):
+    """A job that has its run's folder, and knows which steps it shall train.
+
+    Attributes:
+      output: the run's folder and display.
+      checkpoints: reads and saves.
+      schedule: the steps, and the checkpoint that they go on from.
+      changes: what changed since that checkpoint, in one line.
+    """
+
+    output: Output
+    checkpoints: Checkpoints
+    schedule: Schedule
+    changes: str
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is a step to train for this job."""
+        return self.schedule.first_step < self.schedule.last_step
+
+    def abstract_state(self) -> TrainState:
+        """The train state's shapes and shardings.
+
+        Raises:
+          ConfigError: they are not those of the checkpoint to go on from.
+        """
+        abstract = abstract_state(self.config.recipe, self.mesh)
+        if self.schedule.position:
+            self.checkpoints.compare(self.schedule.position, abstract)
+        return abstract
+
+    def check(self, done: int) -> bool:
+        """Notices what happened around the loop, after `done` steps.
+
+        Returns:
+          Whether to save and end here; the same answer on every process.
+
+        Raises:
+          TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
+        """
+        self.watchdog.beat()
+        self.output.check()
+        self.checkpoints.check()
+        return self.preemption.reached(done)
+
+    def end(self) -> int:
+        """Says what comes next of the run when no step is left to this job.
+
+        Returns:
+          0 for a finished run, EXIT_STAGE_END for one that another job goes on with.
+        """
+        schedule = self.schedule
+        if schedule.last_step < schedule.ramp.total_steps:
+            self.output.write_next_stage(schedule)
+            return EXIT_STAGE_END
+        if schedule.first_step >= schedule.ramp.total_steps:
+            self.output.say_finished(schedule)
+        return 0
