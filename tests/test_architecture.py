@@ -167,3 +167,9 @@ def test_no_file_has_two_subjects():
     sources = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     long = {path.name for path in sources if len(path.read_text().splitlines()) > 600}
     assert long == set()
+
+
+def test_what_is_read_first_stays_short():
+    """The README in lines, and the tour of the code in words."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1500
