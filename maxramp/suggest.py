@@ -24,6 +24,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError, report
 from maxramp.folders.place import Place, home_of
+from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.model.keys import SHAPE_KEYS
@@ -106,6 +107,10 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
             )
             batches = batches[:1]
             keys, rows = _keys(batches, planned.total_samples), planned.compared(batches)
+    if keys:  # beside what they are printed for
+        others, defaults = alternatives.none_chosen(), base.base()
+        given = [k for k in alternatives.of_one_notation() if config.values[k] != defaults[k]]
+        keys |= {k: others[k] for k in given if k not in keys}
     return {"batches": batches, "keys": keys, "evidence": evidence, "limits": limits, "rows": rows}
 
 
@@ -117,7 +122,7 @@ def print_suggestion(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         cells = [row["name"]]
         if row["steps"] is None:
-            rows.append([*cells, "-", "-", "-", row["why"]])
+            rows.append([*cells, "-", "-", "-", "cannot run, see below"])
             continue
         cells += [
             f"{row['steps']:,}",
@@ -131,6 +136,9 @@ def print_suggestion(found: dict[str, Any]) -> None:
         print(f"measured  {line}")
     for line in found["limits"]:
         print(f"limit     {line}")
+    for row in found["rows"]:
+        if row["steps"] is None:
+            print(f"limit     {row['name']} cannot run: {row['why']}")
     if batches is None:
         print(
             "suggested nothing: no measurement is given. Train with log_gradient_noise_scale=true "
@@ -181,12 +189,23 @@ class _Runs:
                     f"max_target_length={self._row}: no batch of such rows is as large as those "
                     "that were tried; measure branches of a run with rows of this length"
                 )
-            top = max(r["largest"] * r["row_tokens"] for r in results)
-            if top == max(tried):
+            top = [r["largest"] * r["row_tokens"] for r in results]
+            if min(top) == max(tried):
                 limits.append(
-                    f"no batch above {short(top)} tokens was tried, and the largest one cost "
+                    f"no batch above {short(max(tried))} tokens was tried, and the largest cost "
                     "nothing: larger ones may do as well"
                 )
+            elif min(top) < max(top):
+                limits.append(
+                    f"{short(max(top))} tokens cost nothing at one place and more than "
+                    f"{short(min(top))} something at another: a batch is never given back, so each "
+                    "place counts for those before it too"
+                )
+        if (lowest := measured[0].batch) < min(sizes) * self._row:
+            limits.append(
+                f"at the start {short(lowest)} tokens surely cost nothing, and the smallest batch "
+                f"that this run may take has {short(min(sizes) * self._row)}"
+            )
         found = ramp_of(measured, sorted(size * self._row for size in sizes))
         batches = [(round(tokens) // self._row, batch // self._row) for tokens, batch in found]
         last, total = max(one.last for one in measured), self.total_samples * self._row
@@ -330,6 +349,7 @@ def _branches(
     texts = [file.read_bytes() for file in files or path.glob("branch.json")]
     try:
         results = [json.loads(text) for text in texts]
+        results.sort(key=lambda r: (r["step"], r["samples"]))
         places = {(r["step"], r["samples"]): r for r in results}
         for r in places.values():
             _use(r)
@@ -356,7 +376,11 @@ def _use(result: dict[str, Any]) -> None:
         result[name] for name in ("step", "first_sample", "samples", "row_tokens", "largest")
     ]
     numbers += [size["rows"] for size in result["sizes"]]
-    if not result["sizes"] or any(type(number) is not int for number in numbers):
+    if result["surely"] is not None:
+        numbers += [result["surely"], result["possibly"]]
+    if not result["sizes"] or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError
+    if min(result["row_tokens"], result["largest"], *(s["rows"] for s in result["sizes"])) < 1:
         raise ValueError
     from_branches([result])
     for kind in KINDS:

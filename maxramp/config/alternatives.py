@@ -84,6 +84,11 @@ def none_chosen() -> dict[str, Any]:
     return {k: v for way in (*_NOTATIONS, *_LENGTHS) for k, v in _not_used(way).items()}
 
 
+def of_one_notation() -> list[str]:
+    """The keys that only one notation of a ramp uses."""
+    return [name for way in _NOTATIONS for name in way.alone]
+
+
 def check_notation(values: dict[str, Any]) -> None:
     """Refuses keys that only another notation uses than the one that is given.
 

@@ -5,6 +5,7 @@ assumed where nothing was measured: before that the batch is the smallest, after
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class Measurement:
 def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
 
-    Of an interval its lower end counts, and of several windows from one step on the least.
+    Of an interval its lower end counts, and of several windows from one step on the least. A batch
+    is never given back, so at each place the least of those from there on counts.
     """
     batches: dict[int, int] = {}
     ends: dict[int, int] = {}
@@ -38,6 +40,8 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
         batches[start] = min(batch, batches.get(start, batch))
         ends[start] = max(start + r["samples"] * row, ends.get(start, 0))
     starts = sorted(batches)
+    for start, later in itertools.pairwise(reversed(starts)):
+        batches[later] = min(batches[later], batches[start])
     lasts = [*starts[1:], ends[starts[-1]]]
     return [Measurement(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
 

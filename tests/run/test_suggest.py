@@ -52,6 +52,11 @@ def test_of_several_windows_from_one_step_the_least_counts():
         ]
 
 
+def test_what_costs_later_is_not_taken_before():
+    measured = from_branches([result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)])
+    assert [place.batch for place in measured] == [8 * 128, 8 * 128, 32 * 128]
+
+
 def write_branches(folder, *results):
     for r in results:
         path = folder / "branches" / f"{r['step']}-1000"
