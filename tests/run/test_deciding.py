@@ -157,7 +157,8 @@ def test_another_run_goes_on_with_a_ladder_of_its_own(tmp_path):
     late = schedule_of(config, position=position_of(first, last + 3, tmp_path)).ramp
     assert [s.global_batch_size for s in late.stages + late.rungs] == [32, 64]
     other = make_config(*POLICY, "rampup_ladder=[16,24]", "rampup_latest=[]", devices=1)
-    with pytest.raises(ConfigError, match=rf"taken the batches \[32\].*checkpoint {tmp_path}"):
+    taken = rf"taken the batches \[16, 32\].*checkpoint {tmp_path}"
+    with pytest.raises(ConfigError, match=taken):
         schedule_of(other, position=position_of(first, last + 3, tmp_path))
 
 
@@ -177,8 +178,11 @@ def test_a_decision_that_needs_other_nodes_ends_the_job(tmp_path):
 
 def test_decisions_of_another_ladder_or_torn(tmp_path):
     config = make_config(*POLICY, devices=1)
-    with pytest.raises(ConfigError, match=r"taken the batches \[24\]"):
+    with pytest.raises(ConfigError, match=r"taken the batches \[8, 24\]"):
         schedule_of(config, [{"first_sample": 80, "global_batch_size": 24}])
+    taken = {"first_sample": 80, "global_batch_size": 16, "previous_batch_size": 4}
+    with pytest.raises(ConfigError, match=r"ladder=\[8, 16, 32\].*taken the batches \[4, 16\]"):
+        schedule_of(config, [taken])  # the batch would fall before sample 80
     wrong = [(80, "16")], [("80", 16)], [(-8, 16)], [(80, 16), (80, 32)], [(80.0, 16)]
     found = [
         {"decisions": [{"first_sample": n, "global_batch_size": size} for n, size in pairs]}
