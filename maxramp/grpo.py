@@ -30,7 +30,7 @@ from maxramp.errors import (
     report,
 )
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
-from maxramp.job import Job, Start, start
+from maxramp.job.start import Job, Start, start
 from maxramp.parallel import agreement, cpu
 from maxramp.parallel.processes import run
 from maxramp.rl import first_model

@@ -32,7 +32,7 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError, report
-from maxramp.job import Job, Start, start
+from maxramp.job.start import Job, Start, start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import cpu
 from maxramp.parallel.processes import run
