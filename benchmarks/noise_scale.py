@@ -1,6 +1,6 @@
 """A train step that estimates the noise scale against one that does not, interleaved in one run.
 
-python benchmarks/noise_scale.py [--rounds 40] [--json FILE]
+python benchmarks/noise_scale.py [--rounds 20] [--json FILE]
 """
 
 import statistics
@@ -25,7 +25,7 @@ SIZES = {
 
 def main() -> None:
     options = parser("noise_scale", __doc__)
-    options.add_argument("--rounds", type=int, default=40, help="pairs of steps (40)")
+    options.add_argument("--rounds", type=int, default=20, help="pairs of steps (20)")
     arguments = options.parse_args()
     mesh_lib.start_backend(load([str(CONFIGS / "base.yml"), "jax_cache_dir="]).backend)
     cpu.keep()
