@@ -107,7 +107,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
             )
             batches = batches[:1]
             keys, rows = _keys(batches, planned.total_samples), planned.compared(batches)
-    if keys:  # beside what they are printed for
+    if keys:  # so that they can follow what this command line gives in another notation
         others, defaults = alternatives.none_chosen(), base.base()
         given = [k for k in alternatives.of_one_notation() if config.values[k] != defaults[k]]
         keys |= {k: others[k] for k in given if k not in keys}
@@ -189,17 +189,21 @@ class _Runs:
                     f"max_target_length={self._row}: no batch of such rows is as large as those "
                     "that were tried; measure branches of a run with rows of this length"
                 )
-            top = [r["largest"] * r["row_tokens"] for r in results]
-            if min(top) == max(tried):
+            # By place, the least of several windows there.
+            tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in results}
+            for r in results:
+                start = r["first_sample"]
+                tops[start] = min(tops[start], r["largest"] * r["row_tokens"])
+            if (last := tops[max(tops)]) == max(tried):
                 limits.append(
                     f"no batch above {short(max(tried))} tokens was tried, and the largest cost "
                     "nothing: larger ones may do as well"
                 )
-            elif min(top) < max(top):
+            elif last < max(tops.values()) and not by_noise:
                 limits.append(
-                    f"{short(max(top))} tokens cost nothing at one place and more than "
-                    f"{short(min(top))} something at another: a batch is never given back, so each "
-                    "place counts for those before it too"
+                    f"a batch of {short(max(tops.values()))} tokens cost nothing at an early "
+                    f"place, but more than {short(last)} cost something at the last; as a batch is "
+                    "never given back, it stays at what later places allow"
                 )
         if (lowest := measured[0].batch) < min(sizes) * self._row:
             limits.append(
@@ -208,10 +212,10 @@ class _Runs:
             )
         found = ramp_of(measured, sorted(size * self._row for size in sizes))
         batches = [(round(tokens) // self._row, batch // self._row) for tokens, batch in found]
-        last, total = max(one.last for one in measured), self.total_samples * self._row
-        if last < 0.999 * total:
+        end, total = max(one.last for one in measured), self.total_samples * self._row
+        if end < 0.999 * total:
             limits.append(
-                f"nothing was measured beyond {short(last)} of this run's {short(total)} tokens: "
+                f"nothing was measured beyond {short(end)} of this run's {short(total)} tokens: "
                 "the batch stays as it is there"
             )
         if (start := measured[0].first) > 0.02 * total:

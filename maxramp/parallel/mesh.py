@@ -98,8 +98,7 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 
 def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes of arrays with their shardings on a mesh: on one of devices, what a program is lowered
-    for.
+    """Shapes of arrays with their shardings on a mesh, such as a program is lowered for.
 
     Args:
       tree: from `jax.eval_shape`; what has no sharding is on every device.

@@ -175,6 +175,7 @@ def test_nodes_do_not_depend_on_decisions():
             {"warmup_steps_fraction": 0.1, "rampup_latest": [500, 900]},
             "rampup_latest=.*500 comes before the rung's earliest sample, 600 .*raise it",
         ),
+        ({"rampup_ladder": [1, 2]}, "a batch of 1 row has no noise scale.*begin with 2 rows"),
         ({"total_samples": 250}, "two of 128 samples are more than the run's 250; take smaller"),
         ({"rampup_decision_samples": 4000}, "two of 4000 samples are.*6000; use 128 to 3000"),
         ({"rampup_decision_samples": 100}, "fewer than 8 steps of 16 rows.*use 128 or more"),

@@ -129,6 +129,29 @@ def test_branches_that_cannot_be_compared(tmp_path, capsys):
         experiment.train(sys.stdout)
 
 
+def test_sizes_that_are_done_count_though_fewer_are_asked_for(tmp_path):
+    experiment = experiment_of(tmp_path)
+    for size in experiment._sizes:
+        write_branch(experiment, size, [3.0, 3.0], [2.0, 2.0])
+    (experiment._folder / "32").mkdir()  # that has not begun
+    again = experiment_of(tmp_path)
+    again._sizes = [8, 24]
+    assert again.train(sys.stdout) == 0 and again._sizes == [8, 16, 24]
+
+
+@pytest.mark.parametrize("tolerance", ("nan", "inf", "-0.01"))
+def test_a_tolerance_that_is_none(tmp_path, capsys, tolerance):
+    line = [str(tmp_path), "--at=5", "--sizes=8,16", f"--tolerance={tolerance}"]
+    assert branch.main(line) == 2
+    assert capsys.readouterr().err.startswith(f"error: --tolerance {tolerance} must be 0 nats")
+
+
+@pytest.mark.parametrize("text", ("8", "8,8", "0,8", "8,²", "8,x", ""))
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="must be two or more different global batch sizes"):
+        branch._sizes(text)
+
+
 def test_sizes_whose_window_is_far_more_than_was_asked_for():
     assert branch._window([8, 16, 32], 1000, 16) == 1024
     assert branch._window([8, 24, 64], 100, 16) == 192

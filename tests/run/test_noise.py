@@ -62,6 +62,21 @@ def test_blocks():
     assert blocks_of(records[:6], "", 1) == []  # too few to tell their spread
 
 
+def test_blocks_of_a_run_that_began_later():
+    """Its own samples are cut, and records that are none of a step's are left out."""
+    records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
+    early = blocks_of(records, "", 3)
+    for record in records:
+        record["consumed_samples"] += 10**6
+        record["consumed_tokens"] += 128 * 10**6
+    steps = [block.steps for block in blocks_of(records, "", 3)]
+    assert steps == [block.steps for block in early]
+    estimates = {"noise_signal": 1.0, "noise_variance": 1.0}
+    odd = [estimates, estimates | {"consumed_samples": 0, "global_batch_size": 0}]
+    odd.append(records[0] | {"consumed_samples": "8"})
+    assert [block.steps for block in blocks_of([*odd, *records], "", 3)] == steps
+
+
 def write(folder, records):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return str(folder)
@@ -97,6 +112,12 @@ def test_refused(tmp_path, capsys, arguments, expected):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(expected, error)
+
+
+def test_a_batch_of_one_row_has_none(tmp_path, capsys):
+    run = write(tmp_path, [{"step": 0, "consumed_samples": 1, "norms_noise_signal": None}])
+    assert noise.main([run]) == 2
+    assert "or a batch above 1 row, which has none" in capsys.readouterr().err
 
 
 def test_no_run(tmp_path, capsys):

@@ -6,6 +6,7 @@ import pytest
 from conftest import BASE
 
 from maxramp import suggest
+from maxramp.config.load import load
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.suggestion import Measurement, from_branches, ramp_of
 
@@ -55,6 +56,31 @@ def test_of_several_windows_from_one_step_the_least_counts():
 def test_what_costs_later_is_not_taken_before():
     measured = from_branches([result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)])
     assert [place.batch for place in measured] == [8 * 128, 8 * 128, 32 * 128]
+
+
+def test_limits_that_branches_set(tmp_path, capsys):
+    """A ramp that grows with what was measured has none but the largest size that was tried."""
+    for name, largest, said in (
+        ("grows", (8, 64), "no batch above 8.19k tokens was tried"),
+        ("falls", (64, 8), "cost nothing at an early place, but more than 1.02k cost something"),
+        ("stays", (16, 16), ""),
+    ):
+        results = [result(n, size, size) for n, size in zip((1000, 6000), largest, strict=True)]
+        run = write_branches(tmp_path / name, *results)
+        limits = " ".join(suggested(capsys, "--branch", run)[0]["limits"])
+        assert said in limits
+        assert ("no batch above" in limits) == (name == "grows")
+        assert ("never given back" in limits) == (name == "falls")
+
+
+def test_the_line_works_beside_what_it_was_made_from(tmp_path, capsys):
+    run = write_branches(tmp_path, result(1000, 16, 8), result(6000, 32, 32))
+    line = [BASE, "total_samples=20000", "devices_per_node=1", "enable_rampup_batch_size=False"]
+    line += ["per_device_batch_size=4", "gradient_accumulation_steps=2"]
+    assert suggest.main([*line, "--json", "--branch", run]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    assert keys["gradient_accumulation_steps"] == 1
+    load([*line, *(f"{k}={v}" for k, v in keys.items())])
 
 
 def write_branches(folder, *results):
