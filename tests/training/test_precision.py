@@ -74,7 +74,7 @@ def error(actual, expected):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("llama2", "one device"),
+        pytest.param("llama2", "one device", marks=pytest.mark.slow),
         ("llama3", "one device"),
         pytest.param("llama3.2", "a mesh", marks=pytest.mark.slow),
     ],
