@@ -39,6 +39,7 @@ from maxramp.data.files import formats, prepared, storage
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
+from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_address
@@ -150,47 +151,16 @@ def prepare(
     inputs = _open_inputs(names, keys)
     _check_apart(output, inputs)
     with shards.sole_writer(output):
-        tokenizer, trained, manifest = None, "", None
+        manifest = None
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
-        if not inputs[0].tokens:
-            if given.train_bpe is not None:
-                if keys.tokenizer_path or keys.tokenizer_type != "bytes":
-                    named = keys.tokenizer_path or keys.tokenizer_type
-                    raise ConfigError(
-                        f"--train_bpe {given.train_bpe} trains a tokenizer, and the keys name "
-                        f"another, {named}; leave one of them out"
-                    )
-                path, trained = _train_bpe(given.train_bpe, output, inputs, manifest, allowed)
-                keys = dataclasses.replace(
-                    keys, tokenizer_type="huggingface", tokenizer_path=str(path)
-                )
-            tokenizer = tokenizers.load(
-                keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
-            )
-            _say(f"tokenizer  {tokenizer.describe()}")
-        elif given.train_bpe is not None or keys.tokenizer_path:
-            named = f"tokenizer_path={keys.tokenizer_path}"
-            if given.train_bpe is not None:
-                named = f"--train_bpe {given.train_bpe}"
-            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
+        tokenizer, trained = _open_tokenizer(
+            given.train_bpe, keys, output, inputs, manifest, allowed
+        )
         size = max(1, int(given.shard_megabytes * 1e6))
         job = shards.plan(output, inputs, tokenizer, trained, size, given.deduplicate)
         if manifest:
-            if manifest["source"] != job.source:
-                raise ConfigError(
-                    f"--output {output} holds a set of other inputs, or read in another way; give "
-                    "another folder, or remove it"
-                )
-            left_out = manifest.get("bad_records", 0)
-            records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
-            there = count(left_out, "bad record")
-            allowed.check(
-                left_out,
-                records,
-                f"--output {output} is prepared already and leaves out {there}, which "
-                f"--max_bad_records {left_out} allows",
-            )
+            _check_prepared(job, manifest, allowed)
             shards.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
@@ -205,6 +175,35 @@ def prepare(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
     )
+    _say_what_follows(output, manifest, tokenizer)
+
+
+def _check_prepared(job: shards.Job, manifest: dict[str, Any], allowed: BadRecords) -> None:
+    """Whether a set that is there already is the one that is asked for.
+
+    Raises:
+      ConfigError: it is another, or lacks more bad records than are allowed today.
+    """
+    if manifest["source"] != job.source:
+        raise ConfigError(
+            f"--output {job.output} holds a set of other inputs, or read in another way; give "
+            "another folder, or remove it"
+        )
+    left_out = manifest.get("bad_records", 0)
+    records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
+    there = count(left_out, "bad record")
+    allowed.check(
+        left_out,
+        records,
+        f"--output {job.output} is prepared already and leaves out {there}, which "
+        f"--max_bad_records {left_out} allows",
+    )
+
+
+def _say_what_follows(
+    output: pathlib.Path, manifest: dict[str, Any], tokenizer: Tokenizer | None
+) -> None:
+    """Says what a set leaves out, and how to train on it."""
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / bad_records.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
@@ -259,6 +258,43 @@ def _say(line: str) -> None:
     except OSError:
         # What is still to be flushed would fail again, at the latest when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_tokenizer(
+    bpe_size: int | None,
+    keys: DataKeys,
+    output: pathlib.Path,
+    inputs: Sequence[RecordFile],
+    manifest: dict[str, Any] | None,
+    allowed: BadRecords,
+) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of the keys or of --train_bpe, and the name of one that is trained.
+
+    Returns:
+      None where the inputs hold tokens; "" where it is not trained here.
+
+    Raises:
+      ConfigError: both are given, or one for tokens.
+    """
+    if inputs[0].tokens:
+        if bpe_size is None and not keys.tokenizer_path:
+            return None, ""
+        named = f"tokenizer_path={keys.tokenizer_path}"
+        if bpe_size is not None:
+            named = f"--train_bpe {bpe_size}"
+        raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
+    kind, path, trained = keys.tokenizer_type, keys.tokenizer_path, ""
+    if bpe_size is not None:
+        if path or kind != "bytes":
+            raise ConfigError(
+                f"--train_bpe {bpe_size} trains a tokenizer, and the keys name "
+                f"another, {path or kind}; leave one of them out"
+            )
+        file, trained = _train_bpe(bpe_size, output, inputs, manifest, allowed)
+        kind, path = "huggingface", str(file)
+    tokenizer = tokenizers.load(kind, path, keys.add_bos, keys.add_eos)
+    _say(f"tokenizer  {tokenizer.describe()}")
+    return tokenizer, trained
 
 
 def _train_bpe(

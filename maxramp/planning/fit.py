@@ -5,10 +5,15 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from maxramp.commandline import count
+from maxramp.config.keys import Config
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.planning.pod import Pod
 from maxramp.rampup.keys import BatchKeys
@@ -64,6 +69,29 @@ def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
         guess = 1 + int((limit - needed(1)) / per_row) if per_row else most
         rows = (fits + too_much) // 2 if halve else max(fits + 1, min(guess, most))
         halve = bool(too_much) and not halve
+
+
+def fit_devices(config: Config) -> str:
+    """`largest_batch` of a loaded config, for compile_topology or the devices of this machine.
+
+    Raises:
+      ConfigError: as `largest_batch`; or the machine does not exist, or the mesh does not fill it.
+    """
+    if config.planning.compile_topology:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+        machine = machines.find(config.planning)
+    else:
+        mesh_lib.start_backend(config.backend)
+        machine = machines.here()
+    config = resolve(config, len(machine.devices), machine.slices, 1)
+    return largest_batch(
+        config.recipe,
+        config.batch,
+        config.schedule,
+        mesh_lib.make_mesh(config.mesh, machine.devices),
+        machine,
+        config.planning.device_memory_gib,
+    )
 
 
 def largest_batch(
