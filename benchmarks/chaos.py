@@ -135,11 +135,10 @@ class Job:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        kept = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         kept |= storage.environment if storage else {}
-        if shape.devices > 1:
-            kept["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={shape.devices}"
+        count = f"--xla_force_host_platform_device_count={shape.devices}"
+        kept["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}"
         module, config = self.program
         command = [sys.executable, "-m", f"maxramp.{module}", str(ROOT / "configs" / config)]
         output = storage.address if storage else folder.parent

@@ -22,7 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([f"maxramp.{name}" for name in ("train", "plan", "prepare")])
+_COMMANDS = [f"maxramp.{name}" for name in ("train", "plan", "prepare")]
+_PICTURES = ["matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin"]
+_CONTEXT.set_forkserver_preload([*_COMMANDS, *_PICTURES])  # pictures are imported when drawn
 _at_start: dict[str, dict[str, str]] = {}  # variables that a process reads once, of the server
 
 

@@ -69,9 +69,10 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
     if not pattern:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        paths = [
-            p for p in root.rglob("*.py") if not skipped.intersection(p.relative_to(root).parts)
-        ]
+        paths = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in skipped]
+            paths += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
         title = "sources of the Python standard library"
         if not paths:
             raise ConfigError(f"text_files= : no Python sources in {root}; give text_files=FOLDER")

@@ -143,10 +143,11 @@ def _without_scales(tree: Any) -> list[Any]:
 def _as_adam_sees(gradients: Decoder, keys: OptimizerKeys, opt_state: Any) -> jax.Array:
     """`squares` of the layers' gradients over sqrt(v) + eps; no number before the first step."""
     adam = opt_state[0]
-    correction = 1 - keys.adam_b2 ** adam.count.astype(jnp.float32)
+    # Of the root, so that one division is left for each weight.
+    correction = jax.lax.rsqrt(1 - keys.adam_b2 ** adam.count.astype(jnp.float32))
 
     def scaled(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
-        return g / (jnp.sqrt(v.astype(jnp.float32) / correction) + keys.adam_eps)
+        return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
     gs, vs = _without_scales(gradients.layers), _without_scales(adam.nu.layers)
     return squares(gs, vs, [correction] * len(gs), of=scaled)

@@ -13,9 +13,9 @@ from conftest import ROOT, environment
     "options",
     [
         ["--kills=5", "--seed=1", "--same-shape"],
-        ["--kills=12", "--seed=2"],
+        ["--kills=9", "--seed=2"],
         ["--kills=6", "--seed=3", "--pipelines"],
-        ["--kills=8", "--seed=4", "--adaptive"],
+        ["--kills=6", "--seed=4", "--adaptive"],
         ["--kills=5", "--seed=5", "--adaptive", "--same-shape"],
     ],
 )
