@@ -14,8 +14,8 @@ import importlib.metadata
 from figures import ROOT, parser, save
 
 from maxramp.commandline import print_table
-from maxramp.compile import compile_stages
 from maxramp.config.load import load
+from maxramp.planning.compiled import compile_stages
 
 GIB = 2.0**30
 GIGABYTES = 600e9  # a second into a v5p chip

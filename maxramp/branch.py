@@ -12,31 +12,17 @@ if __name__ == "__main__":  # before the imports that take a second
 import argparse
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
-import numpy as np
 
-from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import OneLineParser, count, print_table, short
-from maxramp.config.keys import Config
-from maxramp.config.load import to_yaml
-from maxramp.errors import EXIT_PREEMPTED, ConfigError, report
-from maxramp.folders.place import Place, home_of, write_whole
-from maxramp.keys import base
-from maxramp.rampup.numbers import parse_count
-from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.branches import Branch, compare, last_evaluation
-from maxramp.run.metrics import as_json, read_records
-from maxramp.run.noise import KINDS, around
-from maxramp.training.learning_rate import LearningRate
+from maxramp.commandline import OneLineParser, print_table, short
+from maxramp.errors import ConfigError, report
+from maxramp.measuring.experiment import Experiment
+from maxramp.measuring.noise import KINDS
+from maxramp.run.metrics import as_json
 
 USAGE = """From checkpoint STEP of RUN each size trains on the same rows, at the learning
 rate that the run had there times sqrt(size / its batch), and is evaluated on all held-out rows. The
@@ -44,8 +30,6 @@ answer is the largest size up to which no loss is more than the tolerance above 
 size. Branches are runs in RUN/branches; the same command continues where it was stopped. key=value
 goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 """
-_OURS = "branch.json"
-_KEYS = "keys.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_intermixed_args(arguments)
         if not 0 <= given.tolerance < math.inf:
             raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
+        jax.config.update("jax_platforms", "cpu")  # the devices are for the branches
         experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
         if status := experiment.train(sys.stderr if given.json else sys.stdout):
             return status
@@ -75,228 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
     print(json.dumps(as_json(result))) if given.json else print_result(result)
     return 0
-
-
-class Experiment:
-    """The branches of one checkpoint over one window of rows."""
-
-    def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
-        """
-        Args:
-          run: the folder, or its address in an object storage.
-          at: the step of the checkpoint.
-          sizes: global batch sizes, comma-separated.
-          tokens: of the window, with a suffix; "" = a tenth of the run's.
-          keys: key=value for every branch.
-
-        Raises:
-          ConfigError: there is no such checkpoint, or what is asked for makes no sense.
-        """
-        jax.config.update("jax_platforms", "cpu")  # the devices are for the branches
-        self._run = home_of(run).absolute()
-        self._sizes = _sizes(sizes)
-        self._position = _checkpoint(self._run, at)
-        config = Config.of(base.base() | self._position.config)
-        batch, self._first = config.batch, self._position.consumed_samples
-        self._batch: int = self._position.stage()["global_batch_size"]
-        self._row = batch.max_target_length
-        origin, _ = origin_of(batch, batch.num_devices, self._position)
-        ramp = RampupBatchManager(batch, batch.num_devices, **origin)
-        rate = LearningRate.of(config.schedule, ramp)
-        self._rate = float(rate(self._first, self._batch))
-        if not self._rate > 0:
-            raise ConfigError(
-                f"--at {at}: the learning rate there is {self._rate:g}, so no branch would learn; "
-                "give a checkpoint after the first step and before the run's last"
-            )
-        wanted = parse_count(tokens) if tokens else ramp.total_samples * self._row // 10
-        if not wanted:
-            raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
-        self._samples = _window(self._sizes, -(-wanted // self._row), self._row)
-        self._folder = self._run / "branches" / f"{at}-{self._samples}"
-        self._keys = _keys(keys, self._of_branch(self._sizes[0]))
-        self._config = config
-
-    def train(self, out: IO[str]) -> int:
-        """Trains what is left to train; returns the exit status of what went wrong, or 0.
-
-        Args:
-          out: where branches print: standard output or standard error.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._check_keys()
-        self._sizes = sorted({*self._sizes, *self._done()})
-        windows = self._folder.parent.glob(f"{self._position.step}-*")
-        others = sorted({path.name for path in windows} - {self._folder.name})
-        print(
-            f"window   {self._samples:,} rows, by --tokens and --sizes"
-            + (f"; branches of other windows ({', '.join(others)}) are not read" if others else ""),
-            file=out,
-            flush=True,
-        )
-        config = self._folder / "config.yml"
-        write_whole(config, to_yaml(self._config).encode())
-        for number, size in enumerate(self._sizes, 1):
-            keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
-            self._check_same(size)
-            if not self._evaluation(size):
-                print(
-                    f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
-                    f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
-                    file=out,
-                    flush=True,
-                )
-                if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
-                    return status
-            if not self._evaluation(size):
-                raise ConfigError(
-                    f"{self._folder / str(size)}: the branch ended without an evaluation of its "
-                    "held-out rows; move the folder away and start again"
-                )
-            self._branch(size)  # what cannot be compared is refused at once
-        return 0
-
-    def result(self, tolerance: float) -> dict[str, Any]:
-        """What the branches say, also written to branch.json in their folder."""
-        result = compare([self._branch(size) for size in self._sizes], tolerance)
-        step, first = self._position.step, self._first
-        result |= {
-            "run": str(self._run),
-            "step": step,
-            "first_sample": first,
-            "samples": self._samples,
-            "row_tokens": self._row,
-            "batch": self._batch,
-            "tolerance": tolerance,
-            "noise": self._noise(result["largest"]),
-            "file": str(self._folder / _OURS),
-        }
-        text = json.dumps(as_json(result), indent=2) + "\n"
-        write_whole(self._folder / _OURS, text.encode())
-        return result
-
-    def _of_branch(self, size: int) -> dict[str, Any]:
-        """The keys that make a branch of the run's own configuration."""
-        return {
-            "base_output_directory": self._folder,
-            "run_name": size,
-            "load_full_state_path": self._position.path,
-            "load_parameters_path": "",
-            "global_batch_size": size,
-            "rampup_batch_size": "none",
-            "total_samples": self._first + self._samples,
-            "learning_rate": repr(self._rate_of(size)),  # constant: no warm-up, and no decay
-            "lr_schedule_type": "wsd",
-            "warmup_steps_fraction": 0.0,
-            "wsd_decay_steps_fraction": 0.0,
-            "learning_rate_schedule_steps": -1,
-            "batch_size_lr_scaling": "none",
-            "batch_size_lr_reference": "final",
-            "eval_interval": 10**12,  # at the end alone
-            "eval_steps": -1,
-            "log_eval_batches": True,
-            "max_num_checkpoints_to_keep": 1,
-            "checkpoint_keep_period": -1,
-            "enable_checkpointing": True,
-            "stop_at_stage_end": False,
-            "stop_at_node_change": False,
-            "profiler": "",
-        }
-
-    def _rate_of(self, size: int) -> float:
-        return self._rate * math.sqrt(size / self._batch)
-
-    def _evaluation(self, size: int) -> dict[str, Any] | None:
-        records = read_records(self._folder / str(size) / "metrics.jsonl")
-        return last_evaluation(records, self._first + self._samples)
-
-    def _done(self) -> list[int]:
-        """The sizes of this window that are trained, whatever this command asks for."""
-        names = [path.parent.name for path in self._folder.glob("*/metrics.jsonl")]
-        return [int(n) for n in names if n.isdecimal() and n.isascii() and self._evaluation(int(n))]
-
-    def _branch(self, size: int) -> Branch:
-        """A size that is done.
-
-        Raises:
-          ConfigError: it cannot be compared with the smallest.
-        """
-        first, found = (self._evaluation(n) for n in (self._sizes[0], size))
-        losses, tokens = (
-            np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
-        )
-        branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
-        folder = self._folder / str(size)
-        if found["eval_batch_tokens"] != first["eval_batch_tokens"]:
-            raise ConfigError(
-                f"{folder}: evaluated in other batches than size {self._sizes[0]} "
-                f"({len(tokens)} and {len(first['eval_batch_tokens'])} of them), as on other "
-                "devices; move it away and start again on the same devices"
-            )
-        if size == self._sizes[0] and branch.loss == math.inf:
-            raise ConfigError(
-                f"{folder}: the held-out loss is no number, so there is nothing to compare with; "
-                "take another checkpoint or other sizes"
-            )
-        return branch
-
-    def _check_keys(self) -> None:
-        """Refuses other keys than those of the branches that have begun; keeps today's.
-
-        Raises:
-          ConfigError: they differ.
-        """
-        path, here = self._folder / _KEYS, sorted(self._keys)
-        try:
-            before = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            before = here
-        except ValueError:
-            raise ConfigError(f"{path}: not as maxramp.branch wrote it; move it away") from None
-        if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
-            raise ConfigError(
-                f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
-                "the same ones, or move the folder away"
-            )
-        write_whole(path, (json.dumps(here) + "\n").encode())
-
-    def _check_same(self, size: int) -> None:
-        """Refuses to mix a branch that was trained with other keys into this comparison."""
-        checkpoints = self._folder / str(size) / "checkpoints"
-        steps = folder_lib.steps_in(checkpoints)
-        if not steps:
-            return
-        try:
-            trained = folder_lib.read(checkpoints / str(steps[-1])).config
-        except folder_lib.TornError:
-            return  # the trainer says so, and what it does about it
-        here = self._rate_of(size)
-        if not math.isclose(trained["learning_rate"], here, rel_tol=1e-6):
-            raise ConfigError(
-                f"{checkpoints.parent}: trained with learning_rate={trained['learning_rate']}, and "
-                f"today's keys make it {here:g}; move the folder away"
-            )
-
-    def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
-        """The noise scale in rows by kind, around the checkpoint, and the factor up to `largest`.
-
-        Over the run's own steps up to a window's length before the checkpoint and after it.
-        """
-        records, found = read_records(self._run / "metrics.jsonl"), {}
-        for kind in KINDS:
-            first, last = self._first - self._samples, self._first + self._samples
-            block = around(records, kind, first, last)
-            if block and block.noise_scale:
-                rows = {
-                    name: value and value / self._row
-                    for name, value in (
-                        ("noise_scale", block.noise_scale),
-                        ("low", block.low),
-                        ("high", block.high),
-                    )
-                }
-                found[f"{kind}noise_scale"] = rows | {"factor": largest / rows["noise_scale"]}
-        return found
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -341,84 +104,6 @@ def print_result(result: dict[str, Any]) -> None:
                 f"{noise['factor']:.3g} times that"
             )
     print(f"file      {result['file']}")
-
-
-def _sizes(text: str) -> list[int]:
-    parts = text.split(",")
-    sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
-    if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
-        raise ConfigError(
-            f"--sizes {text} must be two or more different global batch sizes, such as 8,16,32"
-        )
-    return sizes
-
-
-def _window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
-    """The rows that all branches train on: every size ends with the same row.
-
-    Raises:
-      ConfigError: they are more than twice the rows that are wanted.
-    """
-    unit = math.lcm(*sizes)
-    rows = -(-wanted // unit) * unit
-    if rows > 2 * wanted:
-        doubled = [sizes[0], 2 * sizes[0]]
-        while 2 * doubled[-1] <= sizes[-1]:
-            doubled.append(2 * doubled[-1])
-        better = f"sizes such as {','.join(map(str, doubled))}, or "
-        raise ConfigError(
-            f"--sizes {','.join(map(str, sizes))}: they end with the same row every {unit:,} rows "
-            f"alone, more than twice the {wanted:,} that --tokens asks for (a tenth of the run by "
-            f"default); give {better if doubled[-1] <= 2 * wanted else ''}"
-            f"--tokens {unit * row_tokens}"
-        )
-    return rows
-
-
-def _checkpoint(run: Place, at: int) -> Checkpoint:
-    path = run / "checkpoints" / str(at)
-    if not path.is_dir():
-        there = ", ".join(map(str, folder_lib.steps_in(run / "checkpoints"))) or "none"
-        raise ConfigError(f"--at {at}: {path} is no checkpoint; there are {there}")
-    try:
-        return folder_lib.read(path)
-    except folder_lib.TornError as error:
-        raise ConfigError(f"--at {at}: {path}: {error}; take another checkpoint") from None
-
-
-def _keys(keys: Sequence[str], ours: dict[str, Any]) -> list[str]:
-    for key in keys:
-        name = key.partition("=")[0]
-        if name in ours:
-            raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
-    return list(keys)
-
-
-def _train(arguments: Sequence[str], out: int) -> int:
-    """Trains in a process that does not outlive this one; a request to stop is passed on to it."""
-    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
-    asked, process = [], None
-
-    def pass_on(number: int, frame: Any) -> None:
-        asked.append(number)
-        if process:
-            process.terminate()
-
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(number, pass_on) for number in numbers]
-    try:
-        process = subprocess.Popen(
-            [*bound, sys.executable, "-m", "maxramp.train", *arguments],
-            stdout=out,
-            start_new_session=True,
-        )
-        if asked:
-            process.terminate()
-        status = process.wait()
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-    return 128 - status if status < 0 else status or (EXIT_PREEMPTED if asked else 0)
 
 
 if __name__ == "__main__":

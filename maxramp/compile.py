@@ -18,20 +18,11 @@ from typing import Any
 import jax
 
 from maxramp.commandline import print_table, take_flag
-from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, report
 from maxramp.folders.place import place, write_whole
-from maxramp.model.keys import ModelKeys
-from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import mesh as mesh_lib
-from maxramp.planning import machine as machines
-from maxramp.planning.fit import by_speed, least_rows, pods
-from maxramp.planning.pod import Pod
-from maxramp.rampup import ladder
-from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.learning_rate import LearningRate
+from maxramp.planning.compiled import compile_stages, compile_ways
+from maxramp.planning.fit import least_rows
 
 USAGE = """
   --json  print the result as JSON
@@ -82,125 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def compile_stages(config: Config, say: Any = lambda line: None) -> dict[str, Any]:
-    """Compiles the step of every stage, each batch shape once.
-
-    Args:
-      config: loaded, with `compile_topology`.
-      say: takes a line of progress.
-
-    Returns:
-      `stages`: those of plan.json on the pod, each with what the compiler says of its step:
-      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
-      `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
-      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
-      GPUs), `network_gib` (between slices, or nodes of GPUs), `compile_seconds`; and `totals`. For
-      TPUs also `attention_seconds` (of `compute_seconds`) and `network_seconds`.
-
-    Raises:
-      ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
-    """
-    target, ramp, machine = _resolved(config)
-    devices, slices = machine.devices, machine.slices
-    stages = ramp.stages_between(0, ramp.total_steps)
-    ramp.check(stages)
-    pod = Pod(*_of_a_pod(target, ramp, machine))
-    entries = []
-    for stage in stages:
-        entry = stage.to_json() | pod.step(
-            stage.gradient_accumulation_steps, stage.micro_batch_size
-        )
-        entry["run_steps"] = ramp.run_steps(stage)
-        say(
-            f"stage {stage.index}: global batch {stage.global_batch_size}, compiled in "
-            f"{entry['compile_seconds']:.0f} s"
-        )
-        if not entry["fits"]:
-            entry["nearest_fit"] = pod.nearest_fit(stage)
-        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target.model))
-    last, total = entries[-1], ramp.total_samples
-    fit = all(entry["fits"] for entry in entries)
-    constant = -(-total // last["global_batch_size"])
-    return {
-        "compile_topology": machine.name,
-        "device": machine.device,
-        "num_slices": slices,
-        "devices": len(devices),
-        "mesh": target.mesh.sizes,
-        "max_target_length": target.model.max_target_length,
-        "rows_multiple": target.batch.rows_multiple,
-        "peak_tflops_per_device": machine.peak_tflops,
-        "groups": machine.groups,
-        "times": machine.times,
-        "stages": entries,
-        "totals": {
-            "fits": fit,
-            "steps": ramp.total_steps,
-            "samples": total,
-            "hours": sum(entry["hours"] for entry in entries) if fit else None,
-            "chip_hours": sum(entry["chip_hours"] for entry in entries) if fit else None,
-            "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
-            | {"steps": constant}
-            | _over_the_run(last, constant, len(devices), target.model),
-        },
-    }
-
-
-def compile_ways(config: Config) -> dict[str, Any]:
-    """Compiles the last stage's step in the ways that may fit.
-
-    Args:
-      config: loaded, with `compile_topology`.
-
-    Returns:
-      `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
-
-    Raises:
-      ConfigError: the machine does not exist, the mesh or the batch does not fill it, or nothing
-        fits.
-    """
-    target, ramp, machine = _resolved(config)
-    stage = ramp.stages_between(0, ramp.total_steps)[-1]
-    ramp.check([stage])
-    ways = by_speed(pods(*_of_a_pod(target, ramp, machine)), stage)
-    if not ways:
-        raise ConfigError(
-            f"compile_topology={machine.name}: not even {least_rows(target.batch.rows_multiple)} a "
-            "group of devices would fit under remat_policy=full; use more devices or more "
-            "ici_tensor_parallelism"
-        )
-    devices = len(machine.devices)
-    return {
-        "compile_topology": machine.name,
-        "device": machine.device,
-        "times": machine.times,
-        "ways": [
-            way | _over_the_run(way, ramp.run_steps(stage), devices, target.model) for way in ways
-        ],
-    }
-
-
-def _resolved(config: Config) -> tuple[Config, RampupBatchManager, machines.Machine]:
-    """A config for the machine that its compile_topology names, its ramp, and the machine."""
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
-    machine = machines.find(config.planning)
-    target = resolve(config, len(machine.devices), machine.slices, 1)
-    expected = ladder.expected(target.batch)
-    ramp = RampupBatchManager(target.batch, len(machine.devices), decided=expected)
-    return target, ramp, machine
-
-
-def _of_a_pod(target: Config, ramp: RampupBatchManager, machine: machines.Machine) -> tuple:
-    return (
-        target.recipe,
-        LearningRate.of(target.schedule, ramp),
-        mesh_lib.make_mesh(target.mesh, machine.devices),
-        machine,
-        target.planning.device_memory_gib,
-        target.batch,
-    )
-
-
 def _print_ways(result: dict[str, Any]) -> None:
     """What fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
@@ -221,24 +93,6 @@ def _print_ways(result: dict[str, Any]) -> None:
         ],
     )
     print(f"times     {result['times']}")
-
-
-def _over_the_run(
-    entry: dict[str, Any], steps: int, devices: int, model: ModelKeys
-) -> dict[str, float | None]:
-    """What so many of a stage's steps take."""
-    if not entry["fits"]:
-        return dict.fromkeys(("tokens_per_second", "mfu", "hours", "chip_hours"))
-    tokens = entry["global_batch_size"] * model.max_target_length
-    rate = tokens / entry["step_seconds"]
-    peak = devices * entry["peak_tflops_per_device"] * 1e12
-    hours = steps * entry["step_seconds"] / 3600
-    return {
-        "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(model) / peak,
-        "hours": hours,
-        "chip_hours": hours * devices,
-    }
 
 
 def _cells(s: dict[str, Any]) -> list[str]:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
-from maxramp.folders.place import Place, home_of
-from maxramp.run.metrics import read_records
-from maxramp.run.noise import KINDS, Block, blocks_of
-from maxramp.run.picture import draw_noise
+from maxramp.folders.place import home_of
+from maxramp.measuring.noise import KINDS, Block, curves_of
+from maxramp.measuring.picture import draw_noise
 
 USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         run = home_of(given.run)
-        curves = _curves(run, given.blocks)
+        curves = curves_of(run, given.blocks)
         plot = home_of(given.plot) if given.plot else run / "noise.png"
         try:
             draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
@@ -58,33 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ConfigError, OSError) as error:
         return report(error)
-
-
-def _curves(run: Place, blocks: int) -> dict[str, list[Block]]:
-    """The noise scale by kind, over the samples.
-
-    Raises:
-      ConfigError: it is no run, or one without estimates.
-    """
-    if blocks < 1:
-        raise ConfigError(f"--blocks {blocks} must be 1 or more")
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
-    records = read_records(path)
-    curves = {kind: blocks_of(records, kind, blocks) for kind in KINDS}
-    curves = {kind: curve for kind, curve in curves.items() if curve}
-    if not curves:
-        logged = any("norms_noise_signal" in record for record in records)
-        remedy = (
-            "use fewer --blocks, or a batch above 1 row, which has none"
-            if logged
-            else "train with log_gradient_noise_scale=true"
-        )
-        raise ConfigError(
-            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
-        )
-    return curves
 
 
 def _print(name: str, curve: list[Block]) -> None:

@@ -33,12 +33,11 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import load
-from maxramp.data import bad_records, mixture, preparation, shards, tokenizers
+from maxramp.data import bad_records, inputs, mixture, preparation, shards
 from maxramp.data.bad_records import BadRecords
-from maxramp.data.files import formats, prepared, storage
-from maxramp.data.files.hubset import HubSet
-from maxramp.data.files.records import RecordFile
+from maxramp.data.files import prepared, storage
 from maxramp.data.keys import DataKeys
+from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_address
@@ -56,7 +55,6 @@ KEYS = (
     "train_split",
 )
 INSPECTION_KEYS = ("max_target_length", "separate_documents")
-BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,56 +145,25 @@ def prepare(
     """
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
-    inputs = _open_inputs(names, keys)
-    _check_apart(output, inputs)
+    files = inputs.open_inputs(names, keys)
+    inputs.check_apart(output, files)
     with shards.sole_writer(output):
-        tokenizer, trained, manifest = None, "", None
+        manifest = None
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
-        if not inputs[0].tokens:
-            if given.train_bpe is not None:
-                if keys.tokenizer_path or keys.tokenizer_type != "bytes":
-                    named = keys.tokenizer_path or keys.tokenizer_type
-                    raise ConfigError(
-                        f"--train_bpe {given.train_bpe} trains a tokenizer, and the keys name "
-                        f"another, {named}; leave one of them out"
-                    )
-                path, trained = _train_bpe(given.train_bpe, output, inputs, manifest, allowed)
-                keys = dataclasses.replace(
-                    keys, tokenizer_type="huggingface", tokenizer_path=str(path)
-                )
-            tokenizer = tokenizers.load(
-                keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
-            )
-            _say(f"tokenizer  {tokenizer.describe()}")
-        elif given.train_bpe is not None or keys.tokenizer_path:
-            named = f"tokenizer_path={keys.tokenizer_path}"
-            if given.train_bpe is not None:
-                named = f"--train_bpe {given.train_bpe}"
-            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
+        tokenizer, trained = inputs.open_tokenizer(
+            given.train_bpe, keys, output, files, manifest, allowed, _say
+        )
         size = max(1, int(given.shard_megabytes * 1e6))
-        job = shards.plan(output, inputs, tokenizer, trained, size, given.deduplicate)
+        job = shards.plan(output, files, tokenizer, trained, size, given.deduplicate)
         if manifest:
-            if manifest["source"] != job.source:
-                raise ConfigError(
-                    f"--output {output} holds a set of other inputs, or read in another way; give "
-                    "another folder, or remove it"
-                )
-            left_out = manifest.get("bad_records", 0)
-            records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
-            there = count(left_out, "bad record")
-            allowed.check(
-                left_out,
-                records,
-                f"--output {output} is prepared already and leaves out {there}, which "
-                f"--max_bad_records {left_out} allows",
-            )
+            _check_prepared(job, manifest, allowed)
             shards.clean(job)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
             there, size = len(job.finished()), sum(shard.size for shard in job.shards)
             _say(
-                f"input      {len(inputs):,} files, {size / 1e6:,.1f} MB, in {len(job.shards):,} "
+                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(job.shards):,} "
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
             with _progress(size) as show:
@@ -205,6 +172,35 @@ def prepare(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
     )
+    _say_what_follows(output, manifest, tokenizer)
+
+
+def _check_prepared(job: shards.Job, manifest: dict[str, Any], allowed: BadRecords) -> None:
+    """Whether a set that is there already is the one that is asked for.
+
+    Raises:
+      ConfigError: it is another, or lacks more bad records than are allowed today.
+    """
+    if manifest["source"] != job.source:
+        raise ConfigError(
+            f"--output {job.output} holds a set of other inputs, or read in another way; give "
+            "another folder, or remove it"
+        )
+    left_out = manifest.get("bad_records", 0)
+    records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
+    there = count(left_out, "bad record")
+    allowed.check(
+        left_out,
+        records,
+        f"--output {job.output} is prepared already and leaves out {there}, which "
+        f"--max_bad_records {left_out} allows",
+    )
+
+
+def _say_what_follows(
+    output: pathlib.Path, manifest: dict[str, Any], tokenizer: Tokenizer | None
+) -> None:
+    """Says what a set leaves out, and how to train on it."""
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / bad_records.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
@@ -220,38 +216,6 @@ def prepare(
     )
 
 
-def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
-    storage.allow_many_files()
-    (column,) = keys.train_data_columns
-    tokens = not keys.tokenize_train_data
-    inputs: list[RecordFile] = []
-    if keys.hf_path:
-        inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
-    for name in names:
-        kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
-        if kind == "prepared":
-            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        files = [formats.READERS[kind](path, column, tokens) for path in paths]
-        if kind == "megatron":
-            for file in files:
-                file.check()
-        inputs += files
-    if len({file.tokens for file in inputs}) > 1:
-        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
-    return inputs
-
-
-def _check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
-    """Refuses a folder that holds an input: nothing lies there but the set."""
-    folder = output.resolve()
-    for file in inputs:
-        path = pathlib.Path(file.local_path).absolute()
-        if file.local_path and (
-            path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
-        ):
-            raise ConfigError(f"--output {output} holds the input {path}; give another folder")
-
-
 def _say(line: str) -> None:
     """Prints a line; where nobody reads on (`| head`), that ends nothing."""
     try:
@@ -259,40 +223,6 @@ def _say(line: str) -> None:
     except OSError:
         # What is still to be flushed would fail again, at the latest when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _train_bpe(
-    size: int,
-    output: pathlib.Path,
-    inputs: Sequence[RecordFile],
-    manifest: dict[str, Any] | None,
-    allowed: BadRecords,
-) -> tuple[pathlib.Path, str]:
-    """The file of a BPE trained on the inputs, now or by an earlier start, and its name there.
-
-    Its name says what it was trained from until the set is finished; then the manifest does.
-    """
-    if size < 258:
-        raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
-    name = shards.bpe_name(size, inputs)
-    path = output / f"{name}.json"
-    if manifest:
-        used = manifest["tokenizer"] or {"vocab_size": 0}
-        # Version 1 kept no name; its size tells them apart where the text was not used up.
-        if used.get("trained", name if used["vocab_size"] == size else "") != name:
-            raise ConfigError(
-                f"--train_bpe {size}: {output} holds a set that was finished with another "
-                f"tokenizer, of {used['vocab_size']:,} ids; give another folder, or remove it"
-            )
-        return output / "tokenizer.json", name
-    if path.exists():
-        _say(f"tokenizer  {path} is there from an earlier start")
-        return path, name
-    start = time.perf_counter()
-    texts = preparation.sample_texts(inputs, BPE_BYTES, allowed)
-    storage.write_whole(path, tokenizers.train_bpe(texts, size))
-    _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
-    return path, name
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from conftest import ROOT, environment
 PACKAGE = ROOT / "maxramp"
 
 # Bottom up. A room is a folder, or a module beside them; rooms of one line do not know each other.
-# Of launch, which hands a whole config on, the section alone stands below the config.
+# Of rooms that take a whole config, the section alone stands below it.
 FLOORS = (
     ("errors", "console"),
     ("commandline",),
@@ -21,12 +21,12 @@ FLOORS = (
     ("data",),
     ("folders",),
     ("training",),
-    ("planning",),
     ("checkpoints",),
     ("run",),
-    ("launch.keys", "rl.keys"),
+    ("planning.keys", "launch.keys", "rl.keys"),
     ("config",),
-    ("job", "launch", "generation"),
+    ("planning",),
+    ("measuring", "job", "launch", "generation"),
     ("rl",),
     (
         *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "grpo"),

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -46,60 +46,92 @@ def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> 
       ConfigError: a file cannot be read, or holds a value of another type; or all keys that do not
         exist or that other trainers alone can use, in one line.
     """
-    unknown: list[tuple[str, str]] = []  # as given, name
-    refused: dict[str, list[str]] = {}  # why -> as given
-    notes: list[str] = []
-    ignored: list[str] = []
-    places: list[tuple[str, dict[str, tuple[str, Any]]]] = []  # where, key -> as given, value
     layers = [
         *((f"{file}: ", list(_flat(values.items()))) for file, values in _chain(path)),
         ("", list(_flat(map(_split, arguments)))),
     ]
-    left = collections.Counter(name for _, pairs in layers for name, _ in pairs)
-    for where, pairs in layers:
+    sorter = _Sorter(name for _, pairs in layers for name, _ in pairs)
+    places = [(where, sorter.take(where, pairs)) for where, pairs in layers]
+    for shown, why in _between_keys(layers):
+        sorter.refused.setdefault(why, []).append(shown)
+    sorter.check()
+    found = [
+        Given(where, {key: defaults.typed(*given, key) for key, given in taken.items()})
+        for where, taken in places
+    ]
+    for line in sorter.notes():
+        note(line)
+    return found
+
+
+class _Sorter:
+    """Tells our keys from those of other trainers, and both from those that do not exist.
+
+    Attributes:
+      refused: the keys that other trainers alone can use, as given, by what is wrong with them.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        """
+        Args:
+          names: of all that is given, in all places.
+        """
+        self._left = collections.Counter(names)
+        self._unknown: list[tuple[str, str]] = []  # as given, name
+        self._translated: list[str] = []
+        self._ignored: list[str] = []
+        self.refused: dict[str, list[str]] = {}
+
+    def take(self, where: str, pairs: list[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """Our keys that one place gives: key -> as given, value. Places come in their order.
+
+        Raises:
+          ConfigError: a file gives a key twice, by two names and with two values.
+        """
         taken: dict[str, tuple[str, Any]] = {}
         for name, value in pairs:
             given = f"{where}{name}={_short(value)}"
             peer = peers.look_up(name, value)
-            left[name] -= 1
-            if peer and not peer.key and left[name]:
+            self._left[name] -= 1
+            if peer and not peer.key and self._left[name]:
                 continue  # overridden further up or later
             if peer and peer.refusal:
-                refused.setdefault(f"({peer.owner}'s): {peer.refusal}", []).append(given)
+                self.refused.setdefault(f"({peer.owner}'s): {peer.refusal}", []).append(given)
             elif peer and not peer.key:
-                ignored.append(name)
+                self._ignored.append(name)
             elif not peer and not defaults.is_key(name):
-                unknown.append((given, name))
+                self._unknown.append((given, name))
             else:
                 key, value = (peer.key, peer.value) if peer else (name, value)
                 if peer:
-                    notes.append(f"{given}: taken as {key}={value}")
+                    self._translated.append(f"{given}: taken as {key}={value}")
                 if where and key in taken and taken[key][1] != value:
                     raise ConfigError(
                         f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
                     )
                 taken[key] = given, value
-        places.append((where, taken))
-    for shown, why in _between_keys(layers):
-        refused.setdefault(why, []).append(shown)
-    if unknown or refused:
-        raise ConfigError(
-            ". ".join(
-                [f"{', '.join(defaults.limited(given))} {why}" for why, given in refused.items()]
-                + ([defaults.unknown_keys(unknown)] if unknown else [])
-            )
-        )
-    found = [
-        Given(where, {key: defaults.typed(*given, key) for key, given in taken.items()})
-        for where, taken in places
-    ]
-    if ignored:
-        notes.append(
-            f"ignored, as nothing here depends on them: {', '.join(defaults.limited(ignored))}"
-        )
-    for line in notes:
-        note(line)
-    return found
+        return taken
+
+    def check(self) -> None:
+        """Refuses what cannot be taken.
+
+        Raises:
+          ConfigError: all of it, in one line.
+        """
+        wrong = [
+            f"{', '.join(defaults.limited(given))} {why}" for why, given in self.refused.items()
+        ]
+        if self._unknown:
+            wrong.append(defaults.unknown_keys(self._unknown))
+        if wrong:
+            raise ConfigError(". ".join(wrong))
+
+    def notes(self) -> list[str]:
+        """What became of the keys of other trainers, in lines."""
+        if not self._ignored:
+            return self._translated
+        ignored = ", ".join(defaults.limited(self._ignored))
+        return [*self._translated, f"ignored, as nothing here depends on them: {ignored}"]
 
 
 def _between_keys(layers: list[tuple[str, list[tuple[str, Any]]]]) -> Iterator[tuple[str, str]]:

@@ -25,29 +25,11 @@ from typing import Any
 
 import yaml
 
-from maxramp.commandline import count
 from maxramp.config.load import to_yaml
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.errors import ConfigError
 from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
-from maxramp.launch.keys import LaunchKeys
-from maxramp.parallel import topology
-
-_PORT = 8476
-_TPUS = {
-    **{"tpu-v4-podslice": "v4", "tpu-v5-lite-podslice": "v5e", "tpu-v5p-slice": "v5p"},
-    "tpu-v6e-slice": "v6e",
-}
-
-# Process 1 of a container: Kubernetes sends it the SIGTERM, and has one status for success.
-_ENTRY = """"$@" &
-child=$!
-trap 'kill -TERM "$child"' TERM
-wait "$child"; status=$?
-while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
-[ "$status" = @SUCCESS@ ] && exit 0
-exit "$status"
-"""
+from maxramp.launch.jobset import TPUS, jobset
 
 _RUN_SH = r"""#!/bin/sh
 # Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
@@ -124,10 +106,10 @@ def manifests(run: Run) -> dict[str, str]:
     config_map["metadata"] |= {"name": launch, "labels": labels}
     files = {"config.yaml": _dump(config_map)}
     names = []
-    for jobset in _jobsets(run, launch):
-        names.append(jobset["metadata"]["name"])
-        jobset["metadata"].setdefault("labels", {}).update(labels)
-        files[f"{names[-1]}.yaml"] = _dump(jobset)
+    for one in _jobsets(run, launch):
+        names.append(one["metadata"]["name"])
+        one["metadata"].setdefault("labels", {}).update(labels)
+        files[f"{names[-1]}.yaml"] = _dump(one)
     values = {
         "NAMES": " ".join(names),
         "NAMESPACE": shlex.quote(run.keys.gke_namespace),
@@ -178,7 +160,7 @@ def _jobsets(run: Run, launch: str) -> list[dict[str, Any]]:
     """The JobSets of a launch of that name, in the order in which they run."""
     counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
     return [
-        _jobset(run, f"{launch}-{i}", launch, nodes, last=i == len(counts) - 1)
+        jobset(run, f"{launch}-{i}", launch, nodes, last=i == len(counts) - 1)
         for i, nodes in enumerate(counts)
     ]
 
@@ -224,136 +206,5 @@ def _check(run: Run) -> None:
             f"gke_mount_path={keys.gke_mount_path}, where the pods see the storage that they "
             "share"
         )
-    if keys.gke_accelerator.startswith("tpu") and keys.gke_accelerator not in _TPUS:
-        raise ConfigError(
-            f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(_TPUS)}"
-        )
-
-
-def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
-    """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice."""
-    keys = run.keys
-    tpu = keys.gke_accelerator in _TPUS
-    slices = _slices(run, nodes) if tpu else 1
-    selector = {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
-    environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    annotations = {}
-    if tpu:  # GKE tells the pods of a slice about each other, and JAX reads it
-        selector = {
-            "cloud.google.com/gke-tpu-accelerator": keys.gke_accelerator,
-            "cloud.google.com/gke-tpu-topology": keys.gke_topology,
-        }
-        annotations = {
-            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-        }
-    else:  # the place of a process is its pod's JOB_COMPLETION_INDEX
-        environment += [
-            {"name": "MAXRAMP_COORDINATOR", "value": f"{name}-nodes-0-0.{name}:{_PORT}"},
-            {"name": "MAXRAMP_NUM_PROCESSES", "value": str(nodes)},
-        ]
-    kind = "google.com/tpu" if tpu else "nvidia.com/gpu"
-    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": config_map}}]
-    mounts = [{"name": "config", "mountPath": "/etc/maxramp"}]
-    if storage := _volume(keys):
-        volumes.append({"name": "shared", **storage})
-        mounts.append({"name": "shared", "mountPath": keys.gke_mount_path})
-    volumes.append({"name": "memory", "emptyDir": {"medium": "Memory"}})
-    mounts.append({"name": "memory", "mountPath": "/dev/shm"})
-    entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
-    container = {
-        "name": "train",
-        "image": keys.container_image,
-        "command": ["/bin/sh", "-c", "\n".join([*map(str, keys.setup_lines), entry]), "maxramp"],
-        "args": ["python", "-m", "maxramp.train", "/etc/maxramp/config.yml"],
-        "env": environment,
-        "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": {kind: run.devices_per_node}},
-        "volumeMounts": mounts,
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": keys.grace_seconds,
-        "nodeSelector": selector,
-        "containers": [container],
-        "volumes": volumes,
-    }
-    if keys.gke_service_account:
-        pod["serviceAccountName"] = keys.gke_service_account
-    on_exit = {"containerName": "train", "operator": "In"}
-    job = {
-        "parallelism": nodes // slices,
-        "completions": nodes // slices,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]},
-                },
-                {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
-                {
-                    "action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
-            ]
-        },
-        "template": {
-            "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}},
-            "spec": pod,
-        },
-    }
-    metadata: dict[str, Any] = {"name": name, "namespace": keys.gke_namespace}
-    metadata["annotations"] = annotations | {"maxramp/run-name": run.name}
-    if keys.gke_queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": keys.gke_queue}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True},
-            "failurePolicy": {
-                "maxRestarts": keys.max_restarts,
-                "rules": [
-                    {
-                        "name": "wrong-configuration",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
-            "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
-        },
-    }
-
-
-def _volume(keys: LaunchKeys) -> dict[str, Any]:
-    """What all pods mount, as Kubernetes describes it; nothing where nothing is given."""
-    if keys.gke_bucket:
-        bucket = {"bucketName": keys.gke_bucket}
-        return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": bucket}}
-    if keys.gke_volume_claim:
-        return {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
-    return {}
-
-
-def _slices(run: Run, nodes: int) -> int:
-    """TPU slices of a job: jobs grow by whole ones."""
-    keys = run.keys
-    version = _TPUS[keys.gke_accelerator]
-    if not keys.gke_topology:
-        raise ConfigError(
-            f"gke_topology is not given; gke_accelerator={keys.gke_accelerator} needs it"
-        )
-    chips = topology.parse(f"{version}:{keys.gke_topology}").chips
-    slices, rest = divmod(nodes * run.devices_per_node, chips)
-    if rest or chips % run.devices_per_node:
-        taken = nodes * run.devices_per_node
-        raise ConfigError(
-            f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
-            f"{count(run.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
-            f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
-            f"{chips // run.devices_per_node}"
-        )
-    return slices
+    if keys.gke_accelerator.startswith("tpu") and keys.gke_accelerator not in TPUS:
+        raise ConfigError(f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(TPUS)}")

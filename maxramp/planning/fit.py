@@ -5,38 +5,28 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
 
 from maxramp.commandline import count
+from maxramp.config.keys import Config
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.planning.machine import Machine
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning import machine as machines
 from maxramp.planning.pod import Pod
-from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.training.keys import LearningRateKeys, Recipe
-from maxramp.training.learning_rate import LearningRate
 
 # Values of remat_policy, from the least work to the least memory.
 POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
-def pods(
-    recipe: Recipe,
-    learning_rate: LearningRate,
-    mesh: Mesh,
-    machine: Machine,
-    device_memory_gib: float,
-    batch: BatchKeys,
-) -> Iterator[tuple[str, Pod]]:
-    """The compiler of a machine under each remat policy, the cheapest first; arguments as Pod's."""
+def pods(pod: Pod) -> Iterator[tuple[str, Pod]]:
+    """A compiler under each remat policy instead of its own, the cheapest first."""
     for policy in POLICIES:
-        model = dataclasses.replace(recipe.model, remat_policy=policy)
-        changed = dataclasses.replace(recipe, model=model)
-        yield (
-            policy,
-            Pod(changed, learning_rate, mesh, machine, device_memory_gib, batch),
-        )
+        model = dataclasses.replace(pod.recipe.model, remat_policy=policy)
+        recipe = dataclasses.replace(pod.recipe, model=model)
+        yield policy, dataclasses.replace(pod, recipe=recipe)
 
 
 def least_rows(multiple: int) -> str:
@@ -66,21 +56,28 @@ def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
         halve = bool(too_much) and not halve
 
 
-def largest_batch(
-    recipe: Recipe,
-    batch: BatchKeys,
-    schedule: LearningRateKeys,
-    mesh: Mesh,
-    machine: Machine,
-    device_memory_gib: float,
-) -> str:
+def fit_devices(config: Config) -> str:
+    """`largest_batch` of a loaded config, for compile_topology or the devices of this machine.
+
+    Raises:
+      ConfigError: as `largest_batch`; or the machine does not exist, or the mesh does not fill it.
+    """
+    if config.planning.compile_topology:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+        machine = machines.find(config.planning)
+    else:
+        mesh_lib.start_backend(config.backend)
+        machine = machines.here()
+    config = resolve(config, len(machine.devices), machine.slices, 1)
+    ramp = RampupBatchManager(config.batch, len(machine.devices))
+    return largest_batch(Pod.of(config, ramp, machine))
+
+
+def largest_batch(pod: Pod) -> str:
     """Compiles steps of growing size under each remat policy.
 
     Args:
-      recipe, batch, schedule: sections of a config that is resolved for the machine.
-      mesh: over its devices.
-      machine: to compile for; its devices may be this machine's own.
-      device_memory_gib: of a device; -1 = what the machine says.
+      pod: the compiler of a machine, which may be this one.
 
     Returns:
       The lines to put into a config: the cheapest policy under which anything fits, and the most
@@ -89,23 +86,22 @@ def largest_batch(
     Raises:
       ConfigError: the device does not say how much memory it has, or one row is too much.
     """
-    limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
+    limit, batch = pod.limit, pod.batch
     if not limit:
         raise ConfigError(
-            f"device_memory_gib=-1: {machine.name} does not report its memory; "
+            f"device_memory_gib=-1: {pod.machine.name} does not report its memory; "
             "give device_memory_gib"
         )
     parallel, multiple = batch.model_parallel_size, batch.rows_multiple
     least = least_rows(multiple)
-    ranks = mesh.size // parallel
-    rate = LearningRate.of(schedule, RampupBatchManager(batch, mesh.size))
+    ranks = pod.mesh.size // parallel
     # With accumulation the sums of the gradients live through the passes: two passes show it.
     passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
     lines: list[str] = []
     others: list[str] = []
-    for policy, pod in pods(recipe, rate, mesh, machine, device_memory_gib, batch):
+    for policy, of_policy in pods(pod):
 
-        def needed(shares: int, pod: Pod = pod) -> float:
+        def needed(shares: int, pod: Pod = of_policy) -> float:
             return pod.step(passes, shares * multiple * ranks)["memory_gib"]["peak"]
 
         if needed(1) > limit:

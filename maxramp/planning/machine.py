@@ -28,7 +28,7 @@ class Machine:
       memory_gib: that a program can use of a device.
       peak_tflops: of a device, bfloat16.
       work: a compiled program's text -> what it does and how long that takes, the entries from
-        `flops_per_device` on of `compile.compile_stages`.
+        `flops_per_device` on of `compiled.compile_stages`.
       platforms: to lower for, where these are not those of the devices' own backend.
       options: of the compiler, beyond those of a run.
       times: where the times come from, in one line for people.

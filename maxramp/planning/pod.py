@@ -1,62 +1,86 @@
 """What a compiler for other devices says of a train step, on a machine without them."""
 
 import bisect
+import dataclasses
 import functools
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from maxramp.config.keys import Config
 from maxramp.errors import ConfigError, reason_of
+from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.machine import Machine
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options, lower_step
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pod:
-    """The compiler of a pod or cluster."""
+    """The compiler of a pod or cluster, for the steps of a recipe.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        learning_rate: LearningRate,
-        mesh: Mesh,
-        machine: Machine,
-        device_memory_gib: float,
-        batch: BatchKeys,
-    ):
-        """
-        Args:
-          recipe, learning_rate: what the step is made from.
-          mesh: over the machine's devices.
-          machine: whose compiler it is.
-          device_memory_gib: of a device; -1 = what the machine says.
-          batch: how many devices hold a row, and what their rows are a multiple of.
-        """
-        self._mesh, self._machine = mesh, machine
-        self._limit = machine.memory_gib if device_memory_gib == -1 else device_memory_gib
-        self._options = compiler_options(mesh.devices.flat[0].platform) | machine.options
-        self._parallel, self._multiple = batch.model_parallel_size, batch.rows_multiple
-        self._lower = lower_step(recipe, mesh, learning_rate, machine.platforms)
+    Attributes:
+      recipe, learning_rate: what the step is made from.
+      mesh: over the machine's devices.
+      machine: whose compiler it is.
+      device_memory_gib: of a device; -1 = what the machine says.
+      batch: how many devices hold a row, and what their rows are a multiple of.
+    """
+
+    recipe: Recipe
+    learning_rate: LearningRate
+    mesh: Mesh
+    machine: Machine
+    device_memory_gib: float
+    batch: BatchKeys
+
+    @classmethod
+    def of(cls, config: Config, ramp: RampupBatchManager, machine: Machine) -> "Pod":
+        """The compiler of a machine for the steps of a config that is resolved for it."""
+        return cls(
+            config.recipe,
+            LearningRate.of(config.schedule, ramp),
+            mesh_lib.make_mesh(config.mesh, machine.devices),
+            machine,
+            config.planning.device_memory_gib,
+            config.batch,
+        )
+
+    @property
+    def limit(self) -> float:
+        """The memory of a device, in GiB; 0 where it is not known."""
+        given = self.device_memory_gib
+        return self.machine.memory_gib if given == -1 else given
+
+    @functools.cached_property
+    def _lower(self) -> Callable[[int, int], jax.stages.Lowered]:
+        return lower_step(self.recipe, self.mesh, self.learning_rate, self.machine.platforms)
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        return compiler_options(self.mesh.devices.flat[0].platform) | self.machine.options
 
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
+        lower = self._lower
         start = time.perf_counter()
-        limit = {"peak_tflops_per_device": self._machine.peak_tflops}
+        limit = {"peak_tflops_per_device": self.machine.peak_tflops}
         # Setting a mesh of devices that are not there fails as soon as anything runs.
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             try:
-                lowered = self._lower(accumulation, rows)
+                lowered = lower(accumulation, rows)
             except RuntimeError as error:  # a library that a kernel needs is not installed
                 raise ConfigError(
-                    f"compile_topology={self._machine.name}: {reason_of(error)} "
+                    f"compile_topology={self.machine.name}: {reason_of(error)} "
                     "docs/pods.md says what to install"
                 ) from None
             try:
@@ -66,7 +90,7 @@ class Pod:
                     raise
                 memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
                 return limit | {
-                    "memory_gib": memory | {"limit": min(sizes[1], self._limit)},
+                    "memory_gib": memory | {"limit": min(sizes[1], self.limit)},
                     "fits": False,
                     "compile_seconds": time.perf_counter() - start,
                 }
@@ -74,10 +98,10 @@ class Pod:
         arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
         peak = compiled_bytes(compiled) / GIB
         try:
-            work = self._machine.work(compiled.as_text())
+            work = self.machine.work(compiled.as_text())
         except ValueError as error:
             raise ConfigError(
-                f"compile_topology={self._machine.name}: the step compiles, but what its program "
+                f"compile_topology={self.machine.name}: the step compiles, but what its program "
                 f"does cannot be counted: {error}; try another version of jax"
             ) from None
         return limit | {
@@ -85,9 +109,9 @@ class Pod:
                 "arguments": arguments,
                 "temporaries": peak - arguments,
                 "peak": peak,
-                "limit": self._limit,
+                "limit": self.limit,
             },
-            "fits": peak <= self._limit,
+            "fits": peak <= self.limit,
             "compile_seconds": seconds,
             **work,
         }
@@ -108,11 +132,11 @@ class Pod:
         return self._fits(stage, self._sizes(stage), number)
 
     def _ranks(self, stage: Stage) -> int:
-        return stage.devices // self._parallel
+        return stage.devices // self.batch.model_parallel_size
 
     def _sizes(self, stage: Stage) -> list[int]:
         """Rows a group of devices can take at a time, up to all of its own."""
-        rows, multiple = stage.global_batch_size // self._ranks(stage), self._multiple
+        rows, multiple = stage.global_batch_size // self._ranks(stage), self.batch.rows_multiple
         return [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
 
     def _fits(self, stage: Stage, sizes: list[int], number: int) -> list[dict[str, Any]]:
@@ -127,7 +151,7 @@ class Pod:
         return [
             step(size)
             | {"global_batch_size": stage.global_batch_size}
-            | {"per_device_batch_size": size / self._parallel}
+            | {"per_device_batch_size": size / self.batch.model_parallel_size}
             | {"gradient_accumulation_steps": rows // size}
             for size in reversed(sizes[max(0, low - number) : low])
         ]

@@ -80,53 +80,32 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
     return Layout(nodes, devices, Fraction(micro, keys.model_parallel_size), rows // micro)
 
 
+def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
+    """A batch that divides over no devices, on those of a job or on all nodes: for its refusal."""
+    devices = num_devices or keys.num_devices
+    nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
+    passes = threshold.accumulation or 1
+    size = Fraction(threshold.global_batch_size, devices * passes)
+    return Layout(nodes, devices, size, passes)
+
+
 def refusal(
     keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
 ) -> ConfigError:
     """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
-    batch, parallel = threshold.global_batch_size, keys.model_parallel_size
-    multiple, pipeline = keys.rows_multiple, ""
-    if multiple > 1:
+    pipeline = ""
+    if keys.rows_multiple > 1:
         pipeline = (
-            f" in multiples of {multiple} rows (num_pipeline_microbatches="
+            f" in multiples of {keys.rows_multiple} rows (num_pipeline_microbatches="
             f"{keys.num_pipeline_microbatches} / {keys.stages} stages)"
         )
+    stage = f"stage {index} with a global batch of {threshold.global_batch_size}"
     if not _rows_per_rank_limit(keys, threshold.rows_per_device) and not threshold.accumulation:
-        given = f"per_device_batch_size={keys.per_device_batch_size:g}"
-        enough = f"per_device_batch_size={show(Fraction(multiple, parallel))}"
-        if keys.micro_batch_size != -1:
-            given = f"micro_batch_size={keys.micro_batch_size}"
-            enough = f"micro_batch_size={multiple}"
-        return ConfigError(
-            f"stage {index} with a global batch of {batch}: {given} is too little for a pipeline "
-            f"that works{pipeline}; use {enough}, or fewer micro batches"
-        )
-    of_all_devices = multiple > 1 and threshold.rows_per_device
+        return _too_little_for_pipeline(keys, stage, pipeline)
+    of_all_devices = keys.rows_multiple > 1 and threshold.rows_per_device
     if num_devices is None and keys.node_schedule != "fixed" and not of_all_devices:
-        unit, rows = Fraction(keys.devices_per_node, parallel), multiple
-        ranks = f"{show(unit)} data-parallel {'rank' if unit == 1 else 'ranks'} a node"
-        what = f"divides it over {ranks}{pipeline}"
-        fewest = min(keys.min_nodes, keys.nodes)
-        other = "fewer devices_per_node" if keys.devices_per_node > 1 else "other num_nodes"
-        other = "fewer micro batches" if pipeline else other
-        if keys.node_schedule == "nemo":
-            rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
-            what = f"gives each of {ranks} whole micro batches of {rows}"
-            fewest, other = 1, "a smaller micro_batch_size, or node_schedule=best"
-        numbers = [n for n in range(fewest, keys.nodes + 1) if rows and n * unit % 1 == 0]
-        units = [int(n * unit) * rows for n in numbers]
-        least = min(units, default=max(Fraction(1), unit) * rows)
-        remedy = f"use a multiple of {show(least)}"
-        below = max((batch // size * size for size in units), default=0)
-        if units and below < batch:
-            above = min(-(-batch // size) * size for size in units)
-            nearest = f"are {below} and {above}" if below else f"is {above}"
-            remedy += f" (the nearest {nearest})"
-        return ConfigError(
-            f"stage {index} with a global batch of {batch}: no number of nodes from "
-            f"{fewest} to num_nodes={keys.nodes} {what}; {remedy}, or {other}"
-        )
-    devices = num_devices or keys.num_devices
+        return _no_nodes(keys, stage, threshold, pipeline)
+    devices, parallel = num_devices or keys.num_devices, keys.model_parallel_size
     ranks, rest = divmod(devices, parallel)
     if rest or not ranks:
         return ConfigError(
@@ -137,7 +116,7 @@ def refusal(
     groups = f" groups of {parallel}" if parallel > 1 else ""
     spread_over = f"{axes} = {ranks}{groups}{pipeline}"
     if threshold.rows_per_device:
-        size, unit = threshold.rows_per_device, Fraction(multiple, parallel)
+        size, unit = threshold.rows_per_device, Fraction(keys.rows_multiple, parallel)
         rows, below = size * devices, size // unit * unit
         near = f"{show(below)} or {show(below + unit)}" if below else show(unit)
         remedy = "fewer micro batches" if pipeline else "more ici_tensor_parallelism"
@@ -147,12 +126,54 @@ def refusal(
             "per_device_batch_size, its start and its increment multiples of "
             f"{show(unit)} (the nearest are {near}), or use {remedy}"
         )
-    unit = ranks * multiple
-    below = batch // unit * unit
+    unit = ranks * keys.rows_multiple
+    below = threshold.global_batch_size // unit * unit
     near = f"{below} or {below + unit}" if below else f"{unit}"
     return ConfigError(
-        f"stage {index} with a global batch of {batch} does not divide over {spread_over}; the "
+        f"{stage} does not divide over {spread_over}; the "
         f"nearest sizes that do are {near}, or use another number of devices"
+    )
+
+
+def _too_little_for_pipeline(keys: BatchKeys, stage: str, pipeline: str) -> ConfigError:
+    """That a pass holds too few rows for the pipeline, whatever the devices."""
+    given = f"per_device_batch_size={keys.per_device_batch_size:g}"
+    least = Fraction(keys.rows_multiple, keys.model_parallel_size)
+    enough = f"per_device_batch_size={show(least)}"
+    if keys.micro_batch_size != -1:
+        given = f"micro_batch_size={keys.micro_batch_size}"
+        enough = f"micro_batch_size={keys.rows_multiple}"
+    return ConfigError(
+        f"{stage}: {given} is too little for a pipeline "
+        f"that works{pipeline}; use {enough}, or fewer micro batches"
+    )
+
+
+def _no_nodes(keys: BatchKeys, stage: str, threshold: Threshold, pipeline: str) -> ConfigError:
+    """That no number of nodes divides a batch, and the nearest batches that one does."""
+    batch, rows = threshold.global_batch_size, keys.rows_multiple
+    unit = Fraction(keys.devices_per_node, keys.model_parallel_size)
+    ranks = f"{show(unit)} data-parallel {'rank' if unit == 1 else 'ranks'} a node"
+    what = f"divides it over {ranks}{pipeline}"
+    fewest = min(keys.min_nodes, keys.nodes)
+    other = "fewer devices_per_node" if keys.devices_per_node > 1 else "other num_nodes"
+    other = "fewer micro batches" if pipeline else other
+    if keys.node_schedule == "nemo":
+        rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
+        what = f"gives each of {ranks} whole micro batches of {rows}"
+        fewest, other = 1, "a smaller micro_batch_size, or node_schedule=best"
+    numbers = [n for n in range(fewest, keys.nodes + 1) if rows and n * unit % 1 == 0]
+    units = [int(n * unit) * rows for n in numbers]
+    least = min(units, default=max(Fraction(1), unit) * rows)
+    remedy = f"use a multiple of {show(least)}"
+    below = max((batch // size * size for size in units), default=0)
+    if units and below < batch:
+        above = min(-(-batch // size) * size for size in units)
+        nearest = f"are {below} and {above}" if below else f"is {above}"
+        remedy += f" (the nearest {nearest})"
+    return ConfigError(
+        f"{stage}: no number of nodes from "
+        f"{fewest} to num_nodes={keys.nodes} {what}; {remedy}, or {other}"
     )
 
 

@@ -10,7 +10,7 @@ Glossary
   threshold   the number of samples from which on a global batch size holds
   stage       a run of steps with one batch shape
 
-Every notation becomes a list of thresholds (`notations`), and one walk over the thresholds gives
+Every notation becomes a list of thresholds (`notations`), and one `walk` over the thresholds gives
 the stages: a step uses the batch size of the last threshold that is not above the samples consumed
 before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
 list in closed form, for any step, in any order.
@@ -20,16 +20,18 @@ This module imports no jax.
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.rampup import ladder, notations
 from maxramp.rampup import layout as layout_lib
+from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
+from maxramp.rampup.walk import Stretch, layouts, undecided, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,23 @@ class Stage:
     global_batch_size: int
     nodes: int
     devices: int
+
+    @classmethod
+    def of(cls, index: int, stretch: Stretch, layout: Layout) -> "Stage":
+        """The steps of a stretch, as its batch lies on the devices."""
+        size, steps = stretch.threshold.global_batch_size, stretch.steps
+        return cls(
+            index=index,
+            first_step=stretch.first_step,
+            steps=steps,
+            first_sample=stretch.first_sample,
+            samples=None if steps is None else steps * size,
+            per_device_batch_size=layout.per_device_batch_size,
+            gradient_accumulation_steps=layout.gradient_accumulation_steps,
+            global_batch_size=size,
+            nodes=layout.nodes,
+            devices=layout.devices,
+        )
 
     @property
     def micro_batch_size(self) -> int:
@@ -110,57 +129,20 @@ class RampupBatchManager:
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
-        nodes = -(-num_devices // keys.devices_per_node) if num_devices else 0
-        walked = list(_walk(thresholds, first_step, first_sample))
-        rungs = _undecided(keys, thresholds)
-        sizes = [threshold for threshold, *_ in walked] + rungs
-        if num_devices:
-            layouts = [layout_lib.spread(keys, t, nodes, num_devices) for t in sizes]
-        elif keys.rampup_policy == "noise":
-            # The nodes of a size do not depend on when it will be decided.
-            expected = [Threshold(*pair) for pair in ladder.expected(keys)]
-            expected = notations.thresholds(keys) + expected
-            steps = [_steps_of_run(keys, *stage) for stage in _walk(expected, 0, 0)]
-            nodes_of = layout_lib.schedule_nodes(keys, expected, steps, usable, restart_passes)
-            by_size = {t.global_batch_size: x for t, x in zip(expected, nodes_of, strict=True)}
-            layouts = [by_size[t.global_batch_size] for t in sizes]
-        else:
-            layouts = layout_lib.schedule_nodes(
-                keys,
-                sizes,
-                [_steps_of_run(keys, *stage) for stage in walked],
-                usable,
-                restart_passes,
-            )
+        walked = list(walk(thresholds, first_step, first_sample))
+        stretches = walked + undecided(keys, thresholds)
+        found = layouts(keys, stretches, num_devices, usable, restart_passes)
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
-        places = [stage[1:] for stage in walked] + [(-1, -1, None)] * len(rungs)
-        for index, (threshold, (step, sample, steps), layout) in enumerate(
-            zip(sizes, places, layouts, strict=True), first_index
-        ):
+        for index, (stretch, layout) in enumerate(zip(stretches, found, strict=True), first_index):
             if layout is None:
-                self._refusals[index] = layout_lib.refusal(keys, index, threshold, num_devices)
-                devices = num_devices or keys.num_devices
-                passes = threshold.accumulation or 1
-                size = Fraction(threshold.global_batch_size, devices * passes)
-                layout = layout_lib.Layout(nodes or keys.nodes, devices, size, passes)
-            stages.append(
-                Stage(
-                    index=index,
-                    first_step=step,
-                    steps=steps,
-                    first_sample=sample,
-                    samples=None if steps is None else steps * threshold.global_batch_size,
-                    per_device_batch_size=layout.per_device_batch_size,
-                    gradient_accumulation_steps=layout.gradient_accumulation_steps,
-                    global_batch_size=threshold.global_batch_size,
-                    nodes=layout.nodes,
-                    devices=layout.devices,
-                )
-            )
+                size = stretch.threshold
+                self._refusals[index] = layout_lib.refusal(keys, index, size, num_devices)
+                layout = layout_lib.uneven(keys, size, num_devices)
+            stages.append(Stage.of(index, stretch, layout))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
-        self._settled = 0 if rungs else None  # all is decided
+        self._settled = 0 if self.rungs else None  # all is decided
         self._first_steps = [stage.first_step for stage in self.stages]
         self._first_samples = [stage.first_sample for stage in self.stages]
 
@@ -294,6 +276,15 @@ class RampupBatchManager:
             f"{final.global_batch_size} begins after {final.first_step}"
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """The stages and the length of the run, as they stand in plan.json."""
+        return {
+            "stages": [stage.to_json() for stage in self.stages],
+            "total_steps": self.total_steps,
+            "total_samples": self.total_samples,
+            "total_tokens": self.total_samples * self.keys.max_target_length,
+        }
+
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuses stages that cannot be split over their devices.
 
@@ -311,46 +302,3 @@ def _last_not_above(starts: list[int], value: int, name: str) -> int:
             f"{name}={value} lies before {name} {starts[0]}, where the schedule starts"
         )
     return bisect.bisect_right(starts, value) - 1
-
-
-def _walk(
-    thresholds: Sequence[Threshold], step: int, sample: int
-) -> Iterator[tuple[Threshold, int, int, int | None]]:
-    """Thresholds -> (threshold, first step, first sample, steps) of every stage.
-
-    Each stage ends with the first step that reaches the next threshold. A threshold that is passed
-    within a step of the stage before gives no stage.
-    """
-    ends = [threshold.first_sample for threshold in thresholds[1:]]
-    for threshold, end in zip(thresholds, [*ends, None], strict=True):
-        steps = None
-        if end is not None:
-            steps = max(0, -(-(end - sample) // threshold.global_batch_size))
-            if steps == 0:
-                continue
-        yield threshold, step, sample, steps
-        if steps is not None:
-            step, sample = step + steps, sample + steps * threshold.global_batch_size
-
-
-def _undecided(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Threshold]:
-    """The rungs above the last threshold, under rampup_policy=noise."""
-    if keys.rampup_policy != "noise":
-        return []
-    last = thresholds[-1].global_batch_size
-    return [Threshold(-1, size) for size in keys.rampup_ladder if size > last]
-
-
-_LONG = 10**6  # steps that the last stage of a run without a length is planned with
-
-
-def _steps_of_run(
-    keys: BatchKeys, threshold: Threshold, step: int, sample: int, steps: int | None
-) -> int:
-    """Those of a stage's steps that come before the end of the run."""
-    left = _LONG if steps is None else steps
-    if keys.steps != -1:
-        left = keys.steps - step
-    elif (samples := keys.samples_of_run) != -1:
-        left = -(-(samples - sample) // threshold.global_batch_size)
-    return max(0, left if steps is None else min(left, steps))

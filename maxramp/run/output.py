@@ -46,16 +46,6 @@ _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first i
 _HEADER = "# Written by maxramp; the next start replaces this file unless you edit it ({:08x}).\n"
 
 
-def plan_json(ramp: RampupBatchManager) -> dict[str, Any]:
-    """plan.json: the stages and the length of a run."""
-    return {
-        "stages": [stage.to_json() for stage in ramp.stages],
-        "total_steps": ramp.total_steps,
-        "total_samples": ramp.total_samples,
-        "total_tokens": ramp.total_samples * ramp.keys.max_target_length,
-    }
-
-
 class Output:
     """`{base_output_directory}/{run_name}/` and the display, written by the first process alone.
 
@@ -182,7 +172,7 @@ class Output:
         try:
             header = _HEADER.format(zlib.crc32(self._config_text.encode()))
             write_whole(self._config_file, (header + self._config_text).encode())
-            _write_json(self.here / "plan.json", plan_json(ramp))
+            _write_json(self.here / "plan.json", ramp.to_json())
             (self.here / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.here / "metrics.jsonl", first_step):
                 self.say(
@@ -252,7 +242,7 @@ class Output:
         """Writes plan.json, of a ramp that has grown."""
         if self._is_first:
             try:
-                _write_json(self.here / "plan.json", plan_json(ramp))
+                _write_json(self.here / "plan.json", ramp.to_json())
             except OSError as error:  # decisions.json says the same, and is there
                 self.warn(str(self._refusal(error)))
 

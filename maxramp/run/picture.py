@@ -1,13 +1,8 @@
-"""The pictures: a run's batch size and loss, a policy's rewards, a plan's batch size and nodes."""
+"""The pictures of a run: batch size and loss, or a policy's rewards."""
 
-import io
 import pathlib
-from typing import Any
 
-from maxramp.commandline import short
-from maxramp.folders.place import Place
 from maxramp.run.metrics import Record
-from maxramp.run.noise import Block
 
 
 def draw_run(records: list[Record], path: pathlib.Path, title: str) -> None:
@@ -100,92 +95,3 @@ def draw_policy(records: list[Record], path: pathlib.Path, title: str) -> None:
     panels[0].set_title(title, loc="left", parse_math=False)
     figure.align_ylabels()
     figure.savefig(path, dpi=130)
-
-
-def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
-    """Draws noise scales with their intervals, by name, and the batch that was used.
-
-    Raises:
-      OSError: the picture cannot be written.
-      ValueError: the suffix names no format of pictures.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_yscale("log")
-    colors = ("tab:orange", "tab:green", "tab:red", "tab:purple")
-    for color, (name, curve) in zip(colors, curves.items(), strict=False):
-        per_row = curve[0].batch_tokens / curve[0].batch_rows
-        known = [block for block in curve if block.noise_scale is not None]
-        x = [(block.first_sample + block.last_sample) / 2 for block in known]
-        y = [block.noise_scale / per_row for block in known]
-        most = 10 * max(
-            [*y, *(block.batch_rows for block in curve)]
-        )  # where an interval has no end
-        low = [block.low / per_row for block in known]
-        high = [most if block.high is None else block.high / per_row for block in known]
-        axes.plot(x, y, color=color, marker="o", markersize=4, label=f"noise scale, {name}")
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    longest = max(curves.values(), key=len)
-    edges = [*(block.first_sample for block in longest), longest[-1].last_sample]
-    sizes = [block.batch_rows for block in longest]
-    axes.step(edges, [*sizes, sizes[-1]], where="post", color="tab:blue", label="batch")
-    axes.set_xlabel("consumed samples")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, position: short(number)))
-    axes.set_ylabel("rows")
-    tokens = axes.secondary_yaxis(
-        "right", functions=(lambda rows: rows * per_row, lambda tokens: tokens / per_row)
-    )
-    tokens.set_ylabel("tokens")
-    axes.grid(alpha=0.3)
-    axes.spines["top"].set_visible(False)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=130, format=path.suffix[1:] or None)
-    path.write_bytes(drawn.getvalue())
-
-
-def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    stages, rate = plan["stages"], plan["learning_rate"]
-    samples_or_tokens = FuncFormatter(lambda number, position: short(number))
-    x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
-    ratios = (2, 1, 1) if rate else (2, 1)
-    figure = Figure(figsize=(7, 1.3 * sum(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(ratios), sharex=True, height_ratios=ratios)
-    batch, nodes = panels[:2]
-    for axes, key, color, label in (
-        (batch, "global_batch_size", "tab:blue", "global batch size\n(samples)"),
-        (nodes, "nodes", "tab:green", "nodes"),
-    ):
-        y = [*(s[key] for s in stages), stages[-1][key]]
-        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
-        axes.step(x, y, where="post", color=color, linewidth=1.8)
-        axes.set_ylim(0, max(y) * 1.15)
-        axes.set_ylabel(label)
-    if rate:
-        panels[2].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
-        panels[2].set_ylim(0, None)
-        panels[2].set_ylabel("learning rate")
-        panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    panels[-1].set_xlabel("consumed samples")
-    panels[-1].set_xlim(0, plan["total_samples"])
-    panels[-1].xaxis.set_major_formatter(samples_or_tokens)
-    length = plan["max_target_length"]
-    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
-    tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(samples_or_tokens)
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-    figure.align_ylabels()
-    figure.savefig(path, dpi=150)

@@ -14,6 +14,7 @@ from maxramp import prepare as prepare_lib
 from maxramp.data import hub, tokenizers
 from maxramp.data.files import hubset
 from maxramp.data.files.hubset import HubSet
+from maxramp.data.inputs import check_apart
 from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
 
@@ -161,7 +162,7 @@ def test_a_set_is_not_written_into_a_data_set(tmp_path, monkeypatch, capsys):
         assert prepare_lib.main(given) == 2
         assert "--output an-org/texts holds the input" in capsys.readouterr().err
     away = HubSet("other/texts", "en", "train", "body", False)
-    prepare_lib._check_apart(tmp_path / "other", [away])
+    check_apart(tmp_path / "other", [away])
 
 
 def test_no_such_data_set_is_one_line(data_set):

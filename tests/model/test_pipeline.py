@@ -24,8 +24,8 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.layers import dense
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
-from maxramp.plan import make_plan
 from maxramp.planning import hlo
+from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.objective import next_token_prediction, segments
 from maxramp.training.state import in_layer_order, init_state

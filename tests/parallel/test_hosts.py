@@ -296,7 +296,16 @@ def test_hosts_are_no_slices(tmp_path):
 
 
 def train(
-    data, folder, cache_dir, name, processes, devices, *given, kill_at=None, optimized=False, **shape
+    data,
+    folder,
+    cache_dir,
+    name,
+    processes,
+    devices,
+    *given,
+    kill_at=None,
+    optimized=False,
+    **shape,
 ):
     """Runs a job of maxramp.train; its records. With `kill_at`, all of it is killed when that
     checkpoint is there. With `optimized` its sums are made as a user's are."""

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from conftest import BASE, TINY, run
 
-from maxramp.compile import compile_stages
 from maxramp.compile import main as compile_main
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
@@ -18,6 +17,7 @@ from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
+from maxramp.planning.compiled import compile_stages
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
 

@@ -4,16 +4,15 @@ import dataclasses
 import re
 
 import pytest
-from conftest import make_config, make_mesh
+from conftest import make_config
 
-from maxramp import compile
 from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
+from maxramp.planning import compiled
 from maxramp.planning import machine as machines
 from maxramp.planning.fit import POLICIES, by_speed, edge, largest_batch, pods
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.learning_rate import LearningRate
 
 
 @pytest.mark.parametrize("most", (1, 2, 7, 8, 100, 1023))
@@ -47,15 +46,16 @@ def one_device():
     return dataclasses.replace(here, devices=here.devices[:1])
 
 
-def arguments_of(config, machine, limit):
-    return (config.batch, config.schedule, make_mesh(config), machine, limit)
+def pod_of(config, machine, limit=1.0):
+    ramp = RampupBatchManager(config.batch, len(machine.devices))
+    return Pod.of(config.replace(device_memory_gib=limit), ramp, machine)
 
 
 @pytest.mark.slow
 def test_what_fits_of_this_machine(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
-    lines = largest_batch(config.recipe, *arguments_of(config, one_device, 0.004)).splitlines()
+    lines = largest_batch(pod_of(config, one_device, 0.004)).splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
     ).groups()
@@ -71,7 +71,7 @@ def test_what_fits_of_this_machine(one_device):
 def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
-        largest_batch(config.recipe, *arguments_of(config, one_device, 0.0001))
+        largest_batch(pod_of(config, one_device, 0.0001))
 
 
 def test_a_program_that_cannot_be_read(one_device):
@@ -82,8 +82,7 @@ def test_a_program_that_cannot_be_read(one_device):
         raise ValueError("the loop while.1 does not say how often it runs")
 
     machine = dataclasses.replace(one_device, work=work)
-    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch, 1))
-    pod = Pod(config.recipe, rate, make_mesh(config), machine, 1.0, config.batch)
+    pod = pod_of(config, machine)
     with pytest.raises(ConfigError, match="compile_topology=.*: .* while.1 does not say .*; try"):
         pod.step(1, 1)
 
@@ -92,11 +91,11 @@ def test_a_program_that_cannot_be_read(one_device):
 def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
     config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
     ramp = RampupBatchManager(config.batch, 8)
-    monkeypatch.setattr(compile, "_resolved", lambda config: (config, ramp, one_device))
-    monkeypatch.setattr(compile, "_of_a_pod", lambda *arguments: ())
-    monkeypatch.setattr(compile, "pods", lambda: iter(()))
+    monkeypatch.setattr(compiled, "_resolved", lambda config: (config, ramp, one_device))
+    monkeypatch.setattr(compiled.Pod, "of", lambda *arguments: None)
+    monkeypatch.setattr(compiled, "pods", lambda pod: iter(()))
     with pytest.raises(ConfigError, match=f"not even {least} a group of devices would fit"):
-        compile.compile_ways(config)
+        compiled.compile_ways(config)
 
 
 @pytest.mark.slow
@@ -104,11 +103,8 @@ def test_the_ways_of_a_batch_by_speed(one_device):
     """Each policy's two largest micro batches, with a machine whose time is made up."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
     ramp = RampupBatchManager(config.batch, 1)
-    rate = LearningRate.of(config.schedule, ramp)
     timed = dataclasses.replace(one_device, work=lambda text: {"step_seconds": 1 / len(text)})
-    ways = by_speed(
-        pods(config.recipe, rate, make_mesh(config), timed, 1.0, config.batch), ramp.stages[0]
-    )
+    ways = by_speed(pods(pod_of(config, timed)), ramp.stages[0])
     assert len(ways) == 8 and {way["remat_policy"] for way in ways} == set(POLICIES)
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])

@@ -7,13 +7,13 @@ import importlib.util
 import pytest
 from conftest import BASE, TINY
 
-from maxramp.compile import compile_stages
 from maxramp.compile import main as compile_main
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.planning import gpu
+from maxramp.planning.compiled import compile_stages
 
 
 def _missing(module: str) -> bool:

@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 from conftest import BASE
 
-from maxramp.compile import compile_stages
 from maxramp.config.load import load
 from maxramp.model.size import pipeline_turns
+from maxramp.planning.compiled import compile_stages
 
 # T tokens of a row, D model width, F MLP width, V vocabulary, H and K heads of width h, L layers.
 T, D, F, V, H, K, h, L = 256, 256, 512, 512, 4, 2, 128, 4

@@ -24,11 +24,13 @@ from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
-from maxramp.plan import make_plan, print_plan
+from maxramp.plan import print_plan
 from maxramp.planning.memory import estimate
+from maxramp.planning.picture import draw_plan
+from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.run.picture import draw_plan, draw_run
+from maxramp.run.picture import draw_run
 from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs

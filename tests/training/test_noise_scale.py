@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
 from maxramp.data.marks import PADDING
+from maxramp.measuring.noise import ratio_of_means
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.noise import ratio_of_means
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objective import Objective, next_token_prediction
 from maxramp.training.state import init_state

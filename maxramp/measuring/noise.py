@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.run.metrics import Record
+from maxramp.errors import ConfigError
+from maxramp.folders.place import Place
+from maxramp.run.metrics import Record, read_records
 
 # The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.
 KINDS = {"": "weights", "adam_": "weights as Adam sees them", "norms_": "norms' scales"}
@@ -44,6 +46,33 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         """The block by the names of its attributes."""
         return dataclasses.asdict(self)
+
+
+def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
+    """The noise scale of a run by kind, over `blocks` shares of its samples.
+
+    Raises:
+      ConfigError: it is no run, or one without estimates.
+    """
+    if blocks < 1:
+        raise ConfigError(f"--blocks {blocks} must be 1 or more")
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
+    records = read_records(path)
+    curves = {kind: blocks_of(records, kind, blocks) for kind in KINDS}
+    curves = {kind: curve for kind, curve in curves.items() if curve}
+    if not curves:
+        logged = any("norms_noise_signal" in record for record in records)
+        remedy = (
+            "use fewer --blocks, or a batch above 1 row, which has none"
+            if logged
+            else "train with log_gradient_noise_scale=true"
+        )
+        raise ConfigError(
+            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
+        )
+    return curves
 
 
 def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:

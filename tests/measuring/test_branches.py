@@ -11,7 +11,8 @@ from conftest import BASE, TINY, make_config, run
 
 from maxramp import branch, suggest
 from maxramp.errors import ConfigError
-from maxramp.run.branches import Branch, compare, difference
+from maxramp.measuring.branches import Branch, compare, difference
+from maxramp.measuring.experiment import Experiment, _sizes, _window
 from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, read_records
 
 
@@ -92,7 +93,7 @@ def test_batches_of_an_evaluation(tmp_path):
 
 def experiment_of(folder, *keys):
     """Branches of 8, 16 and 24 rows in 48 rows, as the command makes them."""
-    found = branch.Experiment.__new__(branch.Experiment)
+    found = Experiment.__new__(Experiment)
     found._sizes, found._samples, found._folder = [8, 16, 24], 48, folder / "20-48"
     found._position, found._first = types.SimpleNamespace(step=20, path=folder), 160
     found._rate, found._batch, found._keys = 0.1, 8, list(keys)
@@ -149,16 +150,16 @@ def test_a_tolerance_that_is_none(tmp_path, capsys, tolerance):
 @pytest.mark.parametrize("text", ("8", "8,8", "0,8", "8,²", "8,x", ""))
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="must be two or more different global batch sizes"):
-        branch._sizes(text)
+        _sizes(text)
 
 
 def test_sizes_whose_window_is_far_more_than_was_asked_for():
-    assert branch._window([8, 16, 32], 1000, 16) == 1024
-    assert branch._window([8, 24, 64], 100, 16) == 192
+    assert _window([8, 16, 32], 1000, 16) == 1024
+    assert _window([8, 24, 64], 100, 16) == 192
     with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*as 96,192, or --tokens 268800"):
-        branch._window([96, 100, 112, 120], 1000, 16)
+        _window([96, 100, 112, 120], 1000, 16)
     with pytest.raises(ConfigError, match=r"default\); give --tokens 1024$"):
-        branch._window([8, 64], 10, 16)
+        _window([8, 64], 10, 16)
 
 
 def test_a_home_of_nobody(capsys):

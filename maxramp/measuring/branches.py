@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.measuring.noise import student
 from maxramp.run.metrics import Record
-from maxramp.run.noise import student
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 

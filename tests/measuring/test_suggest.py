@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from conftest import BASE
+from conftest import BASE, ROOT
 
 from maxramp import suggest
 from maxramp.config.load import load
+from maxramp.measuring import comparison, evidence
+from maxramp.measuring.ramp import Measurement, from_branches, ramp_of
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.suggestion import Measurement, from_branches, ramp_of
 
 
 def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run="x"):
@@ -188,7 +189,7 @@ def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(suggest, "read_records", refused)
+    monkeypatch.setattr(evidence, "read_records", refused)
     assert suggest.main([BASE, "--noise", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "Permission denied" in error and str(tmp_path) in error and error.count("\n") == 1
@@ -196,8 +197,8 @@ def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ("gpt3-175b", "palm-540b"))
 def test_published_shapes(name):
-    path = suggest.CONFIGS / "schedules" / f"{name}.yml"
-    shape = suggest._published(path, 8, 64, 100_000)
+    path = ROOT / "configs" / "schedules" / f"{name}.yml"
+    shape = comparison._published(path, 8, 64, 100_000)
     places, sizes = zip(*shape, strict=True)
     assert places[0] == 0 and list(places) == sorted(set(places)) and places[-1] < 100_000
     assert sizes[0] == 8 and sizes[-1] == 64 and list(sizes) == sorted(set(sizes))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxramp import noise
-from maxramp.run.noise import blocks_of, ratio_of_means
+from maxramp.measuring.noise import blocks_of, ratio_of_means
 
 
 def records_of(rng, steps, signal, variance, spread, prefix=""):

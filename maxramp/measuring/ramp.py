@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.run.noise import Block
+from maxramp.measuring.noise import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,181 @@
+"""What was measured on runs, read for another one that is planned, and what it does not say."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from maxramp.commandline import short
+from maxramp.config.keys import Config
+from maxramp.errors import ConfigError
+from maxramp.folders.place import Place, home_of
+from maxramp.keys.yamlfile import read_yaml
+from maxramp.measuring.noise import KINDS, Block, blocks_of
+from maxramp.measuring.ramp import Measurement, from_branches, from_noise
+from maxramp.model.keys import SHAPE_KEYS
+from maxramp.run.metrics import read_records
+
+_BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
+# What makes a run that was measured another one than the run that is planned.
+_SAME = (
+    *SHAPE_KEYS,
+    "max_target_length",
+    "dataset_type",
+    "text_files",
+    "grain_train_files",
+    "learning_rate",
+    "opt_type",
+)
+
+
+class Evidence:
+    """What a run's noise scale and its branches say of the batch.
+
+    Attributes:
+      measured: the batches that surely cost nothing, in order; empty where nothing was measured.
+      results: what maxramp.branch found, one of each step and window.
+      by_noise: whether a noise scale gave the places of `measured`.
+      lines: what was measured, for a person.
+      limits: what that leaves open, for a person.
+    """
+
+    def __init__(self, config: Config, noise: str | None, branch: str | None):
+        """
+        Args:
+          config: of the run that is planned.
+          noise: the folder of a run with a noise scale.
+          branch: the folder of a run with branches, or of one of their results.
+
+        Raises:
+          ConfigError: what is named holds no measurement.
+        """
+        self._config = config
+        self.by_noise = bool(noise)
+        self.lines: list[str] = []
+        self.limits: list[str] = []
+        self.results = self._read_branches(branch) if branch else []
+        self.measured = from_branches(self.results) if self.results else []
+        if noise:
+            self.measured = self._read_noise(home_of(noise))
+
+    def _read_branches(self, given: str) -> list[dict[str, Any]]:
+        path = home_of(given)
+        files = [path] if path.is_file() else sorted(path.glob("branches/*/branch.json"))
+        texts = [file.read_bytes() for file in files or path.glob("branch.json")]
+        try:
+            results = [json.loads(text) for text in texts]
+            results.sort(key=lambda r: (r["step"], r["samples"]))
+            places = {(r["step"], r["samples"]): r for r in results}
+            for result in places.values():
+                _use(result)
+                self.lines.append(_line_of(result))
+        except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError):
+            raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
+        if not results:
+            raise ConfigError(
+                f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
+                f"{given} --at STEP --sizes 8,16,32"
+            )
+        self._compare_runs(home_of(results[0]["run"]))
+        return list(places.values())
+
+    def _read_noise(self, run: Place) -> list[Measurement]:
+        """What the noise scale of a run allows, at the height that branches found."""
+        path = run / "metrics.jsonl"
+        if not path.is_file():
+            raise ConfigError(f"--noise {run}: holds no metrics.jsonl; give the folder of a run")
+        records = read_records(path)
+        curves = {kind: [] for kind in KINDS}
+        for shares in _BLOCKS:
+            curves = {kind: curves[kind] or blocks_of(records, kind, shares) for kind in KINDS}
+        factors = {kind: _factor(kind, self.results) for kind in KINDS}
+        # The norms' first: it has no gaps.
+        kinds = [kind for kind in ("norms_", "", "adam_") if curves[kind]]
+        kinds.sort(key=lambda kind: factors[kind] is None)
+        if not kinds:
+            raise ConfigError(
+                f"--noise {run}: holds no noise scale of 8 steps or more; train with "
+                "log_gradient_noise_scale=true"
+            )
+        kind = kinds[0]
+        curve, factor = curves[kind], factors[kind]
+        self.lines.append(
+            f"noise scale of {run} ({KINDS[kind]}): {_scale(curve[0])} at the start, "
+            f"{_scale(curve[-1])} after {short(curve[-1].last_sample)} samples"
+        )
+        if factor is None:
+            self.limits.append(
+                "no branch says how far above the noise scale the batch may go; it is kept at the "
+                "noise scale's lower end, which is usually too careful"
+            )
+        else:
+            self.lines.append(
+                f"the batch may be {factor:.3g} times the noise scale, by the branches"
+            )
+        self._compare_runs(run)
+        return from_noise(curve, factor or 1.0)
+
+    def _compare_runs(self, run: Place) -> None:
+        """Says where the run that was measured is another one than the run that is planned."""
+        try:
+            there = read_yaml(run / "config.yml")
+        except (ConfigError, OSError):
+            self.limits.append(
+                f"{run} holds no config.yml: whether it was a run like this is not known"
+            )
+            return
+        here = self._config.values
+        differ = [
+            f"{name}={there[name]} (here {here[name]})"
+            for name in _SAME
+            if name in there and there[name] != here[name]
+        ]
+        line = f"measured on another run: {', '.join(differ)}"
+        if differ and line not in self.limits:
+            self.limits.append(line)
+
+
+def _use(result: dict[str, Any]) -> None:
+    """Takes from a result of maxramp.branch all that is taken later: what lacks is noticed here."""
+    numbers = [
+        result[name] for name in ("step", "first_sample", "samples", "row_tokens", "largest")
+    ]
+    numbers += [size["rows"] for size in result["sizes"]]
+    if result["surely"] is not None:
+        numbers += [result["surely"], result["possibly"]]
+    if not result["sizes"] or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError
+    if min(result["row_tokens"], result["largest"], *(s["rows"] for s in result["sizes"])) < 1:
+        raise ValueError
+    from_branches([result])
+    for kind in KINDS:
+        _factor(kind, [result])
+    home_of(result["run"])
+
+
+def _line_of(result: dict[str, Any]) -> str:
+    """A result of maxramp.branch in one line."""
+    ends = "no interval"
+    if result["surely"] is not None:
+        ends = f"{result['surely']} to {result['possibly']}"
+    sizes = ", ".join(str(size["rows"]) for size in result["sizes"])
+    return (
+        f"branches at {short(result['first_sample'] * result['row_tokens'])} tokens: batch "
+        f"{result['largest']} of {sizes} is the largest within {result['tolerance']:g} nats "
+        f"({ends}; rows of {result['row_tokens']} tokens)"
+    )
+
+
+def _factor(kind: str, results: Sequence[dict[str, Any]]) -> float | None:
+    """What surely costs nothing over the noise scale there, the least of all branches."""
+    found = [
+        (r["surely"] or r["largest"]) / r["noise"][f"{kind}noise_scale"]["noise_scale"]
+        for r in results
+        if f"{kind}noise_scale" in r["noise"]
+    ]
+    return min(found, default=None)
+
+
+def _scale(block: Block) -> str:
+    rows = block.batch_rows / block.batch_tokens
+    high = "no end" if block.high is None else f"{block.high * rows:.3g}"
+    return f"{block.low * rows:.3g} to {high} rows"

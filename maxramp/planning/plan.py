@@ -1,0 +1,159 @@
+"""The plan of a run: its stages with their cost and memory, beside constant batches."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxramp.config.keys import Config
+from maxramp.config.resolve import mesh_checker, resolve_planned
+from maxramp.errors import ConfigError
+from maxramp.model.size import pipeline_bubble
+from maxramp.planning.memory import estimate
+from maxramp.planning.stages import PlannedRun, with_nodes
+from maxramp.rampup import adaptive, ladder
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.training.learning_rate import LearningRate
+
+SMALL_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
+
+
+def make_plan(config: Config) -> dict[str, Any]:
+    """The plan of a loaded config for the nodes that it describes (default: this machine).
+
+    Returns:
+      plan.json's content with, for every stage, its part of the run, node-time and memory; totals,
+      also of constant-batch runs over the same samples; and the learning rate over samples.
+
+    Raises:
+      ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
+    """
+    config = with_nodes(config)
+    run = PlannedRun.of(config, mesh_checker(config))
+    ramp, keys, schedule = run.ramp, run.config.batch, run.config.schedule
+    plan = ramp.to_json() | {
+        "num_nodes": keys.num_nodes,
+        "devices_per_node": keys.devices_per_node,
+        "max_target_length": keys.max_target_length,
+        "restart_minutes": run.config.planning.restart_minutes,
+        "warnings": [ramp.cut_short] if ramp.cut_short else [],
+    }
+    plan["stages"] = [stage.to_json() | _part_of_run(run, stage) for stage in run.stages]
+    for stage, entry in zip(run.stages, plan["stages"], strict=True):
+        try:
+            entry |= _on_devices(config, stage)
+        except ConfigError as error:
+            entry |= {"memory_gib": None, "pipeline_bubble": None}
+            plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
+    plan["totals"] = _totals(run)
+    plan["adaptive"] = _bounds_of_ramp(ramp) if keys.rampup_policy == "noise" else None
+    plan["smaller_bubble"] = _smaller_bubble(run.config, run.stages)
+    given = schedule.learning_rate is not None
+    plan["learning_rate"] = _curve(LearningRate.of(schedule, ramp), ramp) if given else None
+    return plan
+
+
+def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
+    """What a stage takes of the run, also against all nodes (if its rows divided)."""
+    keys, cost, time = run.config.batch, run.cost, run.time(stage)
+    steps = run.ramp.run_steps(stage)
+    samples = steps * stage.global_batch_size
+    time_of_all = steps * cost.of_step(stage.global_batch_size / keys.num_devices)
+    return {
+        "run_steps": steps,
+        "run_samples": samples,
+        "run_tokens": samples * keys.max_target_length,
+        "share_of_node_time": time * stage.nodes / run.node_time,
+        "hours": cost.hours(time),
+        "node_hours": cost.hours(time * stage.nodes),
+        "hours_against_all_nodes": time / time_of_all,
+        "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
+    }
+
+
+def _on_devices(config: Config, stage: Stage) -> dict[str, Any]:
+    """The memory of a stage, and how long its pipeline idles."""
+    here = resolve_planned(config, stage.devices)
+    return {
+        "memory_gib": estimate(here.recipe, here.mesh.sizes, stage),
+        "pipeline_bubble": pipeline_bubble(here.model, here.batch.stages),
+    }
+
+
+def _totals(run: PlannedRun) -> dict[str, Any]:
+    """The whole run, and runs over the same samples at its first and its last batch."""
+    stages, cost = run.stages, run.cost
+    return {
+        "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
+        "node_time": run.node_time,
+        "hours": cost.hours(sum(map(run.time, stages))),
+        "node_hours": cost.hours(run.node_time),
+        "constant_first_batch": _constant(run, stages[0].global_batch_size),
+        "constant_final_batch": _constant(run, stages[-1].global_batch_size),
+    }
+
+
+def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
+    """The same samples at one batch size throughout, on all nodes."""
+    ramp, keys, cost = run.ramp, run.config.batch, run.cost
+    steps = -(-ramp.total_samples // batch)
+    time = steps * cost.of_step(batch / keys.num_devices)
+    return {
+        "global_batch_size": batch,
+        "steps": steps,
+        "node_time": time * keys.nodes,
+        "hours": cost.hours(time),
+        "node_hours": cost.hours(time * keys.nodes),
+    }
+
+
+def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
+    """The ramp that decides while it runs: as early and as late as it may, and as planned here."""
+    keys = expected.keys
+    found = {"period_samples": ladder.period(keys)}
+    for name, pairs in (
+        ("earliest", adaptive.simulate(keys, noise=math.inf)),
+        ("expected", ladder.expected(keys)),
+        ("latest", adaptive.simulate(keys, noise=0.0)),
+    ):
+        ramp = RampupBatchManager(keys, 1, decided=pairs)
+        stages = ramp.stages_between(0, ramp.total_steps)
+        found[name] = {
+            "batches": [[stage.first_sample, stage.global_batch_size] for stage in stages],
+            "steps": ramp.total_steps,
+        }
+    return found
+
+
+def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
+    """How many micro batches make the bubble small; None where it is, or there is no pipeline.
+
+    The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
+    """
+    count, model = config.batch.stages, config.model
+    if pipeline_bubble(model, count) <= SMALL_BUBBLE:
+        return None
+    fewest = (count - 1) * (1 / SMALL_BUBBLE - 1) / model.num_pipeline_repeats
+    least = math.ceil(fewest / count - 1e-9)
+    parallel = config.batch.model_parallel_size
+    rows = [int(stage.per_device_batch_size * parallel) for stage in stages]
+    common = math.gcd(*rows)
+    share = next((n for n in range(least, common + 1) if common % n == 0), least)
+    return {
+        "num_pipeline_microbatches": share * count,
+        "rows_multiple": share,
+        "not_in_stages": [s.index for s, n in zip(stages, rows, strict=True) if n % share],
+    }
+
+
+def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
+    """The learning rate at 200 steps of the run."""
+    points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
+    steps = sorted({ramp.step_at_sample(int(n)) for n in points})
+    starts = [ramp.samples_before(step) for step in steps]
+    return {
+        "samples": starts,
+        "rate": [float(rate(n, ramp.stage_at_sample(n).global_batch_size)) for n in starts],
+    }
