@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 
 from maxramp.errors import ConfigError
-from maxramp.keys import base
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
 
@@ -15,14 +14,6 @@ FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
 # Steps from a decision to its first: a batch is read and placed ahead, and the numbers of a step
 # come one step late.
 DELAY = 8
-
-_OF_ONE_POLICY = {
-    "rampup_rounding": "seesaw",
-    "rampup_noise_factor": "noise",
-    "rampup_decision_samples": "noise",
-    "rampup_earliest": "noise",
-    "rampup_latest": "noise",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +105,13 @@ def check(keys: BatchKeys) -> None:
             f"{keys.learning_rate_schedule_steps} with {policy}: the batch goes with the "
             "learning rate over all samples of the run; use samples and -1"
         )
-    for name, only in _OF_ONE_POLICY.items():
-        value, default = getattr(keys, name), base.base()[name]
-        value = list(value) if isinstance(default, list) else value
-        if only != keys.rampup_policy and value != default:
-            raise ConfigError(
-                f"{name}={value} goes with rampup_policy={only}, not with {policy}; leave it out"
-            )
+    if keys.rampup_policy != "noise":
+        for name in ("rampup_earliest", "rampup_latest"):
+            if getattr(keys, name):
+                raise ConfigError(
+                    f"{name}={list(getattr(keys, name))} goes with rampup_policy=noise, not with "
+                    f"{policy}; leave it out"
+                )
 
 
 def check_noise(keys: BatchKeys) -> None:

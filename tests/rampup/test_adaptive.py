@@ -182,8 +182,6 @@ def test_nodes_do_not_depend_on_decisions():
         ({"rampup_noise_factor": 0.0}, "rampup_noise_factor=0.0 must be above 0"),
         ({"total_samples": -1, "steps": 9}, "steps=9 with rampup_policy=noise"),
         ({"rampup_policy": "seesaw", "rampup_latest": [1, 2]}, "goes with rampup_policy=noise"),
-        ({"rampup_policy": "seesaw", "rampup_noise_factor": 2}, "goes with rampup_policy=noise"),
-        ({"rampup_rounding": "below"}, "goes with rampup_policy=seesaw, not with .*noise; leave"),
     ],
 )
 def test_refused(change, expected):
