@@ -106,6 +106,7 @@ def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     assert all(r["compile_seconds"] == 0 for r in steps if r["step"] not in (0, 60, 90, 110))
 
 
+@pytest.mark.slow
 def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, cache_dir):
     """Every transfer of a run is one that the code asks for; an implicit one raises."""
     guarded = environment() | {"JAX_TRANSFER_GUARD": "disallow"}
