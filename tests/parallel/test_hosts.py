@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -175,8 +174,7 @@ def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
     cases = [
         (factor, tensor, accumulation, 0)
         for factor in (1, 2, 4)
-        for tensor in (1, 2)
-        for accumulation in (1, 3)
+        for tensor, accumulation in ((1, 3), (2, 1))
         if processes % factor == 0 and processes * devices % tensor == 0
     ]
     check(data, alone, processes, devices, cases)
@@ -364,7 +362,7 @@ SPLIT = {"tensor": 2, "accumulation": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "shape", "processes", "factor"),
-    ((8, {}, 4, 4), (8, SPLIT, 2, 2), (4, {}, 4, 1)),
+    ((8, {}, 4, 4), (8, SPLIT, 2, 2), (4, {}, 2, 1)),
     ids=("8", "8, tensor parallelism and accumulation", "4"),
 )
 def test_losses_are_the_same_bits_on_as_many_devices(
@@ -387,17 +385,15 @@ def test_losses_are_the_same_bits_on_as_many_devices(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "resumed_on"),
-    (((), ((2, 0.5), (8, 4))), ((*MIXTURE, "text_files="), ((2, 0.5),))),
+    (((), (8, 4)), ((*MIXTURE, "text_files="), (2, 0.5))),
     ids=("rows", "packed"),
 )
 def test_killed_on_four_and_resumed(data, tmp_path, cache_dir, text, resumed_on):
-    """On two and on eight, with other factors, one below 1; in the middle of the ramp."""
+    """On eight and on two, with other factors, one below 1; in the middle of the ramp."""
+    processes, factor = resumed_on
     whole = train(data, tmp_path, cache_dir, "whole", 1, 1, *text)
     train(data, tmp_path, cache_dir, "killed", 4, 1, *text, factor=2, kill_at=4)
+    resumed = train(data, tmp_path, cache_dir, "killed", processes, 1, *text, factor=factor)
     assert len(fingerprints(whole)) == 8
-    for processes, factor in resumed_on:
-        name = f"on {processes}"
-        shutil.copytree(tmp_path / "killed", tmp_path / name)
-        resumed = train(data, tmp_path, cache_dir, name, processes, 1, *text, factor=factor)
-        assert fingerprints(resumed) == fingerprints(whole)
-        assert [r["consumed_samples"] for r in resumed] == [r["consumed_samples"] for r in whole]
+    assert fingerprints(resumed) == fingerprints(whole)
+    assert [r["consumed_samples"] for r in resumed] == [r["consumed_samples"] for r in whole]
