@@ -146,7 +146,7 @@ def test_shipped_models_compile_for_gpus(name):
 @needs_libtpu
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models_compile_for_tpus(name):
-    _, stage = some_layers_of(name, 2, "v5p:2x2x4")
+    _, stage = some_layers_of(name, 2, "v5p:4x4x4")
     assert stage["fits"] and stage["flops_per_device"] > 0
 
 

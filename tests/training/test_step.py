@@ -200,8 +200,8 @@ UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
 
 
 # Stages are in tests/model/test_pipeline.py.
-MESHES = ((8, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2))
-MESHES += (pytest.param((1, 1, 1, 8), marks=pytest.mark.slow),)
+ALL_TENSOR = pytest.param((1, 1, 1, 8), marks=pytest.mark.slow)
+MESHES = ((8, 1, 1, 1), (1, 1, 8, 1), ALL_TENSOR, (2, 1, 2, 2))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
