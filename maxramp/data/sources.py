@@ -70,7 +70,7 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
         paths = []
-        for folder, folders, names in os.walk(root):
+        for folder, folders, names in os.walk(root, onerror=_unless_forbidden):
             folders[:] = [name for name in folders if name not in skipped]
             paths += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
         title = "sources of the Python standard library"
@@ -90,6 +90,12 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
             raise ConfigError(f"{title}: no such file, and no folder or glob that holds files")
     named = [(p.relative_to(root).as_posix(), p) for p in paths]
     return sorted(named, key=lambda item: hashlib.sha256(item[0].encode()).digest()), title
+
+
+def _unless_forbidden(error: OSError) -> None:
+    """Ends a walk at a folder that cannot be read, but passes by one that nobody here may read."""
+    if not isinstance(error, PermissionError):
+        raise error
 
 
 def _read_documents(files: list[tuple[str, pathlib.Path]]) -> np.ndarray:
