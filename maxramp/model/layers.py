@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
+from maxramp.parallel.collectives import all_gather, all_to_all, psum, psum_scatter
 from maxramp.parallel.platform import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
@@ -200,14 +201,12 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
     def local(table_VD, tokens_BT):
         if travel:
-            tokens_BT = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+            tokens_BT = all_gather(tokens_BT, "fsdp")
         index_BT = _own_index(tokens_BT, table_VD.shape[0])
         x_BTD = table_VD.at[index_BT].get(mode="fill", fill_value=0)
         if travel:
-            x_BTD = jax.lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
-        if jax.lax.axis_size("tensor") > 1:  # XLA for CPUs would turn x around to do nothing
-            x_BTD = jax.lax.psum_scatter(x_BTD, "tensor", scatter_dimension=2, tiled=True)
-        return x_BTD
+            x_BTD = all_to_all(x_BTD, "fsdp", split=0, join=2)
+        return psum_scatter(x_BTD, "tensor", dimension=2)
 
     return jax.shard_map(local, in_specs=(spec, TOKENS_BT), out_specs=STREAM_BTD, check_vma=False)(
         jax.reshard(table_VD, spec), jax.reshard(tokens_BT, TOKENS_BT)
@@ -235,9 +234,8 @@ def _look_up_backward(residuals, dx_BTD):
         dtable_VD = jnp.zeros((V, D), jnp.float32)
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
         dtable_VD = dtable_VD.astype(table_VD.dtype)
-        dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
-        if copies := summed_at_once(spec):
-            dtable_VD = jax.lax.psum(dtable_VD, copies)
+        dtable_VD = psum_scatter(dtable_VD, "fsdp", dimension=1)
+        dtable_VD = psum(dtable_VD, summed_at_once(spec))
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
         return jax.lax.optimization_barrier(dtable_VD)
 

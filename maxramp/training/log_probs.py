@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxramp.parallel.collectives import all_gather, pmax, psum, psum_scatter
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, of_gradient, summed_at_once
 
@@ -51,12 +52,12 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
         def block(_, arrays):
             x_ND, targets_N = arrays
             logits_NV = _logits(x_ND, head_DV, temperature)
-            top_N = jax.lax.pmax(logits_NV.max(-1), "tensor")
+            top_N = pmax(logits_NV.max(-1), "tensor")
             below_NV = logits_NV - top_N[:, None]
             exp_NV = jnp.exp(below_NV)
             chosen_NV = jnp.where(is_target(targets_N), below_NV, 0)
             sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
-            z_N, product_N, chosen_N = jax.lax.psum(sums, "tensor")
+            z_N, product_N, chosen_N = psum(sums, "tensor")
             log_z_N = jnp.log(z_N)
             return None, (chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N)
 
@@ -93,13 +94,10 @@ def _backward(temperature, block_tokens, kept, cotangents):
         blocks = _in_blocks(block_tokens, x_BTD, targets_BT, log_z_BT, dlog_p_BT)
         dhead_DV, dx = jax.lax.scan(block, jnp.zeros_like(head_DV), blocks)
         # Rounded once and then sent, as the gradients of all products are.
-        dhead_DV = jax.lax.psum_scatter(
-            dhead_DV.astype(dtype), "fsdp", scatter_dimension=0, tiled=True
-        )
-        if copies := summed_at_once(head_spec):
-            dhead_DV = jax.lax.psum(dhead_DV, copies)
+        dhead_DV = psum_scatter(dhead_DV.astype(dtype), "fsdp", dimension=0)
+        dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
         dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
-        dx_BTD = jax.lax.psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
+        dx_BTD = psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
         return dx_BTD.astype(x_BTD.dtype), dhead_DV
 
     dx_BTD, dhead_DV = jax.shard_map(
@@ -120,7 +118,7 @@ def _of_device(first_BTD, head_DV):
     As float32: logits are rounded nowhere, as in the sampler.
     """
     head_DV = after(head_DV, first_BTD[0, 0, 0].astype(jnp.float32))
-    head_DV = jax.lax.all_gather(head_DV, "fsdp", tiled=True).astype(jnp.float32)
+    head_DV = all_gather(head_DV, "fsdp").astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
     return head_DV, lambda targets_N: ids_V == jnp.maximum(targets_N, 0)[:, None]

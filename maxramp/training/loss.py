@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from maxramp.data.marks import PADDING
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.collectives import all_gather, pmax, psum, psum_scatter
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import (
     REPLICATED,
@@ -76,21 +77,20 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
 
     def local(x_BTD, head_DV, targets_BT):
         head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
-        head_DV = jax.lax.all_gather(head_DV, "fsdp", tiled=True)
+        head_DV = all_gather(head_DV, "fsdp")
         sums, gradients = _blocks(
             x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
         )
         # Added in one order, as the norm of the gradients (`norm.add_up`).
-        sums = jax.lax.all_gather(jnp.stack(sums), BATCH_AXES).sum(0)
+        sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
         if with_gradients:
             dx_BTD, dhead_DV = gradients
             # Rounded once and then sent, as the gradients of all products are.
             dhead_DV = dhead_DV.astype(head_DV.dtype)
-            dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
-            if copies := summed_at_once(head_spec):
-                dhead_DV = jax.lax.psum(dhead_DV, copies)
+            dhead_DV = psum_scatter(dhead_DV, "fsdp", dimension=0)
+            dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
             dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
-            gradients = jax.lax.psum(dx_BTD, "tensor"), dhead_DV
+            gradients = psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients
 
     specs = (X_BTD, head_spec, TOKENS_BT)
@@ -117,12 +117,12 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
         x_ND, targets_N = arrays
         counts_N = targets_N >= 0
         logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=jnp.float32)
-        top_N = jax.lax.pmax(logits_NV.max(-1), "tensor")
+        top_N = pmax(logits_NV.max(-1), "tensor")
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
-        z_N = jax.lax.psum(exp_NV.sum(-1), "tensor")
+        z_N = psum(exp_NV.sum(-1), "tensor")
         log_z_N = top_N + jnp.log(z_N)
         is_target_NV = jnp.arange(V) == (targets_N - first)[:, None]
-        target_logit_N = jax.lax.psum(jnp.where(is_target_NV, logits_NV, 0).sum(-1), "tensor")
+        target_logit_N = psum(jnp.where(is_target_NV, logits_NV, 0).sum(-1), "tensor")
         cross_entropy = jnp.where(counts_N, log_z_N - target_logit_N, 0).sum()
         z_loss = z_loss_multiplier * jnp.where(counts_N, log_z_N**2, 0).sum()
         new = (cross_entropy + z_loss, cross_entropy, counts_N.sum(dtype=jnp.float32))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.axes import AXES
+from maxramp.parallel.collectives import all_gather
 from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stacked
 
 
@@ -47,7 +48,7 @@ def add_up(parts: jax.Array) -> jax.Array:
     spec = stacked(BY_DEVICE, parts.ndim - 1)
 
     def local(held: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(held, AXES, axis=held.ndim - 1, tiled=True)
+        return all_gather(held, AXES, dimension=held.ndim - 1)
 
     gathered = jax.shard_map(local, in_specs=spec, out_specs=REPLICATED, check_vma=False)(parts)
     return gathered.sum(-1)

@@ -1,0 +1,23 @@
+"""What is sent where there is nobody to send to."""
+
+import re
+
+import jax
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import lower_step
+
+SENDS = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_scatter)"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_device_sends_nothing(devices):
+    config = make_config("log_gradient_noise_scale=True", devices=devices)
+    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch, devices)
+    with jax.set_mesh(mesh):
+        lower = lower_step(config.recipe, mesh, LearningRate.of(config.schedule, ramp))
+        text = lower(2, 4 * devices).as_text()
+    assert bool(re.search(SENDS, text)) == (devices > 1)
