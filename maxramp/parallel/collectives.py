@@ -9,7 +9,7 @@ import jax
 
 
 def psum(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """The sum, of every array of a tree, over the devices along `axes`."""
+    """The sum over the devices along `axes`."""
     axes = _of_several(axes)
     return jax.lax.psum(x, axes) if axes else x
 
