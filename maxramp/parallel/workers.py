@@ -36,6 +36,33 @@ def stay_with_parent() -> None:
 
     def watch() -> None:
         multiprocessing.parent_process().join()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def leading_group() -> Iterator[None]:
+    """Lets a worker start processes of its own, in its process group, which ends with it.
+
+    Who ends the worker uses `end`.
+    """
+    os.setpgid(0, 0)
+    multiprocessing.current_process().daemon = False  # or multiprocessing refuses to
+    # Its signals' handlers are no use to a fork, which `Process.terminate` could not end.
+    os.register_at_fork(
+        after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in _ENDS]
+    )
+    try:
+        yield
+    finally:  # its parent is gone, mostly
+        os.killpg(0, signal.SIGKILL)
+
+
+def end(process: multiprocessing.process.BaseProcess) -> None:
+    """Ends a worker at once, and if it leads a group all that it started in it."""
+    with contextlib.suppress(ProcessLookupError):  # it leads none (yet)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

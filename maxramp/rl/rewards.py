@@ -5,11 +5,13 @@ A function is named module:function and takes lists of the same length:
     def correct(prompts: list[str], answers: list[str], truths: list) -> list[float]
 
 It gets the answers to a part of a batch at a time. `truths` holds what the data says about each
-prompt, None where it says nothing. A function that fails is called again with single answers, to
-find the one that it fails at.
+prompt, None where it says nothing. Each function has copies of its own, and may start processes,
+which end with the worker. A function that fails is called again with single answers, to find the
+one that it fails at.
 """
 
 import concurrent.futures
+import copy
 import importlib
 import multiprocessing
 import numbers
@@ -26,7 +28,7 @@ import numpy as np
 from maxramp import console
 from maxramp.commandline import count
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.parallel.workers import starting, stay_with_parent
+from maxramp.parallel import workers as workers_lib
 
 _SHOWN = 80  # characters of a prompt in an error
 _IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as their work may
@@ -112,8 +114,8 @@ class _Worker:
         self._names, self._busy = names, threading.Lock()
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, names, sys.path), daemon=True)
-        with starting():
+        self._process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
+        with workers_lib.starting():
             self._process.start()
         other.close()
 
@@ -128,6 +130,7 @@ class _Worker:
                 "seconds; leave slow work to the first call, or raise reward_timeout_seconds"
             )
         except (EOFError, OSError):
+            self.kill()  # what it started
             self._process.join(5.0)
             error = (
                 f"rewards={list(self._names)}: their process ended (exit status "
@@ -154,6 +157,7 @@ class _Worker:
                 "give them more time, or a limit of their own"
             ) from None
         except (EOFError, OSError):
+            self.kill()  # what it started
             self._process.join(5.0)
             raise TrainingError(
                 f"rewards={list(self._names)}: their process ended (exit status "
@@ -165,7 +169,7 @@ class _Worker:
         return np.array(found, np.float64).T, seconds
 
     def kill(self) -> None:
-        self._process.kill()
+        workers_lib.end(self._process)
 
     def _receive(self, timeout: float) -> Any:
         if not wait([self._pipe], timeout):
@@ -173,10 +177,17 @@ class _Worker:
         return self._pipe.recv()
 
 
+def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
+    """A worker's life, from its start."""
+    with workers_lib.leading_group():
+        _serve(pipe, names, path)
+
+
 def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
-    """A worker's life: imports the functions, then answers until nobody asks."""
+    """Imports the functions, then answers until nobody asks."""
     console.outlive_readers()  # what functions print is no reason to end
-    stay_with_parent()
+    workers_lib.stay_with_parent()
+    os.register_at_fork(after_in_child=pipe.close)  # the end of this process is its end
     # The devices are the trainer's. Its own module may have imported JAX here, which reads the
     # variable at its import.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -228,7 +239,7 @@ def _call_all(names: tuple[str, ...], functions: list, arguments: tuple) -> tupl
 def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[str, list[float]]:
     """("", rewards), or what is wrong."""
     try:
-        returned = function(prompts, answers, truths)
+        returned = function(*copy.deepcopy((prompts, answers, truths)))
         if not isinstance(returned, Iterable):
             return f"returned {_shown(returned)}, which is no list of rewards,", []
         values = list(returned)

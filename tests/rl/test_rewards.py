@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from maxramp.rl import rewards as rewards_lib
 from maxramp.rl.rewards import Rewards
 
 FUNCTIONS = """
-import os, signal, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 import numpy as np
 
 def length(prompts, answers, truths):
@@ -60,6 +61,26 @@ def ended(prompts, answers, truths):
 def hangs(prompts, answers, truths):
     time.sleep(60 if "bad" in answers else 0)
     return [0.0] * len(answers)
+
+def changes(prompts, answers, truths):
+    answers[0] += "more"
+    truths[0] = prompts.pop()
+    return [0.0] * len(answers)
+
+def in_pool(prompts, answers, truths):
+    with multiprocessing.Pool(2) as pool:
+        return pool.map(len, answers)
+
+def starts(prompts, answers, truths):
+    return [subprocess.Popen(["sleep", "600"]).pid] * len(answers)
+
+def starts_and_hangs(prompts, answers, truths):
+    open("pid", "w").write(str(starts(prompts, answers, truths)[0]))
+    time.sleep(60)
+
+def starts_and_dies(prompts, answers, truths):
+    open("pid", "w").write(str(starts(prompts, answers, truths)[0]))
+    os._exit(3)
 
 def none_(prompts, answers, truths):
     pass
@@ -126,6 +147,42 @@ def test_one_that_computes_with_jax_has_a_cpu():
     assert work("on_cpu")[:, 0].tolist() == [0.5, 1.5, 1.5]
 
 
+def test_each_has_lists_of_its_own():
+    assert work("changes", "length", "right").tolist() == [[0, 1, 1], [0, 3, 0], [0, 3, 0]]
+
+
+def test_one_that_uses_multiprocessing():
+    assert work("in_pool")[:, 0].tolist() == [1, 3, 3]
+
+
+def is_running(pid):
+    """Whether a process runs, within 5 seconds; a zombie, which waits for init, does not."""
+    for _ in range(100):
+        try:
+            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_what_one_started_ends_with_the_run():
+    assert not is_running(int(work("starts")[0, 0]))
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [("starts_and_hangs", "reward_timeout_seconds=2"), ("starts_and_dies", "exit status 3")],
+)
+def test_what_one_started_ends_with_its_worker(name, error):
+    with contextlib.closing(Rewards([f"of_test:{name}"], 1, 2.0)) as rewards:
+        with pytest.raises(TrainingError, match=error):
+            rewards.submit(PROMPTS, ANSWERS, TRUTHS).result()
+        assert not is_running(int(pathlib.Path("pid").read_text()))
+
+
 def test_one_that_hangs_is_ended():
     with pytest.raises(TrainingError, match="reward_timeout_seconds=2, the first to 'p1'"):
         work("hangs", timeout=2.0)
@@ -154,9 +211,9 @@ from maxramp.rl.rewards import Rewards
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    rewards = Rewards(["of_test:loud", "of_test:ended"], 1, 30.0)
+    rewards = Rewards(["of_test:loud", "of_test:ended", "of_test:starts"], 1, 30.0)
     found = rewards.submit(["p"], ["a"], [None]).result()[0]
-    print(found.tolist(), rewards._workers[0]._process.pid, file=sys.stderr, flush=True)
+    print(found[:, :2].tolist(), rewards._workers[0]._process.pid, file=sys.stderr, flush=True)
     rewards.submit(["p"] * 1000, ["a"] * 1000, [None] * 1000)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -164,7 +221,7 @@ if __name__ == "__main__":
 
 def test_workers_end_with_the_trainer_and_not_before(tmp_path):
     """Not by signals to all processes of a job, nor by output that nobody reads; and programs that
-    they start can be ended."""
+    they start can be ended, and end with them."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     process = subprocess.Popen(
         [sys.executable, "trainer.py"],
@@ -178,8 +235,6 @@ def test_workers_end_with_the_trainer_and_not_before(tmp_path):
     line = process.stderr.readline()
     assert line.startswith(f"[[0.0, {-float(signal.SIGTERM)}]] "), line + process.stderr.read()
     assert process.wait(30) == -signal.SIGKILL
-    assert process.stderr.read() == ""  # which ends when nobody can write it any more
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(int(line.split()[-1]), 0)
-            time.sleep(0.05)
+    # Which ends when nobody can write it any more.
+    assert process.communicate(timeout=30)[1] == ""
+    assert not is_running(int(line.split()[-1]))
