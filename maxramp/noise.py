@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print(name: str, curve: list[Block]) -> None:
     print(f"noise scale, {name}")
     columns = ["samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"]
-    columns += ["batch\ntokens", "noise scale\ntokens"]
+    columns += ["batch\ntargets", "noise scale\ntargets"]
     rows = []
     for block in curve:
-        per_row = block.batch_tokens / block.batch_rows
+        per_row = block.row_target_tokens
         scale, high = block.noise_scale, block.high
         rows.append(
             [
@@ -75,11 +75,11 @@ def _print(name: str, curve: list[Block]) -> None:
                 "-" if scale is None else f"{scale / per_row:,.3g}",
                 f"{block.low / per_row:,.3g} - "
                 + ("no end" if high is None else f"{high / per_row:,.3g}"),
-                short(float(f"{block.batch_tokens:.3g}")),
+                short(float(f"{block.batch_target_tokens:.3g}")),
                 "-" if scale is None else short(float(f"{scale:.3g}")),
             ]
         )
-    print_table(columns, rows, ["batch\ntokens", "steps"])
+    print_table(columns, rows, ["batch\ntargets", "steps"])
 
 
 if __name__ == "__main__":

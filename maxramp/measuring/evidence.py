@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from maxramp.commandline import short
@@ -19,6 +20,7 @@ _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer wh
 _SAME = (
     *SHAPE_KEYS,
     "max_target_length",
+    "packing",
     "dataset_type",
     "text_files",
     "grain_train_files",
@@ -75,7 +77,10 @@ class Evidence:
                 f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
                 f"{given} --at STEP --sizes 8,16,32"
             )
-        self._compare_runs(home_of(results[0]["run"]))
+        there = self._compare_runs(home_of(results[0]["run"]))
+        for result in places.values():
+            targets = Fraction(result["target_tokens"], result["samples"])
+            result["row_tokens"] = self._row_tokens(there, result["row_tokens"], targets)
         return list(places.values())
 
     def _read_noise(self, run: Place) -> list[Measurement]:
@@ -111,18 +116,40 @@ class Evidence:
             self.lines.append(
                 f"the batch may be {factor:.3g} times the noise scale, by the branches"
             )
-        self._compare_runs(run)
-        return from_noise(curve, factor or 1.0)
+        there = self._compare_runs(run)
+        last = next(r for r in reversed(records) if "consumed_tokens" in r)
+        row_tokens = last["consumed_tokens"] // last["consumed_samples"]
+        row_tokens = self._row_tokens(there, row_tokens, curve[-1].row_target_tokens)
+        return from_noise(curve, factor or 1.0, row_tokens)
 
-    def _compare_runs(self, run: Place) -> None:
-        """Says where the run that was measured is another one than the run that is planned."""
+    def _row_tokens(self, there: dict[str, Any], row_tokens: int, targets: float) -> float:
+        """What a row that was measured counts for, in tokens of the run that is planned.
+
+        Where both runs have a document in a row, whatever the rest of it, a row counts for a row.
+
+        Args:
+          there: the keys of the run that was measured.
+          row_tokens: of its rows, padding included.
+          targets: of its rows, on average.
+        """
+        if not _padded(there):
+            return row_tokens
+        here = self._config
+        return here.batch.max_target_length if _padded(here.values) else targets
+
+    def _compare_runs(self, run: Place) -> dict[str, Any]:
+        """Says where the run that was measured is another one than the run that is planned.
+
+        Returns:
+          Its keys; none where it holds no config.yml.
+        """
         try:
             there = read_yaml(run / "config.yml")
         except (ConfigError, OSError):
             self.limits.append(
                 f"{run} holds no config.yml: whether it was a run like this is not known"
             )
-            return
+            return {}
         here = self._config.values
         differ = [
             f"{name}={there[name]} (here {here[name]})"
@@ -132,19 +159,27 @@ class Evidence:
         line = f"measured on another run: {', '.join(differ)}"
         if differ and line not in self.limits:
             self.limits.append(line)
+        return there
+
+
+def _padded(keys: dict[str, Any]) -> bool:
+    """Whether each row of a run is one document, and the rest padding."""
+    return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
 
 
 def _use(result: dict[str, Any]) -> None:
     """Takes from a result of maxramp.branch all that is taken later: what lacks is noticed here."""
     numbers = [
-        result[name] for name in ("step", "first_sample", "samples", "row_tokens", "largest")
+        result[name]
+        for name in ("step", "first_sample", "samples", "row_tokens", "target_tokens", "largest")
     ]
     numbers += [size["rows"] for size in result["sizes"]]
     if result["surely"] is not None:
         numbers += [result["surely"], result["possibly"]]
     if not result["sizes"] or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError
-    if min(result["row_tokens"], result["largest"], *(s["rows"] for s in result["sizes"])) < 1:
+    least = [result[name] for name in ("samples", "row_tokens", "target_tokens", "largest")]
+    if min(*least, *(s["rows"] for s in result["sizes"])) < 1:
         raise ValueError
     from_branches([result])
     for kind in KINDS:
@@ -176,6 +211,6 @@ def _factor(kind: str, results: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _scale(block: Block) -> str:
-    rows = block.batch_rows / block.batch_tokens
-    high = "no end" if block.high is None else f"{block.high * rows:.3g}"
-    return f"{block.low * rows:.3g} to {high} rows"
+    row = block.row_target_tokens
+    high = "no end" if block.high is None else f"{block.high / row:.3g}"
+    return f"{block.low / row:.3g} to {high} rows"

@@ -119,6 +119,7 @@ class Experiment:
             "first_sample": first,
             "samples": self._samples,
             "row_tokens": self._row,
+            "target_tokens": self._targets(),
             "batch": self._batch,
             "tolerance": tolerance,
             "noise": self._noise(result["largest"]),
@@ -193,6 +194,11 @@ class Experiment:
             )
         return branch
 
+    def _targets(self) -> int:
+        """The targets of the window: the same for every size."""
+        records = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
+        return sum(record.get("target_tokens", 0) for record in records)
+
     def _check_keys(self) -> None:
         """Refuses other keys than those of the branches that have begun; keeps today's.
 
@@ -241,7 +247,7 @@ class Experiment:
             block = around(records, kind, first, last)
             if block and block.noise_scale:
                 rows = {
-                    name: value and value / self._row
+                    name: value and value / block.row_target_tokens
                     for name, value in (
                         ("noise_scale", block.noise_scale),
                         ("low", block.low),

@@ -24,12 +24,12 @@ _FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The noise scale over a run of steps, in tokens.
+    """The noise scale over a run of steps, in targets: tokens that are predicted.
 
     Attributes:
       first_sample, last_sample: samples consumed before and after the steps.
       steps: how many have an estimate.
-      batch_rows, batch_tokens: the mean batch that they used.
+      batch_rows, batch_target_tokens: the mean batch that they used, in rows and in targets.
       noise_scale: None where the mean signal is not above zero.
       low, high: the interval that holds it in 9 of 10 cases; high is None where it has no end.
     """
@@ -38,10 +38,15 @@ class Block:
     last_sample: int
     steps: int
     batch_rows: float
-    batch_tokens: float
+    batch_target_tokens: float
     noise_scale: float | None
     low: float
     high: float | None
+
+    @property
+    def row_target_tokens(self) -> float:
+        """The targets of a row."""
+        return self.batch_target_tokens / self.batch_rows
 
     def to_json(self) -> dict[str, Any]:
         """The block by the names of its attributes."""
@@ -98,7 +103,7 @@ def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
 
 def _steps(records: Sequence[Record]) -> list[Record]:
     """Those that a run writes of its steps, in order."""
-    names = "consumed_samples", "consumed_tokens", "global_batch_size"
+    names = "consumed_samples", "target_tokens", "global_batch_size"
     found = [r for r in records if all(type(r.get(name)) is int for name in names)]
     found = [r for r in found if 0 < r["global_batch_size"] <= r["consumed_samples"]]
     return sorted(found, key=lambda record: record["consumed_samples"])
@@ -112,13 +117,12 @@ def _block(steps: list[Record], signal: str, variance: str) -> Block:
         np.array([record[signal] for record in steps]),
         rows,
     )
-    per_row = steps[0]["consumed_tokens"] / steps[0]["consumed_samples"]
     return Block(
         first_sample=steps[0]["consumed_samples"] - steps[0]["global_batch_size"],
         last_sample=steps[-1]["consumed_samples"],
         steps=len(steps),
         batch_rows=rows.mean(),
-        batch_tokens=rows.mean() * per_row,
+        batch_target_tokens=float(np.mean([record["target_tokens"] for record in steps])),
         noise_scale=ratio,
         low=low,
         high=high,

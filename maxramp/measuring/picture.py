@@ -24,15 +24,17 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     axes.set_yscale("log")
     colors = ("tab:orange", "tab:green", "tab:red", "tab:purple")
     for color, (name, curve) in zip(colors, curves.items(), strict=False):
-        per_row = curve[0].batch_tokens / curve[0].batch_rows
+        per_row = curve[0].row_target_tokens
         known = [block for block in curve if block.noise_scale is not None]
         x = [(block.first_sample + block.last_sample) / 2 for block in known]
-        y = [block.noise_scale / per_row for block in known]
+        y = [block.noise_scale / block.row_target_tokens for block in known]
         most = 10 * max(
             [*y, *(block.batch_rows for block in curve)]
         )  # where an interval has no end
-        low = [block.low / per_row for block in known]
-        high = [most if block.high is None else block.high / per_row for block in known]
+        low = [block.low / block.row_target_tokens for block in known]
+        high = [
+            most if block.high is None else block.high / block.row_target_tokens for block in known
+        ]
         axes.plot(x, y, color=color, marker="o", markersize=4, label=f"noise scale, {name}")
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     longest = max(curves.values(), key=len)
@@ -45,7 +47,7 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     tokens = axes.secondary_yaxis(
         "right", functions=(lambda rows: rows * per_row, lambda tokens: tokens / per_row)
     )
-    tokens.set_ylabel("tokens")
+    tokens.set_ylabel("targets")
     axes.grid(alpha=0.3)
     axes.spines["top"].set_visible(False)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")

@@ -1,7 +1,8 @@
 """From what was measured to a ramp: the largest batch that costs nothing, over a run.
 
-Everything is in tokens, as a run with rows of another length may have been measured. Nothing is
-assumed where nothing was measured: before that the batch is the smallest, after it the batch stays.
+Everything is in tokens of the run that is planned, as a run with rows of another length may have
+been measured. Nothing is assumed where nothing was measured: before that the batch is the smallest,
+after it the batch stays.
 """
 
 import dataclasses
@@ -46,18 +47,26 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     return [Measurement(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
 
 
-def from_noise(curve: Sequence[Block], factor: float) -> list[Measurement]:
+def from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> list[Measurement]:
     """What a noise scale's blocks allow: `factor` times the lower end of the interval.
 
     One block in twenty is too high, so a block counts for what the next one, too, allows; the last
     for what the one before does.
+
+    Args:
+      curve: the blocks.
+      factor: how far above the noise scale the batch may be.
+      row_tokens: what a row that was measured counts for.
     """
-    lows = [block.low for block in curve]
+    lows = [block.low / block.row_target_tokens for block in curve]
     others = [*lows[1:], *lows[-2:-1]] or lows
-    tokens = [block.batch_tokens / block.batch_rows for block in curve]
     return [
-        Measurement(block.first_sample * row, block.last_sample * row, factor * min(low, other))
-        for block, row, low, other in zip(curve, tokens, lows, others, strict=True)
+        Measurement(
+            block.first_sample * row_tokens,
+            block.last_sample * row_tokens,
+            factor * min(low, other) * row_tokens,
+        )
+        for block, low, other in zip(curve, lows, others, strict=True)
     ]
 
 

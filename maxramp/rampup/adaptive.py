@@ -6,10 +6,11 @@ the next rung of the ladder is taken if in this period and in the one before
     factor * noise scale * exp(-1.64 * relative standard error) >= rung
 
 in rows, where the noise scale is variance / signal of the norms' scales (`noise_scale` in
-maxramp/training), of means over the period's steps, and its standard error follows from their
-scatter (delta method): a lower bound that holds in 19 of 20 cases, confirmed once. The norms' is
-the one estimate that exists without accumulation and that no split of the batch changes. A rung has
-an earliest and a latest sample (`ladder`). One rung is taken at a time, none is given back.
+maxramp/training) over the targets of a row, all of them means over the period's steps. Its standard
+error follows from their scatter (delta method): a lower bound that holds in 19 of 20 cases,
+confirmed once. The norms' is the one estimate that exists without accumulation and that no split of
+the batch changes. A rung has an earliest and a latest sample (`ladder`). One rung is taken at a
+time, none is given back.
 
 A decision holds from the step `ladder.DELAY` after its period on: the rows of the steps between are
 being read already. All of this follows from numbers that every process has, so they need not speak.
@@ -130,13 +131,13 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
       records: of its steps, from metrics.jsonl.
       factor: times the noise scale.
     """
-    rows, pairs, row_tokens = [], [], 1.0
+    rows, pairs, targets = [], [], 0
     for record in records:
         values = [record[name] for name in _NAMES]
         if all(isinstance(value, float) and math.isfinite(value) for value in values):
             rows.append(record["global_batch_size"])
             pairs.append(values)
-            row_tokens = record["consumed_tokens"] / record["consumed_samples"]
+            targets += record["target_tokens"]
     count, weight = len(rows), math.fsum(rows)
     if count < ladder.FEWEST_STEPS:
         return 0.0
@@ -152,7 +153,7 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
         share * (v / variance - s / signal) for share, (s, v) in zip(shares, pairs, strict=True)
     ]
     error = math.sqrt(count / (count - 1) * math.fsum(r * r for r in residuals))
-    return factor * variance / signal / row_tokens * math.exp(-_Z * error)
+    return factor * variance / signal * weight / targets * math.exp(-_Z * error)
 
 
 def decided(

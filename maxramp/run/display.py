@@ -52,8 +52,9 @@ class Display:
         self._pace: float | None = None  # seconds per sample, averaged over the last steps
         self._progress = None
         self._started = time.perf_counter()
-        # Of this start: steps, tokens, the seconds they took, the first and the last loss.
-        self._steps_done, self._tokens, self._seconds = 0, 0, 0.0
+        # Of this start: steps, tokens and those of them that are targets, the seconds they took,
+        # the first and the last loss.
+        self._steps_done, self._tokens, self._targets, self._seconds = 0, 0, 0, 0.0
         self._result, self._first, self._last = "loss", 0.0, 0.0
         self._eval_loss: float | None = None
 
@@ -110,6 +111,7 @@ class Display:
             self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
         self._steps_done += 1
         self._tokens += tokens
+        self._targets += record.get("target_tokens", tokens)
         self._seconds += record["step_seconds"]
         left = self._ramp.total_samples - record["consumed_samples"]
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
@@ -135,8 +137,9 @@ class Display:
         if not self._steps_done:
             return "no step was done"
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
+        targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
-            f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens in "
+            f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
             f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
             f"{self._last:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

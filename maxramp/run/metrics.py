@@ -89,10 +89,12 @@ class MetricsLog:
             check_numbers(self._keys, step, read)
             high, low = (int(word) for word in read["batch_fingerprint"])
             tokens = stage.global_batch_size * self._row_tokens
+            targets = int(read["target_tokens"])
             flops = tokens * self._flops_per_token / stage.devices
             return {
                 **of_batch(step, stage, consumed_samples),
                 "consumed_tokens": consumed_samples * self._row_tokens,
+                "target_tokens": targets,
                 "loss": float(read["loss"]),
                 "grad_norm": float(read["grad_norm"]),
                 "learning_rate": float(read["learning_rate"]),
@@ -100,6 +102,7 @@ class MetricsLog:
                 "data_seconds": data_seconds,
                 "compile_seconds": compile_seconds,
                 "tokens_per_second": tokens / seconds,
+                "target_tokens_per_second": targets / seconds,
                 "tflops_per_device": flops / seconds / 1e12,
                 "batch_fingerprint": f"{high:08x}{low:08x}",
                 **{name: float(value) for name, value in read.items() if "noise_" in name},

@@ -34,10 +34,12 @@ _GROUPS = {
         "global_batch_size",
         "consumed_samples",
         "consumed_tokens",
+        "target_tokens",
         "eval_tokens",
     ),
     "speed": (
         "tokens_per_second",
+        "target_tokens_per_second",
         "tflops_per_device",
         "step_seconds",
         "data_seconds",

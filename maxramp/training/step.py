@@ -71,9 +71,10 @@ def train_step(
 
     Returns:
       The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
-      `learning_rate`, `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps`
-      (uint32: skipped steps in a row, this one included); under `log_gradient_noise_scale` those
-      of `noise_scale`.
+      `learning_rate`, `target_tokens` (what was predicted: neither padding nor a document's first
+      token), `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps` (uint32:
+      skipped steps in a row, this one included); under `log_gradient_noise_scale` those of
+      `noise_scale`.
     """
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
@@ -97,7 +98,8 @@ def train_step(
     zeros = zero_sums(model, objective.shown)
     sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
     gradients, shown = sums
-    shown["tokens"] = jnp.maximum(shown["tokens"], 1)  # where no token is a target, sums are 0
+    targets = shown["tokens"]
+    shown["tokens"] = jnp.maximum(targets, 1)  # where no token is a target, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
     )
@@ -110,7 +112,8 @@ def train_step(
     state, metrics = update(
         state, (gradients, shown), A * B, optimizer=optimizer, learning_rate=learning_rate
     )
-    return state, {**metrics, "batch_fingerprint": fingerprint(read), **noise}
+    of_batch = {"target_tokens": targets, "batch_fingerprint": fingerprint(read)}
+    return state, {**metrics, **of_batch, **noise}
 
 
 def zero_sums(model: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:

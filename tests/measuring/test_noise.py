@@ -19,7 +19,7 @@ def records_of(rng, steps, signal, variance, spread, prefix=""):
         noisy = 1 + spread * rng.standard_normal(2) / np.sqrt(rows)
         found.append(
             {"step": step, "loss": 1.0, "global_batch_size": rows, "consumed_samples": consumed}
-            | {"consumed_tokens": 128 * consumed}
+            | {"target_tokens": 128 * rows}
             | {f"{prefix}noise_signal": signal * noisy[0]}
             | {f"{prefix}noise_variance": variance * noisy[1]}
         )
@@ -57,7 +57,7 @@ def test_blocks():
     assert [b.first_sample for b in blocks] == [8, *(b.last_sample for b in blocks[:-1])]
     for block in blocks:
         assert block.low / 1.05 < 2000 < block.high * 1.05
-        assert block.batch_tokens == 128 * block.batch_rows
+        assert block.batch_target_tokens == 128 * block.batch_rows
     assert blocks_of(records, "adam_", 3) == []
     assert blocks_of(records[:6], "", 1) == []  # too few to tell their spread
 
@@ -68,7 +68,6 @@ def test_blocks_of_a_run_that_began_later():
     early = blocks_of(records, "", 3)
     for record in records:
         record["consumed_samples"] += 10**6
-        record["consumed_tokens"] += 128 * 10**6
     steps = [block.steps for block in blocks_of(records, "", 3)]
     assert steps == [block.steps for block in early]
     estimates = {"noise_signal": 1.0, "noise_variance": 1.0}

@@ -19,6 +19,7 @@ def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run
         "first_sample": first_sample,
         "samples": 1000,
         "row_tokens": 128,
+        "target_tokens": 128_000,
         "tolerance": 0.01,
         "sizes": [{"rows": n} for n in sizes],
         "largest": largest,
@@ -144,6 +145,7 @@ def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsy
                 "global_batch_size": 8,
                 "consumed_samples": consumed,
                 "consumed_tokens": 128 * consumed,
+                "target_tokens": 128 * 8,
                 "norms_noise_signal": 1.0 + 0.01 * (-1) ** step,
                 "norms_noise_variance": 128 * scale,
             }

@@ -31,7 +31,7 @@ def records_of(rng, steps, scale, spread, rows=8):
             "norms_noise_variance": float(16 * scale * y),
             "global_batch_size": rows,
             "consumed_samples": (k + 1) * rows,
-            "consumed_tokens": (k + 1) * rows * 16,
+            "target_tokens": rows * 16,
         }
         for k, (x, y) in enumerate(noisy)
     ]

@@ -40,7 +40,7 @@ def record(step, consumed, rows, scale):
         "step": step,
         "global_batch_size": rows,
         "consumed_samples": consumed,
-        "consumed_tokens": 16 * consumed,
+        "target_tokens": 16 * rows,
         "norms_noise_signal": 1.0,
         "norms_noise_variance": 16.0 * scale,
     }

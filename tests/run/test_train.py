@@ -29,6 +29,7 @@ FIELDS = {
     "global_batch_size",
     "consumed_samples",
     "consumed_tokens",
+    "target_tokens",
     "loss",
     "grad_norm",
     "learning_rate",
@@ -36,11 +37,13 @@ FIELDS = {
     "data_seconds",
     "compile_seconds",
     "tokens_per_second",
+    "target_tokens_per_second",
     "tflops_per_device",
     "batch_fingerprint",
 }
 # What two starts of one run must agree on, to the last bit.
-EXACT = ("stage", "global_batch_size", "consumed_samples", "loss", "grad_norm", "batch_fingerprint")
+EXACT = ("stage", "global_batch_size", "consumed_samples", "target_tokens", "loss", "grad_norm")
+EXACT += ("batch_fingerprint",)
 
 RAMP = [
     "per_device_batch_size=8",
@@ -93,6 +96,8 @@ def test_every_field_is_there_and_means_what_it_says(uninterrupted):
         assert set(r) == FIELDS
         tokens = r["global_batch_size"] * 16
         assert r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"])
+        assert r["target_tokens"] == tokens  # every row is full
+        assert r["target_tokens_per_second"] == r["tokens_per_second"]
         flops = tokens * training_flops_per_token(config.model) / r["step_seconds"]
         assert r["tflops_per_device"] == pytest.approx(flops / 1e12)
         before = r["consumed_samples"] - r["global_batch_size"]

@@ -1,0 +1,107 @@
+"""How far rows are padded changes no figure that a batch rests on: the same documents in long rows
+and in short ones."""
+
+import json
+import random
+
+import pytest
+from conftest import BASE, TINY, run
+
+from maxramp import suggest
+from maxramp.checkpoints import decisions
+from maxramp.measuring.noise import blocks_of
+from maxramp.run.metrics import read_records
+
+LENGTHS = 16, 64
+LADDER = ["rampup_policy=noise", "rampup_ladder=[8,16]", "warmup_steps_fraction=0"]
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory, cache_dir):
+    """The folders of two runs on the same documents, one of which each row holds."""
+    folder, rng = tmp_path_factory.mktemp("padded"), random.Random(0)
+    texts = ["".join(rng.choices("abcd ", k=rng.randrange(3, 13))) for _ in range(960)]
+    data = folder / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = {}
+    for length in LENGTHS:
+        given = [*TINY, *LADDER, "dataset_type=grain", f"grain_train_files={data}", "packing=False"]
+        given += ["eval_interval=-1", "total_samples=960", "num_epoch=2", "eval_fraction=0"]
+        given += ["rampup_noise_factor=4", "rampup_decision_samples=160", "tokenizer_type=bytes"]
+        given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
+        keys = dict(key.split("=", 1) for key in given)
+        keys |= {"run_name": length, "max_target_length": length}
+        done = run(BASE, *(f"{name}={value}" for name, value in keys.items()))
+        assert done.returncode == 0, done.stderr
+        found[length] = folder / str(length), done.stdout
+    return texts, found
+
+
+def steps_of(folder):
+    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+def test_targets_are_counted_beside_tokens(padded):
+    """By the documents' own bytes: all but the first token of each, its end among them."""
+    texts, runs = padded
+    for length, (folder, printed) in runs.items():
+        records = steps_of(folder)
+        targets = sum(record["target_tokens"] for record in records)
+        assert targets == sum(len(text) for text in texts) + len(texts)
+        assert records[-1]["consumed_tokens"] == len(texts) * length
+        assert f"{len(texts) * length:,} tokens ({targets:,} targets)" in printed
+        for r in records:
+            seconds = r["step_seconds"]
+            assert r["tokens_per_second"] * seconds == pytest.approx(
+                r["global_batch_size"] * length
+            )
+            assert r["target_tokens_per_second"] * seconds == pytest.approx(r["target_tokens"])
+
+
+def test_the_noise_scale_and_what_is_decided_by_it(padded):
+    short, long = (steps_of(padded[1][length][0]) for length in LENGTHS)
+    assert [r["target_tokens"] for r in short] == [r["target_tokens"] for r in long]
+    curves = [blocks_of(records, "norms_", 4) for records in (short, long)]
+    for a, b in zip(*curves, strict=True):
+        assert a.noise_scale / a.row_target_tokens == pytest.approx(
+            b.noise_scale / b.row_target_tokens, rel=1e-3
+        )
+        assert a.low == pytest.approx(b.low, rel=1e-2)
+    taken, other = (decisions.read(padded[1][length][0]) for length in LENGTHS)
+    assert taken and [d["reason"] for d in taken] == ["noise"]
+    for a, b in zip(taken, other, strict=True):
+        assert a["first_step"] == b["first_step"]
+        assert a["lower_rows"] == pytest.approx(b["lower_rows"], rel=1e-3)
+
+
+def test_what_is_suggested(padded, tmp_path, capsys):
+    """For a run on such rows, from either run, its noise scale and branches; a row is a row."""
+    _, runs = padded
+    found = []
+    for measured in LENGTHS:
+        result = {
+            "run": str(runs[measured][0]),
+            "step": 0,
+            "first_sample": 0,
+            "samples": 240,
+            "row_tokens": measured,
+            "target_tokens": 240 * 9,
+            "tolerance": 0.01,
+            "sizes": [{"rows": n} for n in (8, 16, 32, 64)],
+            "largest": 64,
+            "surely": 64,
+            "possibly": 64,
+            "noise": {"norms_noise_scale": {"noise_scale": 16.0}},
+        }
+        path = tmp_path / f"{measured}" / "branch.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(result))
+        for planned in LENGTHS:
+            keys = [BASE, *TINY, "dataset_type=grain", "grain_train_files=x", "packing=False"]
+            keys += ["eval_interval=-1", "total_samples=960", "global_batch_size=8", "--json"]
+            keys = [key for key in keys if not key.startswith("max_target_length")]
+            keys += [f"max_target_length={planned}", "devices_per_node=1"]
+            keys += ["--noise", str(runs[measured][0]), "--branch", str(path)]
+            assert suggest.main(keys) == 0
+            found.append(json.loads(capsys.readouterr().out)["batches"])
+    assert found[0][-1][1] > 8 and all(batches == found[0] for batches in found), found
