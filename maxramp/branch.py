@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.experiment import Experiment
 from maxramp.measuring.noise import KINDS
+from maxramp.parallel.platform import take_hardware
 from maxramp.run.metrics import as_json
 
 USAGE = """From checkpoint STEP of RUN each size trains on the same rows, at the learning
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_intermixed_args(arguments)
         if not 0 <= given.tolerance < math.inf:
             raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
-        jax.config.update("jax_platforms", "cpu")  # the devices are for the branches
+        take_hardware("cpu")  # the devices are for the branches
         experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
         if status := experiment.train(sys.stderr if given.json else sys.stdout):
             return status

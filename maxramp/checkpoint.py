@@ -127,12 +127,12 @@ def verify(path: Place) -> int:
 
 def _read_all(checkpoint: Place) -> tuple[int, int, int]:
     """Reads the arrays one by one: their number, their values, and those that are not finite."""
-    import jax
     import numpy as np
 
-    jax.config.update("jax_platforms", "cpu")  # the accelerators may be in use
     from maxramp.checkpoints.arrays import stored_arrays
+    from maxramp.parallel.platform import take_hardware
 
+    take_hardware("cpu")
     arrays, values, strange = 0, 0, 0
     for array in stored_arrays(checkpoint):
         arrays, values = arrays + 1, values + array.size

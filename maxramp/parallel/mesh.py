@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import is_address
-from maxramp.parallel import processes
+from maxramp.parallel import platform, processes
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.keys import BackendKeys, MeshKeys
 from maxramp.parallel.sharding import REPLICATED
@@ -23,8 +23,6 @@ from maxramp.parallel.sharding import REPLICATED
 # Explicit: the sharding of every array is part of its type, and a matrix product whose result could
 # be laid out in two ways does not trace until the code says which.
 AXIS_TYPE = AxisType.Explicit
-
-_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 def start_backend(keys: BackendKeys) -> None:
@@ -34,8 +32,7 @@ def start_backend(keys: BackendKeys) -> None:
       ConfigError: the hardware is not there, or the processes are described wrongly.
       TrainingError: the processes do not find each other.
     """
-    if keys.hardware != "auto":
-        jax.config.update("jax_platforms", _PLATFORMS[keys.hardware])
+    platform.take_hardware(keys.hardware)
     if keys.jax_cache_dir:
         try:
             if not is_address(keys.jax_cache_dir):  # JAX writes to storages too
@@ -53,16 +50,7 @@ def start_backend(keys: BackendKeys) -> None:
     # XLA then aborts the process; with one, each would hold memory of its own.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes.join(keys.join_timeout_seconds)
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
-        reason = str(error).partition("(")[0].strip().rstrip(".:")[:200] or "no such backend"
-        remedy = (
-            "hardware=auto takes what this machine has"
-            if keys.hardware != "auto"
-            else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
-        )
-        raise ConfigError(f"hardware={keys.hardware}: {reason}; {remedy}") from None
+    platform.start(keys.hardware)
 
 
 def num_slices() -> int:

@@ -5,13 +5,12 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
 from maxramp.model.size import training_flops_per_token
+from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
 from maxramp.planning.fit import by_speed, least_rows, pods
 from maxramp.planning.machine import Machine
@@ -122,7 +121,7 @@ def compile_ways(config: Config) -> dict[str, Any]:
 
 def _resolved(config: Config) -> tuple[Config, RampupBatchManager, Machine]:
     """A config for the machine that its compile_topology names, its ramp, and the machine."""
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+    take_hardware("cpu")  # nothing runs; the devices are only described
     machine = machines.find(config.planning)
     target = resolve(config, len(machine.devices), machine.slices, 1)
     expected = ladder.expected(target.batch)

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-import jax
-
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
 from maxramp.planning.pod import Pod
 from maxramp.rampup.numbers import plain_number
@@ -63,7 +62,7 @@ def fit_devices(config: Config) -> str:
       ConfigError: as `largest_batch`; or the machine does not exist, or the mesh does not fill it.
     """
     if config.planning.compile_topology:
-        jax.config.update("jax_platforms", "cpu")  # nothing runs; the devices are only described
+        take_hardware("cpu")  # nothing runs; the devices are only described
         machine = machines.find(config.planning)
     else:
         mesh_lib.start_backend(config.backend)

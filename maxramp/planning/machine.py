@@ -71,20 +71,42 @@ def find(keys: PlanKeys) -> Machine:
     Raises:
       ConfigError: there is none of that name, or its compiler is not installed.
     """
+    found = _parse(keys)
+    return (_cluster if isinstance(found, gpu.Cluster) else _pod)(found, keys)
+
+
+def nodes(keys: PlanKeys) -> tuple[int, int]:
+    """What compile_topology has several of, and the devices of each: slices, or nodes of GPUs.
+
+    Raises:
+      ConfigError: there is no machine of that name.
+    """
+    found = _parse(keys)
+    if isinstance(found, gpu.Cluster):
+        return found.nodes, found.gpus
+    return keys.compile_topology_num_slices, found.chips
+
+
+def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
     name = keys.compile_topology
     if gpu.is_cluster(name):
-        return _cluster(keys)
+        cluster = gpu.parse(name)
+        if keys.compile_topology_num_slices != 1:
+            raise ConfigError(
+                f"compile_topology_num_slices={keys.compile_topology_num_slices}: "
+                f"compile_topology={cluster} gives its nodes itself; use 1"
+            )
+        return cluster
     if not re.match(r"v\d", name):
         raise ConfigError(
             f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such as "
             f"v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
             f"{', '.join(gpu.GPUS)} or FILE.yml"
         )
-    return _pod(keys)
+    return topology.parse(name)
 
 
-def _pod(keys: PlanKeys) -> Machine:
-    pod = topology.parse(keys.compile_topology)
+def _pod(pod: topology.Topology, keys: PlanKeys) -> Machine:
     slices = keys.compile_topology_num_slices
     return Machine(
         name=str(pod),
@@ -120,13 +142,7 @@ def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
     }
 
 
-def _cluster(keys: PlanKeys) -> Machine:
-    cluster = gpu.parse(keys.compile_topology)
-    if keys.compile_topology_num_slices != 1:
-        raise ConfigError(
-            f"compile_topology_num_slices={keys.compile_topology_num_slices}: "
-            f"compile_topology={cluster} gives its nodes itself; use 1"
-        )
+def _cluster(cluster: gpu.Cluster, keys: PlanKeys) -> Machine:
     kind = cluster.gpu
     rates = roofline.Rates(
         flops=keys.planned_flops_share * kind.peak_tflops * 1e12,

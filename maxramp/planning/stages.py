@@ -6,18 +6,56 @@ from collections.abc import Callable
 
 import jax
 
+from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve_planned
+from maxramp.errors import ConfigError
+from maxramp.parallel import platform
+from maxramp.planning import machine
 from maxramp.planning.cost import PassCost
+from maxramp.planning.keys import PlanKeys
 from maxramp.rampup import ladder
+from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 
 def with_nodes(config: Config) -> Config:
-    """A loaded config with the nodes that its job will have; by default this machine."""
-    if config.batch.devices_per_node == -1:
-        config = config.replace(devices_per_node=jax.local_device_count())
+    """A loaded config with the nodes that its job will have.
+
+    They are those of num_nodes and devices_per_node, else of compile_topology, else this machine.
+
+    Raises:
+      ConfigError: compile_topology names no machine, or another one than the two keys; this machine
+        does not have the hardware.
+    """
+    batch, planning = config.batch, config.planning
+    if planning.compile_topology:
+        config = config.replace(**_nodes_of(batch, planning))
+    elif batch.devices_per_node == -1:
+        platform.take_hardware(config.backend.hardware)
+        platform.start(config.backend.hardware)
+        return config.replace(num_nodes=batch.nodes, devices_per_node=jax.local_device_count())
+    platform.take_hardware("cpu")  # nothing runs
     return config.replace(num_nodes=config.batch.nodes)
+
+
+def _nodes_of(batch: BatchKeys, planning: PlanKeys) -> dict[str, int]:
+    """The nodes of compile_topology: as the keys count them, or slices of TPUs, nodes of GPUs."""
+    nodes, per_node = machine.nodes(planning)
+    total = nodes * per_node
+    if batch.devices_per_node != -1:
+        per_node = batch.devices_per_node
+        nodes = total // per_node
+    if batch.num_nodes != -1:
+        nodes = batch.num_nodes
+        per_node = total // nodes if batch.devices_per_node == -1 else per_node
+    if nodes * per_node != total:
+        raise ConfigError(
+            f"compile_topology={planning.compile_topology} has {count(total, 'device')}, which "
+            f"num_nodes={batch.num_nodes} of devices_per_node={batch.devices_per_node} are not; "
+            "change one of the three, or leave the last two out (-1)"
+        )
+    return {"num_nodes": nodes, "devices_per_node": per_node}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -20,6 +19,7 @@ from maxramp.data.marks import PADDING
 from maxramp.data.mixture import entry_of, open_mixture
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.model.attention import starts
+from maxramp.parallel.platform import take_hardware
 from maxramp.training.objective import segments, targets
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
@@ -72,7 +72,7 @@ def _show_rows(
     opened |= {"vocab_size": manifest["max_token"] + 1}
     corpus = open_mixture(dataclasses.replace(keys, **opened))
     rows = corpus.train[0].items
-    jax.config.update("jax_platforms", "cpu")  # an accelerator is for those who train
+    take_hardware("cpu")
     console = Console(highlight=False)
     say(
         f"rows       {len(rows):,} of max_target_length={keys.max_target_length}, "

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-from conftest import environment
+import pytest
+from conftest import BASE, command, environment
 
 START = """
 from maxramp.parallel.keys import BackendKeys
@@ -15,3 +16,39 @@ start_backend(BackendKeys("cpu", "gs://bucket/cache", 1))
 def test_a_cache_far_away_makes_no_folder_here(tmp_path):
     subprocess.run([sys.executable, "-c", START], cwd=tmp_path, env=environment(), check=True)
     assert not list(tmp_path.iterdir())
+
+
+PLUGIN = """
+import jax
+
+def initialize():  # as NVIDIA's, which looks for its libraries where a GPU may be asked for
+    if jax.config.jax_platforms != "cpu":
+        raise RuntimeError("Unable to load cuFFT.\\nIs it installed?")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("hardware=cpu",), ""),
+        (("devices_per_node=8", "num_nodes=1"), ""),
+        (("compile_topology=h200:2x8",), ""),
+        ((), "broken.initialize(): Unable to load cuFFT. Is it installed?\n"),
+    ],
+)
+def test_a_plugin_that_does_not_start(arguments, says, tmp_path):
+    """It is not asked where no accelerator is, and has one line where one may be."""
+    folder = tmp_path / "jax_plugins" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(PLUGIN)
+    variables = environment()
+    del variables["JAX_PLATFORMS"]
+    variables["PYTHONPATH"] += f":{tmp_path}"
+    done = subprocess.run(
+        command(BASE, *arguments, module="plan"),
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.endswith(says) and done.stderr.count("\n") == bool(says), done.stderr
