@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import shlex
 import shutil
 import sys
 import time
@@ -57,6 +58,16 @@ def take_value(arguments: list[str], flag: str) -> str | None:
     return found
 
 
+def print_progress(line: str) -> None:
+    """Prints how far something is that takes minutes, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def quoted(words: Iterable[Any]) -> str:
+    """Words as a shell reads them back."""
+    return " ".join(shlex.quote(str(word)) for word in words)
+
+
 def count(number: int, noun: str) -> str:
     """A number of things: "1 process", "4 processes", "1 node"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
@@ -74,6 +85,11 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:g}"
+
+
+def amount(number: float) -> str:
+    """Hours or money: in whole ones, below 100 in three digits: 51,649, 50.4, 0.0123."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 def print_table(

@@ -11,19 +11,22 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import json
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from maxramp.commandline import print_table, take_flag
+from maxramp.commandline import amount, print_note, print_progress, print_table, quoted, take_flag
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, report
-from maxramp.folders.place import place, write_whole
+from maxramp.errors import ConfigError, reason_of, report
+from maxramp.folders.place import Place, check_writable, place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.fit import least_rows
+from maxramp.run.keys import RunKeys
 
+_FILE = "compiled.json"
 USAGE = """
   --json  print the result as JSON
   --best  instead of the stages as they are, list in which ways the last one's batch fits, fastest
@@ -31,7 +34,7 @@ USAGE = """
 
 compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
 output folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
-(maxramp[tpu]), for GPUs the CUDA plugin (maxramp[cuda13-compiler]), and neither TPUs nor GPUs.
+('.[tpu]'), for GPUs the CUDA plugin ('.[cuda13-compiler]'), and neither TPUs nor GPUs.
 """
 
 
@@ -47,30 +50,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "v5p-2048 or h200:16x8"
             )
         if best:
-            found = compile_ways(config)
+            found = compile_ways(config, print_progress)
             print(json.dumps(found, indent=2)) if as_json else _print_ways(found)
             return 0
-        result = compile_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
-        run = config.run
-        folder = place(run.base_output_directory).expanduser()
-        folder = folder / (run.run_name or run.model_name)
-        path = folder / "compiled.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, (json.dumps(result, indent=2) + "\n").encode())
-        except OSError as error:
-            raise ConfigError(
-                f"base_output_directory={run.base_output_directory}: cannot write to {path}: "
-                f"{error.strerror}"
-            ) from None
-        if as_json:
-            print(json.dumps(result, indent=2))
-        else:
-            _print(result)
-            print(f"see       {path}; maxramp.plan --compiled {path}")
+        folder = _folder(config.run)
+        result = compile_stages(config, print_progress)
+        print(json.dumps(result, indent=2)) if as_json else _print(result)
+        path = _write(result, folder)
+        if not as_json:
+            line = quoted([*arguments, "--compiled", path])
+            print(f"see       {path}; python -m maxramp.plan {line}")
         return 0
     except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
+
+
+def _folder(keys: RunKeys) -> Place:
+    """Where compiled.json goes: the run's folder, or this one if that cannot be had."""
+    folder = place(keys.base_output_directory).expanduser() / (keys.run_name or keys.model_name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder)
+        folder.is_dir()  # asks a storage for an answer
+    except (ConfigError, OSError) as error:
+        print_note(f"{reason_of(error)}; {_FILE} goes into the folder that you are in")
+        return pathlib.Path()
+    return folder
+
+
+def _write(result: dict[str, Any], folder: Place) -> Place:
+    """Writes compiled.json to a folder, or to this one if the folder is lost; returns its path."""
+    content = (json.dumps(result, indent=2) + "\n").encode()
+    try:
+        write_whole(folder / _FILE, content)
+    except (ConfigError, OSError) as error:
+        print_note(f"{folder / _FILE}: {reason_of(error)}; it goes into the folder that you are in")
+        folder = pathlib.Path()
+        write_whole(folder / _FILE, content)
+    return folder / _FILE
 
 
 def _print_ways(result: dict[str, Any]) -> None:
@@ -110,8 +127,7 @@ def _cells(s: dict[str, Any]) -> list[str]:
     ]
     if s["fits"]:
         cells += [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}"]
-        cells += [f"{s['tokens_per_second']:,.0f}", f"{s['hours']:,.1f}"]
-        cells += [f"{s['chip_hours']:,.0f}"]
+        cells += [f"{s['tokens_per_second']:,.0f}", amount(s["hours"]), amount(s["device_hours"])]
     return cells
 
 
@@ -161,12 +177,18 @@ def _print(result: dict[str, Any]) -> None:
     if totals["fits"]:
         constant = totals["constant_final_batch"]
         print(
-            f"run       {totals['steps']:,} steps, {totals['hours']:,.1f} hours, "
-            f"{totals['chip_hours']:,.0f} {device}-hours; a constant batch of "
+            f"run       {totals['steps']:,} steps, {_paid(totals, device)}; a constant batch of "
             f"{constant['global_batch_size']:,} takes {constant['steps']:,} steps, "
-            f"{constant['hours']:,.1f} hours, {constant['chip_hours']:,.0f} {device}-hours"
+            f"{_paid(constant, device)}"
         )
     print(f"times     {result['times']}")
+
+
+def _paid(totals: dict[str, Any], device: str) -> str:
+    """The hours of a run, and their price if it is known."""
+    price = "" if totals["price"] is None else f", a price of {amount(totals['price'])}"
+    hours = f"{amount(totals['hours'])} hours, {amount(totals['device_hours'])} {device}-hours"
+    return hours + price
 
 
 def _moved(sizes: dict[str, float]) -> str:

@@ -33,6 +33,11 @@ class PeerLostError(TrainingError):
     """Another process of the job ended. Programs exit with status 77: start the job again."""
 
 
+def install(extra: str) -> str:
+    """The line that installs what an extra of ours brings."""
+    return f"python -m pip install -e '.[{extra}]'"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had too little memory, whatever library noticed it."""
     text = str(error)

@@ -17,9 +17,18 @@ from typing import Any
 
 import jax
 
-from maxramp.commandline import count, print_table, short, take_flag, take_value
+from maxramp.commandline import (
+    amount,
+    count,
+    print_progress,
+    print_table,
+    short,
+    take_flag,
+    take_value,
+)
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, report
+from maxramp.folders.place import place
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.fit import fit_devices
 from maxramp.planning.picture import draw_plan
@@ -43,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled = take_value(arguments, "--compiled")
         config = load(arguments, "plan", USAGE)
         if fit:
-            print(fit_devices(config))
+            print(fit_devices(config, print_progress))
             return 0
         plan = make_plan(config)
         if compiled:
-            add_compiled(plan, pathlib.Path(compiled))
+            add_compiled(plan, place(compiled), config.planning)
         if plot:
             try:
                 draw_plan(plan, pathlib.Path(plot))
@@ -64,9 +73,8 @@ def print_plan(plan: dict[str, Any]) -> None:
     _print_stages(plan)
     _print_run(plan)
     _print_savings(plan)
-    for stage in plan["stages"]:
-        if stage.get("compiled"):
-            _print_compiled(stage)
+    _print_price(plan)
+    _print_compiled(plan)
     _print_advice(plan)
 
 
@@ -130,19 +138,46 @@ def _print_savings(plan: dict[str, Any]) -> None:
         )
 
 
-def _print_compiled(stage: dict[str, Any]) -> None:
-    """What maxramp.compile found for a stage."""
-    made = stage["compiled"]
-    memory = made["memory_gib"]
-    print(
-        f"compiled  stage {stage['index']}: {memory['peak']:.1f} of {memory['limit']:.1f} GiB"
-        + (
-            f", {made['step_seconds']:.3g} s a step, {made['hours']:,.1f} hours, "
-            f"{made['chip_hours']:,.0f} chip-hours on {made['pod']}"
-            if made["fits"]
-            else ", which does not fit"
+def _print_price(plan: dict[str, Any]) -> None:
+    """What the run costs, where hours and their price are known."""
+    totals = plan["totals"]
+    constant = totals["constant_final_batch"]
+    if totals["price"]:
+        print(
+            f"price     {amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
+            f"(price_per_device_hour); {amount(constant['price'])} for a constant batch of "
+            f"{constant['global_batch_size']:,}"
         )
-    )
+
+
+def _print_compiled(plan: dict[str, Any]) -> None:
+    """What maxramp.compile found for the stages and for the run."""
+    for stage in plan["stages"]:
+        if not (made := stage.get("compiled")):
+            continue
+        memory = made["memory_gib"]
+        print(
+            f"compiled  stage {stage['index']}: {memory['peak']:.1f} of {memory['limit']:.1f} GiB"
+            + (
+                f", {made['step_seconds']:.3g} s a step, {amount(made['hours'])} hours, "
+                f"{amount(made['device_hours'])} {made['device']}-hours on {made['machine']}"
+                if made["fits"]
+                else ", which does not fit"
+            )
+        )
+    if run := plan["totals"].get("compiled"):
+        known = plan["totals"]["hours"]
+        print(
+            f"compiled  the run: {amount(run['hours'])} hours, {amount(run['device_hours'])} "
+            f"{run['device']}-hours"
+            + (f", a price of {amount(run['price'])}" if run["price"] else "")
+            + (
+                f"; the {amount(known)} hours above are at planned_tflops_per_device, these by the "
+                "step times that the compiler gives"
+                if known
+                else ""
+            )
+        )
 
 
 def _print_advice(plan: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from maxramp.commandline import count, take_flag, take_value
+from maxramp.commandline import count, quoted, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, TrainingError, report
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config.replace(num_nodes=config.batch.nodes)
         if cluster == "slurm":
             slurm.check(config.run)
-        run = Run.of(config, arguments)
+        run = Run.of(config, arguments, dry_run)
         if status:
             if cluster != "slurm":
                 raise ConfigError(f"--status works with --cluster slurm, not {cluster}")
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for nodes in run.node_counts():
                 processes = count(run.processes(nodes), "process")
                 print(f"{processes} (stage {run.stages_on(nodes)}):")
-                print(f"  {slurm.quoted(run.command())}")
+                print(f"  {quoted(run.command())}")
             return 0
         return local.run(run)
     except (ConfigError, TrainingError, OSError) as error:

@@ -12,15 +12,17 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
+from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, place
+from maxramp.folders.place import Place, is_near, place
 from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage
@@ -47,12 +49,13 @@ class Run:
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of(cls, config: Config, arguments: Sequence[str]) -> "Run":
+    def of(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
         """The run of a command line.
 
         Args:
           config: loaded from `arguments`; `num_nodes` and `devices_per_node` are given.
           arguments: CONFIG.yml and key=value.
+          dry_run: nothing shall be started: an object storage is not asked where the run stands.
 
         Raises:
           ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
@@ -73,7 +76,11 @@ class Run:
             )
         folder = place(config.run.base_output_directory).expanduser().absolute()
         folder = folder / config.run.run_name
-        ramp = _planned(config, folder, _newest(folder))
+        if dry_run and not is_near(folder):
+            print_note(f"{folder} is not looked into; the jobs are those of a run that begins")
+            ramp = _planned(config, None, [])
+        else:
+            ramp = _planned(config, *_standing(folder))
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
         ramp.check(stages)
@@ -90,8 +97,8 @@ class Run:
         Raises:
           ConfigError: the newest checkpoint is one of another program.
         """
-        position = _newest(self.folder)
-        ramp = _planned(self.config, self.folder, position)
+        position, decided = _standing(self.folder)
+        ramp = _planned(self.config, position, decided)
         return ramp.stage_at_step(position.step if position else 0).nodes
 
     def nodes_of_next_stage(self) -> int:
@@ -154,6 +161,11 @@ def _newest(folder: Place) -> Checkpoint | None:
     return None
 
 
+def _standing(folder: Place) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+    """Where a run stands: its newest whole checkpoint, and the decisions of its ramp."""
+    return _newest(folder), decisions.read(folder)
+
+
 def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     """Writes a file that only its owner can read: setup_lines may hold passwords.
 
@@ -165,11 +177,13 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.write_text(text)
 
 
-def _planned(config: Config, folder: Place, position: Checkpoint | None) -> RampupBatchManager:
+def _planned(
+    config: Config, position: Checkpoint | None, decided: list[dict[str, Any]]
+) -> RampupBatchManager:
     """The stages on the nodes that they are planned for, as the job at `position` sees them."""
     devices = config.batch.num_devices
     target = resolve_planned(config, devices)
-    origin, _ = origin_of(target.batch, devices, position, decisions.read(folder))
+    origin, _ = origin_of(target.batch, devices, position, decided)
     return RampupBatchManager(
         target.batch,
         usable=mesh_checker(config),

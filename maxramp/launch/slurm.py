@@ -8,15 +8,13 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from typing import Any
 
-from maxramp.commandline import count, print_table
+from maxramp.commandline import count, print_table, quoted
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import Run, write_private
@@ -98,11 +96,6 @@ case $status in
 esac
 exit "$status"
 """
-
-
-def quoted(words: Iterable[Any]) -> str:
-    """Words as a shell reads them back."""
-    return " ".join(shlex.quote(str(word)) for word in words)
 
 
 def check(keys: RunKeys) -> None:

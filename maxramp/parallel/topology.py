@@ -14,7 +14,7 @@ import os
 import re
 from typing import Any
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, install
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def describe(topology: Topology, num_slices: int) -> Any:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"compile_topology={topology}: the TPU compiler is not installed; "
-            "python -m pip install 'jax[tpu]' (no TPU is needed)"
+            f"{install('tpu')} (no TPU is needed)"
         )
     # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"

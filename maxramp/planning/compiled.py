@@ -1,18 +1,19 @@
 """What the compiler of a machine that is not here says of a run's stages, and of their plan."""
 
 import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.model.keys import ModelKeys
+from maxramp.folders.place import Place
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
 from maxramp.planning.fit import by_speed, least_rows, pods
+from maxramp.planning.keys import PlanKeys
 from maxramp.planning.machine import Machine
 from maxramp.planning.pod import Pod
 from maxramp.rampup import ladder
@@ -32,9 +33,10 @@ def compile_stages(
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
       `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
-      `tokens_per_second`, `hours`, `chip_hours`, `collective_gib` (inside a slice, or a node of
-      GPUs), `network_gib` (between slices, or nodes of GPUs), `compile_seconds`; and `totals`. For
-      TPUs also `attention_seconds` (of `compute_seconds`) and `network_seconds`.
+      `tokens_per_second`, `hours`, `device_hours`, `price` (None without price_per_device_hour),
+      `collective_gib` (inside a slice, or a node of GPUs), `network_gib` (between slices, or nodes
+      of GPUs), `compile_seconds`; and `totals`. For TPUs also `attention_seconds` (of
+      `compute_seconds`) and `network_seconds`.
 
     Raises:
       ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
@@ -43,22 +45,19 @@ def compile_stages(
     devices, slices = machine.devices, machine.slices
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = Pod.of(target, ramp, machine)
+    pod = Pod.of(target, ramp, machine, say)
     entries = []
     for stage in stages:
         entry = stage.to_json() | pod.step(
             stage.gradient_accumulation_steps, stage.micro_batch_size
         )
         entry["run_steps"] = ramp.run_steps(stage)
-        say(
-            f"stage {stage.index}: global batch {stage.global_batch_size}, compiled in "
-            f"{entry['compile_seconds']:.0f} s"
-        )
         if not entry["fits"]:
             entry["nearest_fit"] = pod.nearest_fit(stage)
-        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target.model))
+        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target))
     last, total = entries[-1], ramp.total_samples
     fit = all(entry["fits"] for entry in entries)
+    device_hours = sum(entry["device_hours"] for entry in entries) if fit else None
     constant = -(-total // last["global_batch_size"])
     return {
         "compile_topology": machine.name,
@@ -77,19 +76,21 @@ def compile_stages(
             "steps": ramp.total_steps,
             "samples": total,
             "hours": sum(entry["hours"] for entry in entries) if fit else None,
-            "chip_hours": sum(entry["chip_hours"] for entry in entries) if fit else None,
+            "device_hours": device_hours,
+            "price": target.planning.price(device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(last, constant, len(devices), target.model),
+            | _over_the_run(last, constant, len(devices), target),
         },
     }
 
 
-def compile_ways(config: Config) -> dict[str, Any]:
+def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Compiles the last stage's step in the ways that may fit.
 
     Args:
       config: loaded, with `compile_topology`.
+      say: takes a line of progress.
 
     Returns:
       `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
@@ -101,7 +102,7 @@ def compile_ways(config: Config) -> dict[str, Any]:
     target, ramp, machine = _resolved(config)
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
     ramp.check([stage])
-    ways = by_speed(pods(Pod.of(target, ramp, machine)), stage)
+    ways = by_speed(pods(Pod.of(target, ramp, machine, say)), stage)
     if not ways:
         raise ConfigError(
             f"compile_topology={machine.name}: not even {least_rows(target.batch.rows_multiple)} a "
@@ -113,9 +114,7 @@ def compile_ways(config: Config) -> dict[str, Any]:
         "compile_topology": machine.name,
         "device": machine.device,
         "times": machine.times,
-        "ways": [
-            way | _over_the_run(way, ramp.run_steps(stage), devices, target.model) for way in ways
-        ],
+        "ways": [way | _over_the_run(way, ramp.run_steps(stage), devices, target) for way in ways],
     }
 
 
@@ -130,47 +129,59 @@ def _resolved(config: Config) -> tuple[Config, RampupBatchManager, Machine]:
 
 
 def _over_the_run(
-    entry: dict[str, Any], steps: int, devices: int, model: ModelKeys
+    entry: dict[str, Any], steps: int, devices: int, config: Config
 ) -> dict[str, float | None]:
     """What so many of a stage's steps take."""
     if not entry["fits"]:
-        return dict.fromkeys(("tokens_per_second", "mfu", "hours", "chip_hours"))
-    tokens = entry["global_batch_size"] * model.max_target_length
+        return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
+    tokens = entry["global_batch_size"] * config.model.max_target_length
     rate = tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600
     return {
         "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(model) / peak,
+        "mfu": rate * training_flops_per_token(config.model) / peak,
         "hours": hours,
-        "chip_hours": hours * devices,
+        "device_hours": hours * devices,
+        "price": config.planning.price(hours * devices),
     }
 
 
-def add_compiled(plan: dict[str, Any], path: pathlib.Path) -> None:
+def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds.
+
+    Where it holds all of them and they fit, also to the plan's totals.
 
     Raises:
       ConfigError: it is no such file.
     """
     try:
-        found = json.loads(path.read_text())
-        pod = f"{found['num_slices']} x {found['compile_topology']}"
+        found = json.loads(path.read_bytes())
+        devices, machine = found["devices"], f"{found['num_slices']} x {found['compile_topology']}"
         shapes = {_shape(entry, found["max_target_length"]): entry for entry in found["stages"]}
         fields = ("fits", "memory_gib", "step_seconds", "mfu", "tokens_per_second")
-        kept = {key: {f: entry.get(f) for f in fields} for key, entry in shapes.items()}
+        same = {"machine": machine, "device": found["device"]}
+        kept = {key: {f: entry.get(f) for f in fields} | same for key, entry in shapes.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a file of maxramp.compile"
         raise ConfigError(f"--compiled {path}: {reason}") from None
     for entry in plan["stages"]:
-        entry["compiled"] = kept.get(_shape(entry, plan["max_target_length"]))
-        if entry["compiled"] is None:
-            plan["warnings"].append(f"stage {entry['index']} is not one that {path} compiled")
-        elif entry["compiled"]["fits"]:
-            seconds = entry["compiled"]["step_seconds"]
-            hours = entry["run_steps"] * seconds / 3600
-            entry["compiled"] |= {"pod": pod, "hours": hours}
-            entry["compiled"]["chip_hours"] = hours * entry["devices"]
+        made = entry["compiled"] = kept.get(_shape(entry, plan["max_target_length"]))
+        if made is None:
+            warning = (
+                f"stage {entry['index']}, a batch of {entry['global_batch_size']:,} on "
+                f"{count(entry['devices'], 'device')}, is not one that {path} compiled"
+            )
+            if entry["devices"] < devices:
+                warning += f", on {devices:,}; node_schedule=fixed plans every stage on all of them"
+            plan["warnings"].append(warning)
+        elif made["fits"]:
+            hours = entry["run_steps"] * made["step_seconds"] / 3600
+            made |= {"hours": hours, "device_hours": hours * entry["devices"]}
+    times = [stage["compiled"] or {} for stage in plan["stages"]]
+    if all("hours" in made for made in times):
+        sums = {name: sum(made[name] for made in times) for name in ("hours", "device_hours")}
+        plan["totals"]["compiled"] = same | sums | {"price": keys.price(sums["device_hours"])}
 
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:

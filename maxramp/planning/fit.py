@@ -55,8 +55,12 @@ def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
         halve = bool(too_much) and not halve
 
 
-def fit_devices(config: Config) -> str:
+def fit_devices(config: Config, say: Callable[[str], None]) -> str:
     """`largest_batch` of a loaded config, for compile_topology or the devices of this machine.
+
+    Args:
+      config: loaded.
+      say: takes a line of progress.
 
     Raises:
       ConfigError: as `largest_batch`; or the machine does not exist, or the mesh does not fill it.
@@ -69,7 +73,7 @@ def fit_devices(config: Config) -> str:
         machine = machines.here()
     config = resolve(config, len(machine.devices), machine.slices, 1)
     ramp = RampupBatchManager(config.batch, len(machine.devices))
-    return largest_batch(Pod.of(config, ramp, machine))
+    return largest_batch(Pod.of(config, ramp, machine, say))
 
 
 def largest_batch(pod: Pod) -> str:

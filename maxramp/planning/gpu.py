@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, install
 from maxramp.keys.yamlfile import read_yaml
 
 
@@ -111,8 +111,8 @@ def describe(cluster: Cluster) -> Sequence[Any]:
     """
     if not _is_installed():
         raise ConfigError(
-            f"compile_topology={cluster}: the GPU compiler is not installed; python -m pip install "
-            "'maxramp[cuda13-compiler]' (no GPU is needed)"
+            f"compile_topology={cluster}: the GPU compiler is not installed; "
+            f"{install('cuda13-compiler')} (no GPU is needed)"
         )
     from jax.experimental import topologies
 

@@ -10,6 +10,7 @@ class PlanKeys(Keys):
     """What a plan assumes of the devices."""
 
     planned_tflops_per_device: float = above_zero_or_open()
+    price_per_device_hour: float = above_zero_or_open()
     planned_pass_overhead: float = at_least(0)
     restart_minutes: float = at_least(0)
     device_memory_gib: float = above_zero_or_open()
@@ -18,3 +19,9 @@ class PlanKeys(Keys):
     planned_link_share: float = share()
     compile_topology: str
     compile_topology_num_slices: int = at_least(1)
+
+    def price(self, device_hours: float | None) -> float | None:
+        """Of so many device-hours; None where they or price_per_device_hour are not known."""
+        if device_hours is None or self.price_per_device_hour == -1:
+            return None
+        return device_hours * self.price_per_device_hour

@@ -89,7 +89,7 @@ def _totals(run: PlannedRun) -> dict[str, Any]:
         "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
         "node_time": run.node_time,
         "hours": cost.hours(sum(map(run.time, stages))),
-        "node_hours": cost.hours(run.node_time),
+        **_paid(run, run.node_time),
         "constant_first_batch": _constant(run, stages[0].global_batch_size),
         "constant_final_batch": _constant(run, stages[-1].global_batch_size),
     }
@@ -105,8 +105,15 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
         "steps": steps,
         "node_time": time * keys.nodes,
         "hours": cost.hours(time),
-        "node_hours": cost.hours(time * keys.nodes),
+        **_paid(run, time * keys.nodes),
     }
+
+
+def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
+    """What so much time of nodes comes to; None where it is not known."""
+    hours = run.cost.hours(node_time)
+    devices = None if hours is None else hours * run.config.batch.devices_per_node
+    return {"node_hours": hours, "price": run.config.planning.price(devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:

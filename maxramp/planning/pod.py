@@ -33,6 +33,7 @@ class Pod:
       machine: whose compiler it is.
       device_memory_gib: of a device; -1 = what the machine says.
       batch: how many devices hold a row, and what their rows are a multiple of.
+      say: takes a line of progress, before and after each compile.
     """
 
     recipe: Recipe
@@ -41,9 +42,16 @@ class Pod:
     machine: Machine
     device_memory_gib: float
     batch: BatchKeys
+    say: Callable[[str], None]
 
     @classmethod
-    def of(cls, config: Config, ramp: RampupBatchManager, machine: Machine) -> "Pod":
+    def of(
+        cls,
+        config: Config,
+        ramp: RampupBatchManager,
+        machine: Machine,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> "Pod":
         """The compiler of a machine for the steps of a config that is resolved for it."""
         return cls(
             config.recipe,
@@ -52,6 +60,7 @@ class Pod:
             machine,
             config.planning.device_memory_gib,
             config.batch,
+            say,
         )
 
     @property
@@ -71,6 +80,17 @@ class Pod:
     @functools.cache  # noqa: B019
     def step(self, accumulation: int, rows: int) -> dict[str, Any]:
         """What the compiler says of the step of a batch shape."""
+        policy = self.recipe.model.remat_policy
+        self.say(f"compiling {accumulation} x {rows:,} rows, remat_policy={policy}")
+        entry = self._step(accumulation, rows)
+        memory = entry["memory_gib"]
+        self.say(
+            f"compiled in {entry['compile_seconds']:.0f} s, needs {memory['peak']:.3g} of "
+            f"{memory['limit']:.3g} GiB"
+        )
+        return entry
+
+    def _step(self, accumulation: int, rows: int) -> dict[str, Any]:
         lower = self._lower
         start = time.perf_counter()
         limit = {"peak_tflops_per_device": self.machine.peak_tflops}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxramp.data.files.storage import write_whole
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, install
 from maxramp.run.metrics import Record
 from maxramp.run.tensorboard import TAGS
 
@@ -47,8 +47,8 @@ class WandbWriter:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"wandb_project={project} needs the package wandb: python -m pip install wandb "
-                "(or 'maxramp[wandb]'); or leave it out"
+                f"wandb_project={project} needs the package wandb: {install('wandb')}; or leave "
+                "it out"
             ) from None
         folder = folder.absolute()
         id_of_run = _id_of(folder)

@@ -395,10 +395,12 @@ def test_a_package_that_is_not_installed(package, f, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=f"python -m pip install {package} ") as caught:
+    with pytest.raises(
+        ConfigError, match=f"needs the package {package}: python -m pip install "
+    ) as caught:
         given = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
         open_corpus(make_config(*given, "vocab_size=320").data)
-    check_line(str(caught.value), ("maxramp[data]",), f)
+    check_line(str(caught.value), ("'.[data]'",), f)
 
 
 PREPARE = {

@@ -529,3 +529,15 @@ def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):
         name = f"base_output_directory={tmp_path / str(place)}"
         one_line(process, 2, name, "not the same folder on every host", "process 1 of 2")
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_dry_run_asks_no_storage(capsys):
+    """Of a bucket that nobody here can read: it shows the jobs of a run that begins."""
+    line = [*arguments(pathlib.Path("x"), "x"), "base_output_directory=gs://nobody/runs"]
+    assert main([*line, "--cluster", "local", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("process") == 3
+    assert printed.err == (
+        "note: gs://nobody/runs/default is not looked into; the jobs are those of a run that "
+        "begins\n"
+    )

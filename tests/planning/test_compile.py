@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
 from maxramp.planning.compiled import compile_stages
+from maxramp.planning.stages import with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
 
@@ -77,7 +79,7 @@ def test_every_stage_is_compiled_for_the_pod(compiled):
     ]
     assert shapes == [(16, 2, 1), (32, 2, 2), (64, 2, 4)]
     assert [s["run_steps"] for s in result["stages"]] == [4, 18, 18]
-    assert done.stderr.count("compiled in") == 3
+    assert done.stderr.count("compiling ") == done.stderr.count("compiled in") == 3
 
 
 @needs_libtpu
@@ -107,7 +109,7 @@ def test_what_is_said_of_a_step_fits_together(compiled):
         assert s["tokens_per_second"] == pytest.approx(tokens / s["step_seconds"])
         assert 0 < s["mfu"] < 1
         assert s["hours"] == pytest.approx(s["run_steps"] * s["step_seconds"] / 3600)
-        assert s["chip_hours"] == pytest.approx(8 * s["hours"])
+        assert s["device_hours"] == pytest.approx(8 * s["hours"]) and s["price"] is None
         # fsdp gathers weights and scatters or sums gradients.
         assert s["collective_gib"]["all-gather"] > 0
     totals = result["totals"]
@@ -118,12 +120,36 @@ def test_what_is_said_of_a_step_fits_together(compiled):
 
 @needs_libtpu
 def test_a_plan_takes_it_in(compiled, capsys):
-    line = [*arguments("num_nodes=2", "devices_per_node=4", "node_schedule=fixed"), "--json"]
-    assert plan_main([*line, "--compiled", str(compiled[1])]) == 0
+    """The plan of the same command line, whose devices are those of compile_topology."""
+    line = [*arguments("planned_tflops_per_device=100", "price_per_device_hour=4.2")]
+    assert plan_main([*line, "--json", "--compiled", str(compiled[1])]) == 0
     plan = json.loads(capsys.readouterr().out)
     for entry, s in zip(plan["stages"], compiled[0]["stages"], strict=True):
         assert entry["compiled"]["hours"] == pytest.approx(s["hours"])
         assert entry["compiled"]["memory_gib"] == s["memory_gib"]
+    totals = plan["totals"]
+    assert totals["price"] == pytest.approx(4.2 * 8 * totals["node_hours"])
+    of_run = totals["compiled"]
+    assert of_run["hours"] == pytest.approx(compiled[0]["totals"]["hours"])
+    assert of_run["price"] == pytest.approx(4.2 * 8 * of_run["hours"])
+    assert plan_main([*line, "--compiled", str(compiled[1])]) == 0
+    assert "are at planned_tflops_per_device, these by" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_the_next_command_is_whole(tmp_path, capsys, monkeypatch):
+    """As it is printed, where the run's folder cannot be had too: the table is never lost."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    line = arguments("step_batch_size_schedule=0:16", "base_output_directory=file/runs")
+    assert compile_main(line) == 0
+    printed = capsys.readouterr()
+    note, first, *_ = printed.err.splitlines()
+    assert note.startswith("note: ") and "file" in note and first.startswith("compiling 1 x 16")
+    command = printed.out.splitlines()[-1].partition("python -m maxramp.plan ")[2]
+    assert shlex.split(command) == [*line, "--compiled", "compiled.json"]
+    assert plan_main(shlex.split(command)) == 0
+    assert "chip-hours on 1 x v5p:2x2x2" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -224,7 +250,7 @@ def test_refused(name, tmp_path, capsys):
 
 def test_missing_libtpu_is_said_with_the_way_to_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"python -m pip install 'jax\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"python -m pip install -e '\.\[tpu\]'"):
         topology.describe(topology.parse("v5p-8"), 1)
 
 
@@ -278,3 +304,19 @@ def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
         compile_for(53248)
     # The same buffers, 53,248 wide, so the compiler counts as `compiled_bytes` does.
     assert compiled_bytes(compiled) * (53248 / 51200) ** 2 / GIB == pytest.approx(100.34, abs=0.01)
+
+
+def test_a_topology_and_the_nodes_that_are_given():
+    """A plan has what compile_topology has several of, unless the keys count it in another way."""
+
+    def nodes(*given):
+        keys = with_nodes(load(arguments("num_nodes=-1", "devices_per_node=-1", *given))).batch
+        return keys.num_nodes, keys.devices_per_node
+
+    assert nodes() == (1, 8)
+    assert nodes("compile_topology_num_slices=3") == (3, 8)
+    assert nodes("compile_topology=h200:16x4") == (16, 4)
+    assert nodes("devices_per_node=4") == nodes("num_nodes=2") == (2, 4)
+    for wrong in (("num_nodes=3",), ("devices_per_node=3",), ("num_nodes=2", "devices_per_node=8")):
+        with pytest.raises(ConfigError, match="has 8 devices"):
+            nodes(*wrong)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, install
 
 
 def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
@@ -26,10 +26,7 @@ def optional(module: str, package: str, purpose: str, extra: str = "data") -> Mo
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(
-            f"{purpose} needs the package {package}: python -m pip install {package} (or "
-            f"'maxramp[{extra}]')"
-        ) from None
+        raise ConfigError(f"{purpose} needs the package {package}: {install(extra)}") from None
 
 
 def allow_many_files() -> None:
@@ -63,7 +60,9 @@ def store_of(protocol: str) -> Any:
     try:
         return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:  # it names the package that serves a protocol
-        raise ConfigError(f"{protocol}:// cannot be read: {error}") from None
+        extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(protocol)
+        reason = f"{install(extra)} brings what it needs" if extra else error
+        raise ConfigError(f"{protocol}:// cannot be read: {reason}") from None
 
 
 @contextlib.contextmanager
