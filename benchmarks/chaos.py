@@ -62,8 +62,6 @@ POLICY = [
     "max_completion_length=6",
     "num_generations=4",
     "rewards=[maxramp.rl.tasks:brevity]",
-    "pretrain_steps=10",
-    "eval_interval=-1",
     "lr_schedule_type=cosine",
     "num_epoch=1",
 ]
@@ -412,9 +410,10 @@ def main() -> int:
         *given.keys,
     ]
     if given.grpo:
-        Job.program, given.same_shape = ("grpo", "post_train/rl.yml"), True
-        keys += [*POLICY, f"load_parameters_path={folder / 'calm-first-model'}"]
-        Job(folder / "calm", Shape(), [*keys[:-1], "steps=1"]).end(60)  # trains the first model
+        given.same_shape = True
+        Job(folder / "first", Shape(), [*keys, "steps=10"]).end(60)
+        Job.program = "grpo", "post_train/rl.yml"
+        keys += [*POLICY, f"load_parameters_path={folder / 'first'}"]
     keys = [f"{k}={v}" for k, v in dict(key.split("=", 1) for key in keys).items()]
     for name in ("calm", "storm"):
         shutil.rmtree(folder / name, ignore_errors=True)

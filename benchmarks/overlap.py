@@ -51,6 +51,7 @@ class Steps:
 
     def __init__(self, reward: str, part: int, closing: contextlib.ExitStack):
         keys = ("rampup_batch_size=none", f"micro_batch_size={part}", f"rewards=[{reward}]")
+        keys += ("base_num_decoder_layers=2",)  # of configs/pre_train/sums.yml
         config = resolve(load([CONFIG, *keys], note=lambda line: None), 1, 1, 1)
         self._ramp = RampupBatchManager(config.batch, 1)
         self._mesh = mesh_lib.make_mesh(config.mesh)

@@ -33,7 +33,7 @@ from maxramp.generation.loading import PromptTokenizer, TrainedRun
 from maxramp.job.start import Job, Start, start
 from maxramp.parallel import agreement, cpu
 from maxramp.parallel.processes import run
-from maxramp.rl import first_model
+from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
@@ -54,14 +54,9 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, program="grpo", note=notes.append)
+        loaded = load(arguments, "grpo", note=notes.append)
         _refuse(loaded)
-        weights = first_model.weights_of(loaded)
-        if first_model.is_ours(loaded) and (
-            status := first_model.train(loaded, weights, preemption)
-        ):
-            return status
-        loaded = first_model.with_weights(loaded, weights, notes.append)
+        loaded = first_weights.with_weights(loaded, notes.append)
         with start(loaded, notes, preemption) as begun:
             return _run(begun)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
@@ -69,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _refuse(config: Config) -> None:
-    """Refuses what reinforcement learning cannot be done with, before a model is trained for it.
+    """Refuses what reinforcement learning cannot be done with.
 
     Raises:
       ConfigError: a key asks for it.
@@ -95,7 +90,7 @@ def _refuse(config: Config) -> None:
 def _run(begun: Start) -> int:
     """Opens the prompts and the run's folder, and trains from where it stands."""
     config = begun.config
-    weights = first_model.weights_of(config)
+    weights = first_weights.path_of(config)
     tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, []).tokenizer())
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
@@ -109,11 +104,11 @@ def _run(begun: Start) -> int:
             f"prompt_file={config.rollout.prompt_file}: {len(hashes)} different files on the "
             "processes of the job; give all of them the same one"
         )
-    job = begun.open_run(prompts.hash, first_model.settled)
+    job = begun.open_run(prompts.hash, first_weights.settled)
     if not job.has_steps:
         return job.end()
     total_prompts = job.schedule.ramp.total_samples
-    check_enough(prompts, config.rollout, config.data.num_epoch, total_prompts)
+    check_enough(prompts, config.rollout, total_prompts)
     abstract = job.abstract_state()
     trainer = _trainer(job, abstract, prompts, tokenizer)
     recipe, position = job.config.recipe, job.schedule.position
@@ -158,8 +153,7 @@ def _trainer(
     output.say_start(corpus, abstract.model, config.model.dtype, schedule, job.changes)
     reference = None
     if config.policy.grpo_beta:
-        began = first_model.weights_of(config)
-        reference = job.checkpoints.load_parameters(began, abstract.model)
+        reference = first_weights.load_reference(job, abstract.model)
     return PolicyTrainer(programs, config.rollout, prompts, tokenizer, rewards, reference)
 
 
@@ -211,7 +205,7 @@ def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
 
 
 def _prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
-    prompts = open_prompts(config.rollout, config.data)
+    prompts = open_prompts(config.rollout)
     check_lengths(prompts, tokenizer, config.rollout, config.model)
     return prompts
 

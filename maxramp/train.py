@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports that take a second
     from maxramp.errors import ConfigError, report
 
     try:
-        load(sys.argv[1:], note=lambda line: None)  # what is wrong is said at once
+        load(sys.argv[1:], "train", note=lambda line: None)  # what is wrong is said at once
     except (ConfigError, OSError) as error:
         sys.exit(report(error))
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, note=notes.append)
+        loaded = load(arguments, "train", note=notes.append)
         with start(loaded, notes, preemption) as begun:
             return _run(begun)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:

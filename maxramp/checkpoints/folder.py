@@ -62,6 +62,7 @@ class Checkpoint:
     corpus_hash: str
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
+    reference: str = ""  # fingerprint of the weights to stay near to, where there are any
     shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
     def stages_of_run(self) -> list[dict[str, Any]]:

@@ -40,12 +40,6 @@ class CheckpointKeys(Keys):
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
         super().check()
-        if self.load_parameters_path and self.load_full_state_path:
-            raise ConfigError(
-                f"load_parameters_path={self.load_parameters_path} and "
-                f"load_full_state_path={self.load_full_state_path}: a run starts from one of "
-                "them; the second brings the weights as well"
-            )
         if self.checkpoint_keep_period != -1 and self.max_num_checkpoints_to_keep is None:
             raise ConfigError(
                 f"checkpoint_keep_period={self.checkpoint_keep_period} says what stays besides "

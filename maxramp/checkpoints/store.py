@@ -46,6 +46,8 @@ class Checkpoints:
     Attributes:
       shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
         keeps it, and a run stays with the one that it began with.
+      reference: fingerprint of the weights that the run stays near to, "" for none; every
+        checkpoint keeps it.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Checkpoints:
         """
         self._keys, self._folder, self._warn = keys, folder.absolute(), warn
         self._corpus_hash, self._values = corpus_hash, values
-        self.shuffle = SHUFFLE
+        self.shuffle, self.reference = SHUFFLE, ""
         self._is_first = jax.process_index() == 0
         self._torn: list[int] = []
         self._last_good: int | None = None
@@ -267,6 +269,7 @@ class Checkpoints:
             corpus_hash=self._corpus_hash,
             config=dict(self._values),
             versions=versions(),
+            reference=self.reference,
             shuffle=self.shuffle,
         )
         error, prepared = self._prepare(prepare)

@@ -46,6 +46,7 @@ _POLICY = Way(
 
 _NOTATIONS = (_MAXTEXT, _NEMO, _MEGATRON, _POLICY)
 _LENGTHS = tuple(Way((name,)) for name in ("steps", "total_samples", "total_tokens"))
+_BEGINNINGS = (Way(("load_parameters_path",)), Way(("load_full_state_path",)))
 _SIZES_OF_A_PASS = tuple(Way((name,)) for name in ("per_device_batch_size", "micro_batch_size"))
 
 
@@ -61,7 +62,7 @@ def choose(values: dict[str, Any], given: Given) -> None:
     Raises:
       ConfigError: it gives the same thing in two ways.
     """
-    for ways in (_NOTATIONS, _LENGTHS, _SIZES_OF_A_PASS):
+    for ways in (_NOTATIONS, _LENGTHS, _SIZES_OF_A_PASS, _BEGINNINGS):
         chosen = [
             (way, name) for way in ways for name in _given(way, values) if name in given.values
         ]

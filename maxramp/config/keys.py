@@ -2,11 +2,12 @@
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
+from maxramp.keys.section import Keys
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import BackendKeys, MeshKeys
@@ -21,6 +22,12 @@ from maxramp.training.keys import (
     PolicyKeys,
     Recipe,
 )
+
+# Sections that one of the programs that train reads, and the other does not.
+OF_ONE_PROGRAM = {
+    "train": ("data", "reading", "objective", "evaluation", "profiling"),
+    "grpo": ("policy", "rollout"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +65,17 @@ class Config:
         del sections["values"]
         return cls(values, **{name: section.of(values) for name, section in sections.items()})
 
+    @classmethod
+    def not_read_by(cls, program: str) -> set[str]:
+        """The keys of other programs that train: they change nothing in a run of this one."""
+        if program not in OF_ONE_PROGRAM:  # which is about a run of any of them
+            return set()
+        sections = {field.name: field.type for field in dataclasses.fields(cls)}
+        del sections["values"]
+        others = {name for of, names in OF_ONE_PROGRAM.items() if of != program for name in names}
+        read = [section for name, section in sections.items() if name not in others]
+        return _keys_of(sections[name] for name in others) - _keys_of(read)
+
     @property
     def recipe(self) -> Recipe:
         """What a train state and its step are made from."""
@@ -66,3 +84,7 @@ class Config:
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
         return self.of({**self.values, **values})
+
+
+def _keys_of(sections: Iterable[type[Keys]]) -> set[str]:
+    return {field.name for section in sections for field in dataclasses.fields(section)}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -27,7 +28,7 @@ default:
 
 def load(
     arguments: Sequence[str],
-    program: str = "train",
+    program: str = "plan",
     usage: str = "",
     note: Callable[[str], None] = print_note,
     form: str = "CONFIG.yml [key=value ...]",
@@ -36,7 +37,7 @@ def load(
 
     Args:
       arguments: the command line after the program's name.
-      program: the module's name, for the usage text.
+      program: the module's name; what a program that trains does not read is said and unset.
       usage: what the usage text says of that program alone.
       note: takes a line about what became of another trainer's keys; prints it by default.
       form: the arguments of that program, for its usage line.
@@ -72,9 +73,21 @@ def load(
         model, _ = overrides.read(path, (), note)
         _update(values, model)
     _update(values, command_line)
-    config = Config.of(values.to_dict())
+    config = Config.of(_without_unread(values.to_dict(), program, note))
     check(config)
     return config
+
+
+def _without_unread(
+    values: dict[str, Any], program: str, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The values with those that the program does not read at their defaults, and says so."""
+    unread, defaults = Config.not_read_by(program), base.base()
+    given = [name for name in defaults if name in unread and values[name] != defaults[name]]
+    if given:
+        shown = ", ".join(base.limited([f"{name}={values[name]}" for name in given]))
+        note(f"maxramp.{program} does not read {shown}")
+    return values | {name: defaults[name] for name in given}
 
 
 def _is_file(text: str) -> bool:

@@ -16,13 +16,15 @@ class RolloutKeys(Keys):
 
     prompt_file: str
     sums_below: int = at_least(2)
+    num_epoch: int = uint32(1)
+    enable_data_shuffling: bool
+    data_shuffle_seed: int = uint32()
     max_completion_length: int = at_least(1)
     rollout_seed: int = uint32()
     rewards: Sequence[str]
     reward_weights: Sequence[float]
     reward_workers: int = at_least(1)
     reward_timeout_seconds: float = above_zero()
-    pretrain_steps: int = at_least(0)
 
     def check(self) -> None:
         """Checks each key, and that every reward has a weight.

@@ -72,14 +72,14 @@ class PolicyPrograms:
         self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         self._mesh: Mesh = jax.sharding.get_mesh()
         self.row_length = recipe.model.max_target_length + 1
-        objective = policy_gradient(policy, recipe.objective)
+        objective = policy_gradient(policy)
 
         def add(sums: Any, model: Decoder, batch: Batch) -> Any:
             found = jax.grad(objective, has_aux=True)(model.cast(), batch)
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            log_probs_RT, _ = of_tokens(policy, recipe.objective)(model.cast(), batch)
+            log_probs_RT, _ = of_tokens(policy)(model.cast(), batch)
             return jax.reshard(jnp.pad(log_probs_RT, ((0, 0), (1, 0))), TOKENS_BT)
 
         self.zeros = jit(lambda model: zero_sums(model.cast(), objective.shown))

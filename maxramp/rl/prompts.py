@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.keys import DataKeys
 from maxramp.errors import ConfigError
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.model.keys import ModelKeys
@@ -90,20 +89,16 @@ class FilePrompts:
         return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
 
 
-def open_prompts(keys: RolloutKeys, data: DataKeys) -> Prompts:
-    """The prompts of a run.
-
-    Args:
-      keys: which they are.
-      data: their order.
+def open_prompts(keys: RolloutKeys) -> Prompts:
+    """The prompts of a run, in its order.
 
     Raises:
       ConfigError: the file cannot be read, or a line of it is no prompt.
     """
     if not keys.prompt_file:
-        return Sums(keys.sums_below, data.data_shuffle_seed)
+        return Sums(keys.sums_below, keys.data_shuffle_seed)
     return FilePrompts(
-        keys.prompt_file, data.data_shuffle_seed if data.enable_data_shuffling else None
+        keys.prompt_file, keys.data_shuffle_seed if keys.enable_data_shuffling else None
     )
 
 
@@ -130,18 +125,18 @@ def check_lengths(
             )
 
 
-def check_enough(prompts: Prompts, keys: RolloutKeys, num_epoch: int, samples: int) -> None:
+def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
     """Checks that a file has the prompts of a run.
 
     Args:
       prompts: of the run.
-      keys: which they are.
-      num_epoch: how often a file's prompt is used, at most.
+      keys: which they are, and how often one is used at most.
       samples: prompts that the run takes.
 
     Raises:
       ConfigError: it has fewer.
     """
+    num_epoch = keys.num_epoch
     if keys.prompt_file and samples > len(prompts.texts) * num_epoch:
         raise ConfigError(
             f"prompt_file={keys.prompt_file}: the run takes {samples} prompts, but the file has "

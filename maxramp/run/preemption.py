@@ -1,14 +1,12 @@
 """Stopping when somebody asks: SIGTERM from a scheduler, SIGINT from a person."""
 
 import atexit
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 from maxramp.errors import EXIT_PREEMPTED
@@ -32,9 +30,7 @@ class Preemption:
 
     def __init__(self):
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
-        self._asked = self._has_trained = self._several = False
-        self._receiver: subprocess.Popen | None = None
-        self._handed_on = self._over = False
+        self._asked = self._has_trained = self._several = self._over = False
         self._acting = threading.Lock()  # held while a signal is acted on
         self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
@@ -54,20 +50,6 @@ class Preemption:
         """
         self._several, self._end = several, end
 
-    @contextlib.contextmanager
-    def handing_on(self, process: subprocess.Popen) -> Iterator[Callable[[], bool]]:
-        """Signals are for a process that this one waits for, which saves and ends as it would.
-
-        Yields:
-          Whether there was one; the answer is final once the context is left.
-        """
-        self._receiver = process
-        try:
-            yield lambda: self._handed_on
-        finally:
-            with self._acting:
-                self._receiver = None
-
     def ask(self) -> None:
         """Asks for the end as a scheduler would: every process of the job hears of it."""
         self._asked = True
@@ -81,10 +63,7 @@ class Preemption:
             with self._acting:
                 if self._over:
                     return
-                if self._receiver:
-                    self._handed_on = True
-                    self._receiver.send_signal(number)
-                elif heard is None:
+                if heard is None:
                     heard = time.monotonic()
                     if not (self._several or self._has_trained):
                         self._leave(

@@ -28,6 +28,7 @@ class PolicyKeys(Keys):
     grpo_normalization: str = one_of("token", "sequence")
     num_iterations: int = at_least(1)
     decode_sampling_temperature: float = above_zero()
+    loss_block_tokens: int = at_least(0)
 
     def check(self) -> None:
         """Checks each key, and that a group has a spread to divide by.

@@ -12,7 +12,7 @@ import numpy as np
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.cpu import after, gradient_after
-from maxramp.training.keys import ObjectiveKeys, PolicyKeys
+from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.objective import Objective, Shown
 
@@ -47,7 +47,7 @@ def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
 
 
-def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
+def policy_gradient(keys: PolicyKeys) -> Objective:
     """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
 
     Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A:
@@ -56,12 +56,11 @@ def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
     bounds are DAPO's. Batches hold advantages as weights.
 
     Args:
-      keys: bounds and weights.
-      objective: the block of a device's tokens whose logits exist at a time.
+      keys: bounds and weights, and the block of a device's tokens whose logits exist at a time.
     """
 
     def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
-        log_p_BT, entropy_BT = of_tokens(keys, objective)(model, batch)
+        log_p_BT, entropy_BT = of_tokens(keys)(model, batch)
         mask_BT = batch.loss_mask[:, 1:]
         share_BT = jnp.where(mask_BT, batch.shares[:, 1:], 0)
         advantage_BT = batch.weights[:, 1:]
@@ -93,14 +92,12 @@ def policy_gradient(keys: PolicyKeys, objective: ObjectiveKeys) -> Objective:
     return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
 
 
-def of_tokens(
-    keys: PolicyKeys, objective: ObjectiveKeys
-) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
+def of_tokens(keys: PolicyKeys) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
     """Log-probabilities of a batch's tokens behind the first, and entropies: two [B, T]."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
         x_BTD = model.hidden(batch.tokens[:, :-1])
-        temperature, block = keys.decode_sampling_temperature, objective.loss_block_tokens
+        temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
         return log_probs(x_BTD, model.head(), batch.tokens[:, 1:], temperature, block)
 
     return find

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import BASE, ROOT, run
 
-from maxramp.config.keys import Config
+from maxramp.config.keys import OF_ONE_PROGRAM, Config
 from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
@@ -437,3 +437,30 @@ def test_every_key_is_used():
     used |= {name for name in KEYS if name.startswith("slurm_")}  # as sbatch's options
     used |= {"eval_interval", "eval_per_device_batch_size"}  # EvalKeys.is_due, EvalKeys.rows
     assert KEYS - used == set()
+
+
+@pytest.mark.parametrize("program, other", [("train", "grpo"), ("grpo", "train")])
+def test_what_a_program_does_not_read_is_said_and_unset(program, other):
+    """Of all keys, wherever they are given; a default is no reason to speak."""
+    lines, tried = [], {"grpo_beta": 0.5, "prompt_file": "p", "profiler": "xplane"}
+    tried |= {"z_loss_multiplier": 0.1, "eval_interval": 7, "num_epoch": 3, "steps": 9}
+    given = [f"{name}={value}" for name, value in tried.items()]
+    values = load([BASE, *given, "log_eval_batches=False"], program, note=lines.append).values
+    only = {"train": ("z_loss_multiplier", "eval_interval", "profiler"), "grpo": ("grpo_beta",)}
+    only["grpo"] += ("prompt_file",)
+    (line,) = lines
+    assert line.startswith(f"maxramp.{program} does not read ")
+    for name, value in tried.items():
+        assert (f"{name}={value}" in line) == (name in only[other])
+        assert values[name] == (BASE_VALUES[name] if name in only[other] else value)
+    load([BASE, *given], "plan", note=lines.append)
+    load([BASE], program, note=lines.append)
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("program", ["train", "grpo"])
+def test_programs_use_the_sections_that_they_read(program):
+    source = (ROOT / "maxramp" / f"{program}.py").read_text()
+    used = set(re.findall(r"config\.(\w+)", source)) & {f.name for f in dataclasses.fields(Config)}
+    others = {name for of, names in OF_ONE_PROGRAM.items() if of != program for name in names}
+    assert used and not used & others

@@ -1,4 +1,4 @@
-"""`python -m maxramp.grpo`: its first model, its restarts, and what it refuses."""
+"""`python -m maxramp.grpo`: the weights it begins with, its restarts, and what it refuses."""
 
 import json
 import shutil
@@ -11,26 +11,35 @@ import pytest
 from conftest import ROOT, TINY, command, environment, run
 
 from maxramp import grpo
-from maxramp.checkpoints.folder import Checkpoint, steps_in
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.generation.loading import PromptTokenizer
-from maxramp.rl import first_model
+from maxramp.rl import first_weights
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, check_lengths
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
+SUMS = str(ROOT / "configs" / "pre_train" / "sums.yml")
 JOB = (
     *TINY,
-    *("base_num_decoder_layers=1", "pretrain_steps=2", "rewards=[maxramp.rl.tasks:brevity]"),
+    *("base_num_decoder_layers=1", "rewards=[maxramp.rl.tasks:brevity]"),
     *("rampup_batch_size=[2,2,8]", "global_batch_size=4", "micro_batch_size=2", "steps=14"),
     *("num_generations=4", "max_completion_length=6", "checkpoint_period=5", "grpo_beta=0.1"),
 )
 
 
 def job(folder, name, *keys):
-    return (RL, *JOB, f"base_output_directory={folder}", f"run_name={name}", *keys)
+    weights = f"load_parameters_path={folder / 'sums'}"
+    return (RL, *JOB, f"base_output_directory={folder}", f"run_name={name}", weights, *keys)
+
+
+def train_first(folder, *keys):
+    """The model that jobs in a folder begin with, of random weights almost."""
+    sums = (SUMS, *TINY, "base_num_decoder_layers=1", f"base_output_directory={folder}", "steps=2")
+    done = run(*sums, *keys)
+    assert done.returncode == 0, done.stderr
 
 
 def what_happened(folder, name):
@@ -42,12 +51,12 @@ def what_happened(folder, name):
 
 @pytest.mark.slow
 def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
-    """From a first model that the command trains, to the last bit of prompts, answers, losses."""
+    """To the last bit of prompts, answers and losses; and it stays near to the same weights."""
     keys = (f"jax_cache_dir={cache_dir}",)
+    train_first(tmp_path, *keys)
     done = run(*job(tmp_path, "whole", *keys), module="grpo")
     assert done.returncode == 0, done.stderr
     assert "reward -" in done.stdout and (tmp_path / "whole" / "ramp.png").exists()
-    keys += (f"load_parameters_path={tmp_path / 'whole-first-model'}",)
     records = tmp_path / "stopped" / "metrics.jsonl"
     for number, step in ((signal.SIGTERM, 3), (signal.SIGKILL, 9)):
         process = subprocess.Popen(
@@ -62,25 +71,15 @@ def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
     assert len(read_records(records)) < 14
     assert run(*job(tmp_path, "stopped", *keys), module="grpo").returncode == 0
     assert what_happened(tmp_path, "stopped") == what_happened(tmp_path, "whole")
-
-
-@pytest.mark.slow
-def test_a_first_model_is_stopped_and_goes_on(tmp_path, cache_dir):
-    keys = (f"jax_cache_dir={cache_dir}", "pretrain_steps=80", "checkpoint_period=20", "steps=1")
-    arguments, folder = job(tmp_path, "x", *keys), tmp_path / "x-first-model"
-    # Of every 20 steps, the last checkpoint is written while training goes on.
-    for number, step, saved in ((signal.SIGTERM, 5, 5), (signal.SIGKILL, 50, 20)):
-        process = subprocess.Popen(
-            command(*arguments, module="grpo"), env=environment(), stdout=subprocess.DEVNULL
-        )
-        while process.poll() is None and len(read_records(folder / "metrics.jsonl")) < step:
-            time.sleep(0.01)
-        process.send_signal(number)
-        assert process.wait(120) == (EXIT_PREEMPTED if number == signal.SIGTERM else -number)
-        assert max(steps_in(folder / "checkpoints")) >= saved
-    assert run(*arguments, module="grpo").returncode == 0
-    assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(80))
-    assert len(read_records(tmp_path / "x" / "metrics.jsonl")) == 1
+    # Other weights under the old path; then the same ones, trained again.
+    more = (*keys, "steps=15")
+    shutil.rmtree(tmp_path / "sums")
+    train_first(tmp_path, *keys, "init_weights_seed=1")
+    done = run(*job(tmp_path, "stopped", *more), module="grpo")
+    assert done.returncode == 2 and "not the weights that the run's KL divergence" in done.stderr
+    shutil.rmtree(tmp_path / "sums")
+    train_first(tmp_path, *keys)
+    assert run(*job(tmp_path, "stopped", *more), module="grpo").returncode == 0
 
 
 def refused(capsys, *arguments):
@@ -94,7 +93,7 @@ def refused(capsys, *arguments):
     "keys, says",
     [
         (["num_generations=1"], "num_generations=1: an answer's advantage is over the others"),
-        (["prompt_file=p.jsonl"], "load_parameters_path is empty"),
+        (["load_parameters_path="], "load_parameters_path is empty"),
         (["load_parameters_path=nowhere"], "nowhere: no checkpoint there"),
         (["rewards=[exact_match]"], "rewards: exact_match must be module:function"),
         (["reward_weights=[1,2]"], "reward_weights=[1, 2] has 2 numbers for 1 rewards"),
@@ -119,13 +118,13 @@ def test_what_is_wrong_is_one_line(capsys, keys, says):
 
 def test_a_file_of_few_prompts(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 3)
-    keys = load([RL, f"prompt_file={tmp_path / 'p.jsonl'}", "load_parameters_path=x"]).rollout
+    keys = load([RL, f"prompt_file={tmp_path / 'p.jsonl'}", "num_epoch=3"]).rollout
     prompts = FilePrompts(keys.prompt_file, 0)
-    check_enough(prompts, keys, 3, 9)
+    check_enough(prompts, keys, 9)
     with pytest.raises(
         ConfigError, match="takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
     ):
-        check_enough(prompts, keys, 3, 10)
+        check_enough(prompts, keys, 10)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +163,6 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
             check_lengths(prompts, bytes_, config.rollout, config.model)
 
 
-def test_the_first_model_is_beside_the_run():
-    config = load([RL, "run_name=a", "base_output_directory=b"])
-    assert first_model.is_ours(config)
-    assert str(first_model.weights_of(config)) == "b/a-first-model"
-    given = config.replace(load_parameters_path="c")
-    assert not first_model.is_ours(given) and str(first_model.weights_of(given)) == "c"
-
-
 def checkpoint(run, step, **config):
     path = run / "checkpoints" / str(step)
     path.mkdir(parents=True)
@@ -185,38 +176,31 @@ def checkpoint(run, step, **config):
 def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     """Whatever the run that it is of has trained since, and wherever that was moved."""
     other, run = tmp_path / "other", tmp_path / "run"
-    config = load([RL, "grpo_beta=0.1", f"{key}={other}"])
+    config = load([RL, f"{key}={other}"])
     first = checkpoint(other, 100)
-    assert first_model.settled(config, run).values[key] == str(first)
+    assert first_weights.settled(config, run).values[key] == str(first)
     checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
     newest = checkpoint(other, 300)
-    settled = first_model.settled(config, run)
-    assert settled.values[key] == str(first_model.weights_of(settled)) == str(first)
+    settled = first_weights.settled(config, run)
+    assert settled.values[key] == str(first_weights.path_of(settled)) == str(first)
     given = config.replace(**{key: str(newest)})
-    assert first_model.settled(given, run).values[key] == str(newest)
-    checkpoint(run, 6, **{key: str(checkpoint(tmp_path / "third", 100))})
-    with pytest.raises(ConfigError, match=f"{key}=.*began with .*third/checkpoints/100, which its"):
-        first_model.settled(config, run)
-    shutil.rmtree(tmp_path / "third")
-    assert first_model.settled(config, run).values[key] == str(first)
+    assert first_weights.settled(given, run).values[key] == str(newest)
     shutil.rmtree(first)
-    with pytest.raises(ConfigError, match=f"{key}=.*began with its checkpoint 100, which is gone"):
-        first_model.settled(config, run)
-    checkpoint(run, 7, **{key: str(other)})  # as runs kept it before
-    assert first_model.settled(config, run).values[key] == str(newest)
+    assert first_weights.settled(config, run).values[key] == str(newest)
 
 
-def test_a_first_model_of_other_sums_is_refused_and_stays(tmp_path):
-    config = load([RL, "run_name=a", f"base_output_directory={tmp_path}"])
-    folder = first_model.weights_of(config)
-    (folder / "checkpoints" / "300").mkdir(parents=True)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="sums_below=10: .*a-first-model holds a model of ot"):
-            first_model.train(config, folder, None)
-    (folder / "sums.jsonl").write_text("others")
-    with pytest.raises(ConfigError, match="sums_below=10: "):
-        first_model.train(config, folder, None)
-    assert (folder / "sums.jsonl").read_text() == "others"
+def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
+    there = tmp_path / "a b" / "small"
+    line = refused(capsys, f"load_parameters_path={there}")
+    assert line.endswith(
+        "python -m maxramp.train configs/pre_train/sums.yml "
+        f"'base_output_directory={there.parent}' run_name=small\n"
+    )
+    assert "sums.yml" not in refused(capsys, f"load_parameters_path={there}", "prompt_file=p")
+    config = load([RL])
+    made = load([str(ROOT / "configs" / "pre_train" / "sums.yml")])
+    assert str(first_weights.path_of(config)) == "output/sums"
+    assert (made.run.base_output_directory, made.run.run_name) == ("output", "sums")
 
 
 def test_maxtexts_names_are_taken():

@@ -34,6 +34,7 @@ KEYS = PolicyKeys(
     grpo_normalization="token",
     num_iterations=1,
     decode_sampling_temperature=0.8,
+    loss_block_tokens=2048,
 )
 
 
@@ -80,7 +81,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = functools.partial(
         train_step,
-        objective=policy_gradient(policy, config.objective),
+        objective=policy_gradient(policy),
         optimizer=config.optimizer,
         learning_rate=rate,
     )
@@ -127,7 +128,7 @@ def test_it_is_the_formula(grpo_normalization):
         placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
         forward = jax.jit(type(model).__call__)
         logits = np.asarray(forward(model, placed.tokens[:, :-1]), np.float64)
-        found, entropy = jax.jit(of_tokens(KEYS, config.objective))(model, placed)
+        found, entropy = jax.jit(of_tokens(KEYS))(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.tokens[:, 1:, None], 0), 2)[..., 0]

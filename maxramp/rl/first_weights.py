@@ -1,0 +1,171 @@
+"""The weights that a run of reinforcement learning begins with, and may stay near to."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import TornError
+from maxramp.commandline import print_note
+from maxramp.config.checks import check
+from maxramp.config.keys import Config
+from maxramp.errors import ConfigError
+from maxramp.folders.place import Place, place
+from maxramp.generation.loading import TrainedRun
+from maxramp.job.start import Job
+from maxramp.keys import base
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import SHAPE_KEYS
+from maxramp.parallel import agreement
+from maxramp.training.fingerprint import fingerprint_of_weights
+from maxramp.training.state import in_layer_order
+
+# What weights were trained as: the model that they make, and the documents with their tokenizer.
+_MODEL = (
+    *SHAPE_KEYS,
+    "mlp_activations",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+)
+_DATA = (
+    *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
+    *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
+)
+_SUMS = "configs/pre_train/sums.yml"  # of a model for the prompts that come from no file
+
+
+def path_of(config: Config) -> Place:
+    """Where a run's first weights are: a checkpoint, or a folder of them or of a run.
+
+    Raises:
+      ConfigError: no weights are given.
+    """
+    if path := getattr(config.checkpoints, _key(config)):
+        return place(path)
+    raise ConfigError(
+        "load_parameters_path is empty: reinforcement learning begins with the weights of a model "
+        "that can answer at times; give a run or a checkpoint"
+    )
+
+
+def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Config:
+    """The configuration with the sizes that its first weights have and the tokenizer they know.
+
+    Args:
+      config: loaded.
+      note: takes a line about sizes that the keys give otherwise.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it does not suit the keys.
+    """
+    weights = path_of(config)
+    try:
+        folder_lib.find(weights)
+    except ConfigError as error:
+        if config.rollout.prompt_file:
+            raise
+        raise ConfigError(
+            f"{_key(config)}={weights}: no checkpoint there; this trains one that can add at "
+            f"times: {_command_for(weights)}"
+        ) from error
+    there = TrainedRun(weights, []).checkpoint.config
+    of_weights = {name: there[name] for name in (*_MODEL, *_DATA) if name in there}
+    if other := _other_sizes(config, there):
+        note(f"{weights} has {other}; these sizes are taken")
+    config = config.replace(**of_weights, eval_interval=-1)  # there is no text to hold out
+    check(config)
+    return config
+
+
+def settled(config: Config, run: Place) -> Config:
+    """The configuration with the checkpoint that a run begins with, where it gives a folder.
+
+    That is the folder's newest at the first start, and the same one at every restart as long as it
+    is there: the weights to stay near to do not move when the other run trains on. All processes
+    take that of the first.
+
+    Args:
+      config: with first weights.
+      run: the folder of the run that begins with them.
+
+    Raises:
+      ConfigError: there is no checkpoint.
+    """
+    name, given = _key(config), path_of(config).expanduser().absolute()
+
+    def find() -> str:
+        if jax.process_index():
+            return ""
+        found = folder_lib.find(given)
+        if found != given and (began := _began_with(run, name)):
+            again = found.with_name(began)
+            found = again if again.is_dir() else found
+        return str(found)
+
+    path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
+    return config.replace(**{name: path})
+
+
+def load_reference(job: Job, model: Decoder) -> Decoder:
+    """The first weights again, to stay near to; every checkpoint of the run keeps their hash.
+
+    Args:
+      job: of a run that begins with them.
+      model: their shapes, dtypes and shardings.
+
+    Raises:
+      ConfigError: they cannot be read, or are not those that the run stayed near to so far.
+    """
+    config, checkpoints, position = job.config, job.checkpoints, job.schedule.position
+    key, path = _key(config), path_of(config)
+    weights = checkpoints.load_parameters(path, model)
+    checkpoints.reference = fingerprint_of_weights(in_layer_order(weights))
+    here = (job.output.folder / "checkpoints").absolute()
+    so_far = position.reference if position and position.path.parent == here else ""
+    if so_far not in ("", checkpoints.reference) and key not in config.checkpoints.allow_changed:
+        raise ConfigError(
+            f"{key}={path}: not the weights that the run's KL divergence is from (hash "
+            f"{checkpoints.reference}, was {so_far}); give those, allow_changed=[{key}], or "
+            "another run_name"
+        )
+    return weights
+
+
+def _key(config: Config) -> str:
+    full = config.checkpoints.load_full_state_path
+    return "load_full_state_path" if full else "load_parameters_path"
+
+
+def _began_with(run: Place, key: str) -> str:
+    """The name of the checkpoint that a run began with; "" where it has not begun."""
+    folder = run / "checkpoints"
+    for step in reversed(folder_lib.steps_in(folder)):
+        try:
+            began = place(folder_lib.read(folder / str(step)).config[key]).name
+        except TornError:
+            continue
+        return began if folder_lib.is_step(began) else ""
+    return ""
+
+
+def _command_for(weights: Place) -> str:
+    """What trains a model of the sums into this run's folder."""
+    command = ["python", "-m", "maxramp.train", _SUMS]
+    if weights.parent != place("output"):
+        command.append(f"base_output_directory={weights.parent}")
+    if weights.name != "sums":
+        command.append(f"run_name={weights.name}")
+    return shlex.join(command)
+
+
+def _other_sizes(config: Config, there: Mapping[str, Any]) -> str:
+    """The sizes that are given and that weights do not have, with theirs, in one line."""
+    defaults = base.base()
+    other = {
+        name: there[name]
+        for name in _MODEL
+        if config.values[name] not in (there.get(name), defaults[name])
+    }
+    return ", ".join(f"{name}={value}" for name, value in other.items())

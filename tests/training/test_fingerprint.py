@@ -1,0 +1,48 @@
+"""The hash of weights: the same on any mesh, and another where a value or its place is."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.training.fingerprint import fingerprint_of_weights
+from maxramp.training.state import in_layer_order, initial_state
+
+
+def of_numpy(arrays):
+    """As the docstring defines it."""
+
+    def mix(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    words = []
+    for c in (0x9E3779B9, 0x7F4A7C15):
+        word = 0
+        for n, x in enumerate(arrays, 1):
+            bits = x.ravel().view(f"uint{8 * x.itemsize}").astype(np.uint32)
+            index = np.arange(bits.size, dtype=np.uint32)
+            word += int(mix(mix(index + np.uint32(n * c % 2**32)) ^ bits).sum(dtype=np.uint32))
+        words.append(f"{word % 2**32:08x}")
+    return "".join(words)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("weight_dtype=bfloat16",),
+        ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"),
+        ("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "base_num_decoder_layers=4"),
+    ],
+)
+def test_weights_have_one_hash_on_every_mesh(keys):
+    config = make_config(*keys)
+    with jax.set_mesh(make_mesh(config)):
+        model = in_layer_order(initial_state(config.recipe).model)
+        found = fingerprint_of_weights(model)
+        arrays = [np.asarray(x) for x in jax.tree.leaves(model)]
+        assert found == of_numpy(arrays)
+        changed = [x.copy() for x in arrays]
+        changed[-1].flat[-1] += 1
+        assert fingerprint_of_weights(changed) == of_numpy(changed) != found
