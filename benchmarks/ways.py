@@ -1,0 +1,197 @@
+"""How far a reader goes to follow a call: files of maxramp that are entered, and returns to them.
+
+python benchmarks/ways.py [--json FILE] [--functions]
+
+A real run of two steps is followed with `sys.setprofile`. Every function counts once, where it is
+called first, as it would be read; comprehensions and lambdas belong to the function that they stand
+in, and what looks like a value or an expression (properties, `__len__`) is passed by. A file is
+entered when a function stands in another file than the one before it in that thread; each time
+after the first is a return.
+
+  config       the command line to a `Config`
+  data         opening a prepared set
+  row          the `__getitem__`s of maxramp that stand on each other while a row is read
+  checkpoint   a checkpoint to an emulated gs:// (`pip install '.[storage-test]'`), over all
+               threads, and the clients that the run has for its bucket: fsspec's file systems, of
+               which Orbax makes its own, and TensorStore
+"""
+
+import collections
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from figures import ROOT, parser, save
+
+import maxramp
+from maxramp import train
+
+sys.path.append(str(ROOT / "tests"))
+import object_stores
+
+PACKAGE = str(pathlib.Path(maxramp.__file__).parent) + os.sep
+ROOTS = {
+    "config": ("config/load.py", "load"),
+    "data": ("data/opening.py", "open_rows"),
+    "checkpoint": ("checkpoints/store.py", "Checkpoints.save"),
+}
+TINY = [
+    "base_emb_dim=32",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=1",
+    "vocab_size=320",
+    "max_target_length=16",
+    "global_batch_size=8",
+    "steps=2",
+    "eval_interval=-1",
+    "enable_tensorboard=False",
+    "tokenizer_type=bytes",
+]
+
+
+class Walk:
+    """The functions that one call leads to, by thread, each where it is called first."""
+
+    def __init__(self, root: tuple[str, str]):
+        self.root = root
+        self.seen: set[tuple[str, str]] = set()
+        self.threads: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
+
+    def add(self, thread: str, function: tuple[str, str]) -> None:
+        """Notes a function, by file and name, unless it is known."""
+        if function not in self.seen:
+            self.seen.add(function)
+            self.threads[thread].append(function)
+
+    def files(self) -> int:
+        """How many are entered."""
+        return len({file for file, _ in self.seen})
+
+    def returns(self) -> int:
+        """How often a thread enters a file again."""
+        count = 0
+        for way in self.threads.values():
+            files = [file for file, _ in way]
+            entered = [b for a, b in zip([None, *files], files, strict=False) if a != b]
+            count += len(entered) - len(set(entered))
+        return count
+
+
+class Follower:
+    """What `sys.setprofile` calls: notes the functions below the roots, and the lookups."""
+
+    def __init__(self):
+        self.walks = {name: Walk(root) for name, root in ROOTS.items()}
+        self.lookups: list[str] = []  # the deepest stack
+        self.clients: list[str] = []
+        self._stacks = threading.local()
+        self._followed: list[Walk] = []
+        self._frames: dict[int, Walk] = {}
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "return"):
+            return
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            if event == "call" and code.co_qualname == "AbstractFileSystem.__init__":
+                self.clients.append(f"fsspec: {type(frame.f_locals['self']).__name__}")
+            return
+        file = code.co_filename.removeprefix(PACKAGE)
+        if file == "folders/kvstore.py" and "TensorStore" not in self.clients:
+            self.clients.append("TensorStore")
+        if code.co_name == "__getitem__":
+            self._look_up(event, f"{file}: {code.co_qualname}")
+        if event == "return":
+            if walk := self._frames.pop(id(frame), None):
+                self._followed.remove(walk)
+            return
+        for walk in self.walks.values():
+            if walk.root == (file, code.co_qualname) and not walk.threads:
+                self._followed.append(walk)
+                self._frames[id(frame)] = walk
+        if not _is_expression(frame):
+            thread = threading.current_thread().name
+            for walk in self._followed:
+                walk.add(thread, (file, code.co_qualname))
+
+    def _look_up(self, event: str, name: str) -> None:
+        stack = self._stacks.__dict__.setdefault("lookups", [])
+        stack.append(name) if event == "call" else stack.pop()
+        if len(stack) > len(self.lookups):
+            self.lookups = list(stack)
+
+
+def _is_expression(frame: Any) -> bool:
+    """Whether a call looks like none: of an operator, a property, a lambda."""
+    name, owner = frame.f_code.co_name, type(frame.f_locals.get("self"))
+    return name.startswith(("<", "__")) or isinstance(
+        inspect.getattr_static(owner, name, None), property | functools.cached_property
+    )
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[Follower]:
+    """Follows every call of this thread, and of those that begin meanwhile."""
+    follower = Follower()
+    threading.setprofile(follower)
+    sys.setprofile(follower)
+    try:
+        yield follower
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def figures(show: bool) -> dict[str, dict[str, int]]:
+    """The figures of every way, by its name."""
+    with contextlib.ExitStack() as closing:
+        folder = closing.enter_context(tempfile.TemporaryDirectory())
+        texts, prepared = pathlib.Path(folder, "texts.jsonl"), f"{folder}/prepared"
+        texts.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(200)))
+        prepare = [sys.executable, "-m", "maxramp.prepare", str(texts), "--output", prepared]
+        subprocess.run([*prepare, "tokenizer_type=bytes"], check=True, stdout=subprocess.DEVNULL)
+        storage = closing.enter_context(object_stores.running("gs"))
+        os.environ |= storage.environment
+        keys = [*TINY, "dataset_type=grain", f"grain_train_files={prepared}", "run_name=ways"]
+        keys += [f"base_output_directory={storage.address}", f"jax_cache_dir={folder}/cache"]
+        with followed() as follower:
+            assert train.main([str(ROOT / "configs" / "base.yml"), *keys]) == 0
+    found = {}
+    for name, walk in follower.walks.items():
+        found[name] = {"files": walk.files(), "returns": walk.returns()}
+        if show:
+            for thread, way in walk.threads.items():
+                print(f"{name}, thread {thread}:")
+                print("".join(f"  {file:32}{function}\n" for file, function in way), end="")
+    found["checkpoint"]["clients"] = len(follower.clients)
+    found["row"] = {"lookups": len(follower.lookups)}
+    if show:
+        print("row and clients:", *follower.lookups, *follower.clients, sep="\n  ")
+    return found
+
+
+def main() -> None:
+    """Prints the figures, and writes them where they are asked for."""
+    options = parser("ways", __doc__)
+    options.add_argument("--functions", action="store_true", help="print every one")
+    given = options.parse_args()
+    found = figures(given.functions)
+    for name, numbers in found.items():
+        print(f"{name:12}" + ", ".join(f"{count} {what}" for what, count in numbers.items()))
+    save(given.json, found)
+
+
+if __name__ == "__main__":
+    main()
