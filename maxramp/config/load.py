@@ -17,6 +17,7 @@ from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump
+from maxramp.run.keys import PROGRAMS
 
 USAGE = """usage: python -m maxramp.{program} {form}
 {more}
@@ -37,7 +38,8 @@ def load(
 
     Args:
       arguments: the command line after the program's name.
-      program: the module's name; what a program that trains does not read is said and unset.
+      program: the module's name. One that trains refuses a config for another, says what it does not
+        read, and leaves that at its default.
       usage: what the usage text says of that program alone.
       note: takes a line about what became of another trainer's keys; prints it by default.
       form: the arguments of that program, for its usage line.
@@ -73,9 +75,21 @@ def load(
         model, _ = overrides.read(path, (), note)
         _update(values, model)
     _update(values, command_line)
-    config = Config.of(_without_unread(values.to_dict(), program, note))
+    if program in PROGRAMS:
+        values.program = _checked(values.program, program)
+    config = Config.of(_without_unread(values.to_dict(), values.program, note))
     check(config)
     return config
+
+
+def _checked(given: str, program: str) -> str:
+    """The program that runs, which the config may name."""
+    if given not in ("", program):
+        raise ConfigError(
+            f"program={given}: this config is for maxramp.{given}; run that, or give "
+            f"program={program}"
+        )
+    return program
 
 
 def _without_unread(

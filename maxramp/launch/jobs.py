@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
       config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
-      arguments: the command line of maxramp.train.
+      arguments: the command line of its program.
       folder: the run's output folder, on a disk or in an object storage.
       stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
     """
@@ -134,6 +134,11 @@ class Run:
         return self.config.run.run_name
 
     @property
+    def module(self) -> str:
+        """The program that the config is for."""
+        return f"maxramp.{self.config.run.program or 'train'}"
+
+    @property
     def keys(self) -> LaunchKeys:
         """The keys of launches."""
         return self.config.launch
@@ -150,7 +155,7 @@ class Run:
 
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""
-        return [python, "-m", "maxramp.train", *self.arguments]
+        return [python, "-m", self.module, *self.arguments]
 
 
 def _newest(folder: Place) -> Checkpoint | None:

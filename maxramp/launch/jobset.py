@@ -142,7 +142,7 @@ def _container(
         "name": "train",
         "image": keys.container_image,
         "command": ["/bin/sh", "-c", "\n".join([*map(str, keys.setup_lines), entry]), "maxramp"],
-        "args": ["python", "-m", "maxramp.train", "/etc/maxramp/config.yml"],
+        "args": ["python", "-m", run.module, "/etc/maxramp/config.yml"],
         "env": environment,
         "ports": [{"containerPort": _PORT}],
         "resources": {"limits": {kind: run.devices_per_node}},

@@ -38,7 +38,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "devices_per_node": keys.devices_per_node,
         "max_target_length": keys.max_target_length,
         "restart_minutes": run.config.planning.restart_minutes,
-        "warnings": [ramp.cut_short] if ramp.cut_short else [],
+        "warnings": [*_of_program(run.config.run.program), *filter(None, [ramp.cut_short])],
     }
     plan["stages"] = [stage.to_json() | _part_of_run(run, stage) for stage in run.stages]
     for stage, entry in zip(run.stages, plan["stages"], strict=True):
@@ -53,6 +53,13 @@ def make_plan(config: Config) -> dict[str, Any]:
     given = schedule.learning_rate is not None
     plan["learning_rate"] = _curve(LearningRate.of(schedule, ramp), ramp) if given else None
     return plan
+
+
+def _of_program(program: str) -> list[str]:
+    """What a plan does not know of a program."""
+    if program in ("", "train"):
+        return []
+    return [f"program={program}: times and memory are those of maxramp.train for the same keys"]
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:

@@ -52,7 +52,16 @@ class Pod:
         machine: Machine,
         say: Callable[[str], None] = lambda line: None,
     ) -> "Pod":
-        """The compiler of a machine for the steps of a config that is resolved for it."""
+        """The compiler of a machine for the steps of a config that is resolved for it.
+
+        Raises:
+          ConfigError: they are steps of another program.
+        """
+        if config.run.program not in ("", "train"):
+            raise ConfigError(
+                f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
+                "of a run; program=train compiles those for the same keys"
+            )
         return cls(
             config.recipe,
             LearningRate.of(config.schedule, ramp),

@@ -12,12 +12,15 @@ from maxramp.keys.section import (
     path_or_storage,
 )
 
+PROGRAMS = ("train", "grpo")  # the commands that train
+
 
 @dataclasses.dataclass(frozen=True)
 class RunKeys(Keys):
     """The run's folder, what it shows, and when it is given up."""
 
     run_name: str
+    program: str = one_of("", *PROGRAMS)
     base_output_directory: str = path_or_storage()
     model_name: str
     log_period: int = at_least(1)

@@ -14,7 +14,7 @@ import sys
 import time
 
 import pytest
-from conftest import BASE, TINY, command, environment, run
+from conftest import BASE, ROOT, TINY, command, environment, run
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.load import load
@@ -23,8 +23,10 @@ from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.parallel import processes
+from maxramp.planning.fit import fit_devices
 from maxramp.run.metrics import read_records
 
+RL = str(ROOT / "configs" / "post_train" / "rl.yml")
 # 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
 GROWING = [
     *TINY,
@@ -541,3 +543,44 @@ def test_a_dry_run_asks_no_storage(capsys):
         "note: gs://nobody/runs/default is not looked into; the jobs are those of a run that "
         "begins\n"
     )
+
+
+def test_the_program_that_a_config_is_for(tmp_path, capsys):
+    """What is launched, and what any other command says of the config."""
+    line = [*arguments(tmp_path, "")[1:], "program=grpo"]
+    assert main([BASE, *line, "--cluster", "local", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("-m maxramp.grpo") == 3
+    assert main([BASE, *line, "--cluster", "slurm", "--dry-run"]) == 0
+    assert "-m maxramp.grpo" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"program=grpo: this config is for maxramp\.grpo"):
+        load([BASE, *line], "train")
+    assert load([BASE, *line], "grpo").run.program == "grpo"
+    assert load([BASE], "grpo").run.program == "grpo"
+    with pytest.raises(ConfigError, match="only the steps of maxramp.train are compiled"):
+        fit_devices(load([BASE, *line], "plan"), print)
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_on_growing_nodes(tmp_path, cache_dir):
+    """Prompts, answers and losses of a chain on 1 and then 2 nodes are those of its batches."""
+    keys = [*TINY, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
+    keys += ["hardware=cpu", "eval_interval=-1"]
+    assert run(BASE, *keys, "run_name=first", "steps=2").returncode == 0
+    keys += [f"load_parameters_path={tmp_path / 'first'}", "rewards=[maxramp.rl.tasks:brevity]"]
+    keys += ["step_batch_size_schedule=0:2 8:4", "step_batch_size_unit=samples", "steps=8"]
+    keys += ["micro_batch_size=2", "num_generations=4", "max_completion_length=6", "grpo_beta=0"]
+    grown = run(
+        *(RL, *keys, "run_name=grown", "num_nodes=2", "devices_per_node=1", "restart_minutes=0"),
+        *("--cluster", "local"),
+        module="launch",
+    )
+    assert grown.returncode == 0, grown.stdout + grown.stderr
+    starts = [line for line in grown.stdout.splitlines() if line.startswith("launch ")]
+    assert [line.split()[1] for line in starts] == ["1", "2"], grown.stdout
+    assert run(RL, *keys, "run_name=whole", module="grpo").returncode == 0
+
+    def shown(name):
+        names = ("step", "global_batch_size", "batch_fingerprint", "reward")
+        return [tuple(record[n] for n in names) for record in steps_of(tmp_path / name)]
+
+    assert len(shown("grown")) == 8 and shown("grown") == shown("whole")
