@@ -38,8 +38,8 @@ def load(
 
     Args:
       arguments: the command line after the program's name.
-      program: the module's name. One that trains refuses a config for another, says what it does not
-        read, and leaves that at its default.
+      program: the module's name. One that trains refuses a config for another, says what it does
+        not read, and leaves that at its default.
       usage: what the usage text says of that program alone.
       note: takes a line about what became of another trainer's keys; prints it by default.
       form: the arguments of that program, for its usage line.

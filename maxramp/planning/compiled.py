@@ -12,6 +12,7 @@ from maxramp.folders.place import Place
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
+from maxramp.planning.cost import price
 from maxramp.planning.fit import by_speed, least_rows, pods
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.machine import Machine
@@ -77,7 +78,7 @@ def compile_stages(
             "samples": total,
             "hours": sum(entry["hours"] for entry in entries) if fit else None,
             "device_hours": device_hours,
-            "price": target.planning.price(device_hours),
+            "price": price(target.planning, device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
             | _over_the_run(last, constant, len(devices), target),
@@ -143,7 +144,7 @@ def _over_the_run(
         "mfu": rate * training_flops_per_token(config.model) / peak,
         "hours": hours,
         "device_hours": hours * devices,
-        "price": config.planning.price(hours * devices),
+        "price": price(config.planning, hours * devices),
     }
 
 
@@ -181,7 +182,7 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     times = [stage["compiled"] or {} for stage in plan["stages"]]
     if all("hours" in made for made in times):
         sums = {name: sum(made[name] for made in times) for name in ("hours", "device_hours")}
-        plan["totals"]["compiled"] = same | sums | {"price": keys.price(sums["device_hours"])}
+        plan["totals"]["compiled"] = same | sums | {"price": price(keys, sums["device_hours"])}
 
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:

@@ -16,6 +16,13 @@ from maxramp.rampup.layout import pass_price, rows_per_device_limit
 _ASSUMED_TFLOPS = 400.0
 
 
+def price(keys: PlanKeys, device_hours: float | None) -> float | None:
+    """Of so many device-hours; None where they or price_per_device_hour are not known."""
+    if device_hours is None or keys.price_per_device_hour == -1:
+        return None
+    return device_hours * keys.price_per_device_hour
+
+
 class PassCost:
     """What a forward and backward pass takes, in passes of the largest micro batch.
 

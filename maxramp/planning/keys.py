@@ -19,9 +19,3 @@ class PlanKeys(Keys):
     planned_link_share: float = share()
     compile_topology: str
     compile_topology_num_slices: int = at_least(1)
-
-    def price(self, device_hours: float | None) -> float | None:
-        """Of so many device-hours; None where they or price_per_device_hour are not known."""
-        if device_hours is None or self.price_per_device_hour == -1:
-            return None
-        return device_hours * self.price_per_device_hour

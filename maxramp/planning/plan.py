@@ -11,6 +11,7 @@ from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.model.size import pipeline_bubble
+from maxramp.planning.cost import price
 from maxramp.planning.memory import estimate
 from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup import adaptive, ladder
@@ -120,7 +121,7 @@ def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
     """What so much time of nodes comes to; None where it is not known."""
     hours = run.cost.hours(node_time)
     devices = None if hours is None else hours * run.config.batch.devices_per_node
-    return {"node_hours": hours, "price": run.config.planning.price(devices)}
+    return {"node_hours": hours, "price": price(run.config.planning, devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:

@@ -283,6 +283,7 @@ def test_nothing_is_left_open():
         "rampup_decision_samples",
         "learning_rate_schedule_steps",
         "planned_tflops_per_device",
+        "price_per_device_hour",
         "device_memory_gib",
         "checkpoint_period_samples",
         "checkpoint_period_minutes",
