@@ -23,6 +23,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
 from maxramp.folders.place import (
     Place,
@@ -292,12 +293,39 @@ def find(path: Place) -> Place:
     Raises:
       ConfigError: there is none.
     """
-    path = place(path).expanduser().absolute()
+    given, path = str(path), place(path).expanduser().absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
     if is_step(path.name) and _may_be_one(path):
         return path
+    hint = ""
+    if not path.exists() and re.fullmatch(
+        r"[\w.-]+/[\w.-]+", given
+    ):  # as models on a hub are named
+        hint = (
+            "; a model of the Hugging Face Hub cannot be opened yet: model_name gives the sizes of "
+            "a released one, and its training begins with random weights"
+        )
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
+        f"{hint}"
     )
+
+
+def check_sources(keys: CheckpointKeys, folder: Place) -> None:
+    """Finds what a run is to start from, before anything that takes long.
+
+    Args:
+      keys: where it starts.
+      folder: of the run's own checkpoints; a run that has one goes on from that.
+
+    Raises:
+      ConfigError: there is no checkpoint at a path that is given.
+    """
+    for name in ("load_parameters_path", "load_full_state_path"):
+        if (path := getattr(keys, name)) and not steps_in(folder):
+            try:
+                find(place(path))
+            except ConfigError as error:
+                raise ConfigError(f"{name}={path}: {error}") from None

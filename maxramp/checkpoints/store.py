@@ -194,11 +194,20 @@ class Checkpoints:
         Raises:
           ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
-        checkpoint = self._read(folder_lib.find(path))
-        self.compare(checkpoint, {"model": model})
+        checkpoint = self.check_parameters(path, model)
         with reading(checkpoint.path):
             loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), {"model": model})["model"]
         return in_stage_order(loaded)
+
+    def check_parameters(self, path: Place, model: Decoder) -> Checkpoint:
+        """The checkpoint that a path means, whose weights are those of an abstract model.
+
+        Raises:
+          ConfigError: there is no such checkpoint, or it holds other weights.
+        """
+        checkpoint = self._read(folder_lib.find(path))
+        self.compare(checkpoint, {"model": model})
+        return checkpoint
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""

@@ -80,6 +80,19 @@ def choose(values: dict[str, Any], given: Given) -> None:
             values |= {k: v for k, v in _not_used(way).items() if k not in given.values}
 
 
+def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone.
+
+    Args:
+      values: of all keys.
+      given: the keys that files and the command line give beside base.yml.
+    """
+    ramp = {*_MAXTEXT.chosen_by, *_MAXTEXT.alone} - {"gradient_accumulation_steps"}
+    if "per_device_batch_size" not in given or ramp & given:
+        return values
+    return values | {name: base.unset(name) for name in _MAXTEXT.chosen_by}
+
+
 def none_chosen() -> dict[str, Any]:
     """The keys that give a batch and the length of a run, where none of them does."""
     return {k: v for way in (*_NOTATIONS, *_LENGTHS) for k, v in _not_used(way).items()}

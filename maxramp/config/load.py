@@ -61,6 +61,7 @@ def load(
     values = ml_collections.ConfigDict(base.base(), type_safe=True, convert_dict=False)
     values.lock()
     *files, command_line = overrides.read(place(arguments[0]), arguments[1:], note)
+    files = [given for given in files if given.values != base.base()]  # base.yml gives nothing new
     for given in files:
         _update(values, given)
     model_name = command_line.values.get("model_name", values.model_name)
@@ -77,7 +78,9 @@ def load(
     _update(values, command_line)
     if program in PROGRAMS:
         values.program = _checked(values.program, program)
-    config = Config.of(_without_unread(values.to_dict(), values.program, note))
+    names = {name for given in (*files, command_line) for name in given.values}
+    merged = alternatives.without_demo(values.to_dict(), names)
+    config = Config.of(_without_unread(merged, values.program, note))
     check(config)
     return config
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from maxramp.checkpoints import decisions
+from maxramp.checkpoints import decisions, folder
 from maxramp.checkpoints.resume import Schedule, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -19,7 +19,8 @@ from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.errors import EXIT_STAGE_END
-from maxramp.folders.place import Place
+from maxramp.folders.place import Place, place
+from maxramp.job.rate import rate_change
 from maxramp.parallel import agreement, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.cost import PassCost
@@ -50,6 +51,9 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         watchdog.beat()
         preemption.begin(jax.process_count() > 1, lifeline.end_now)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
+        if jax.process_index() == 0:
+            run_folder = place(config.run.base_output_directory) / config.run.run_name
+            folder.check_sources(config.checkpoints, run_folder / "checkpoints")
         mesh = mesh_lib.make_mesh(config.mesh)
         jax.set_mesh(mesh)
         yield Start(config, mesh, mesh_checker(loaded), preemption, watchdog, closing)
@@ -93,13 +97,13 @@ class Start:
         if jax.process_index() == 0:
             self.preemption.say = output.say
         config = settled(self.config, output.folder)
-        folder = output.folder / "checkpoints"
+        there = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
-            Checkpoints(config.checkpoints, folder, data_hash, config.values, output.warn)
+            Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn)
         )
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
-        changes = checkpoints.changes_since(position) if position else ""
+        changed = checkpoints.changes_since(position) if position else ""
         recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
         schedule = take_up(
             config.batch,
@@ -110,6 +114,8 @@ class Start:
             position,
             agreement.all_gather_json(recorded)[0],
         )
+        jump = rate_change(config.schedule, schedule.ramp, position) if position else ""
+        changes = [f"keys     {changed}"] * bool(changed) + [f"rate     {jump}"] * bool(jump)
         begun = vars(self) | {"config": config}
         return Job(
             **begun, output=output, checkpoints=checkpoints, schedule=schedule, changes=changes
@@ -124,13 +130,13 @@ class Job(Start):
       output: the run's folder and display.
       checkpoints: reads and saves.
       schedule: the steps, and the checkpoint that they go on from.
-      changes: what changed since that checkpoint, in one line.
+      changes: what changed since that checkpoint, in lines.
     """
 
     output: Output
     checkpoints: Checkpoints
     schedule: Schedule
-    changes: str
+    changes: list[str]
 
     @property
     def has_steps(self) -> bool:
@@ -141,11 +147,13 @@ class Job(Start):
         """The train state's shapes and shardings.
 
         Raises:
-          ConfigError: they are not those of the checkpoint to go on from.
+          ConfigError: they are not those of the checkpoint to go on from, or to start from.
         """
         abstract = abstract_state(self.config.recipe, self.mesh)
         if self.schedule.position:
             self.checkpoints.compare(self.schedule.position, abstract)
+        elif path := self.config.checkpoints.load_parameters_path:
+            self.checkpoints.check_parameters(place(path), abstract.model)
         return abstract
 
     def check(self, done: int) -> bool:

@@ -9,15 +9,15 @@ from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import Record
 
 
-def describe_stage(stage: Stage, last: int) -> str:
-    """A stage in one line; `last` is the number of the run's last."""
+def describe_stage(stage: Stage, last: int, steps: int) -> str:
+    """A stage in one line; `last` is the number of the run's last, `steps` its own in the run."""
     per_device = plain_number(stage.per_device_batch_size)
-    steps = "to the end" if stage.steps is None else f"for {stage.steps} steps"
     return (
         f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
         f"{stage.global_batch_size} = "
         f"{per_device} per device x {count(stage.devices, 'device')} x "
-        f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} {steps}"
+        f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} for "
+        f"{count(steps, 'step')}"
     )
 
 
@@ -101,7 +101,7 @@ class Display:
         stage = self._ramp.stage_at_step(record["step"])
         if stage.index != self._stage_index:
             self._stage_index = stage.index
-            self.say(describe_stage(stage, self._last_stage))
+            self.say(describe_stage(stage, self._last_stage, self._ramp.run_steps(stage)))
         tokens = round(record["tokens_per_second"] * record["step_seconds"])
         name, self._last = _result(record)
         if not self._steps_done:
@@ -109,7 +109,7 @@ class Display:
         else:  # the first step of a start holds its compile: it says nothing about the pace
             pace = record["step_seconds"] / record["global_batch_size"]
             self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
-        self._steps_done += 1
+        self._steps_done, self._last_step = self._steps_done + 1, record["step"]
         self._tokens += tokens
         self._targets += record.get("target_tokens", tokens)
         self._seconds += record["step_seconds"]
@@ -133,13 +133,16 @@ class Display:
             self._progress.stop()
 
     def summary(self) -> str:
-        """The closing line: what this start of the run did."""
+        """The closing line: what this start of the run did, and whether the run is done."""
         if not self._steps_done:
-            return "no step was done"
+            return "so far   no step was done"
+        end = "done     "
+        if (done := self._last_step + 1) < self._ramp.total_steps:
+            end = f"so far   {done:,} of {count(self._ramp.total_steps, 'step')}; this start: "
         held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
-            f"{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
+            f"{end}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
             f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
             f"{self._last:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -306,7 +306,7 @@ class Output:
         model: Decoder,
         dtype: str,
         schedule: Schedule,
-        changes: str,
+        changes: Sequence[str],
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
         ramp, mesh = schedule.ramp, jax.sharding.get_mesh()
@@ -333,8 +333,8 @@ class Output:
             self.say(f"ramp     {ramp.cut_short}")
         if step := schedule.first_step:
             self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
-        if changes:
-            self.say(f"keys     {changes}")
+        for line in changes:
+            self.say(line)
         if schedule.change:
             self.say(f"change   {schedule.change}")
 
@@ -365,7 +365,7 @@ class Output:
                     end()
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
-            self.say(f"done     {self._display.summary()}")
+            self.say(self._display.summary())
             names = ("ramp.png", "metrics.jsonl", self._config_file.name, "plan.json")
             there = [name for name in names if (self.here / name).exists()]
         self._kept.close()  # of a run in a storage, this removes what is here

@@ -15,6 +15,7 @@ from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
+from maxramp.rampup import RampupBatchManager
 
 # Read by PyYAML itself: an answer that the loader under test has no part in.
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
@@ -465,3 +466,31 @@ def test_programs_use_the_sections_that_they_read(program):
     used = set(re.findall(r"config\.(\w+)", source)) & {f.name for f in dataclasses.fields(Config)}
     others = {name for of, names in OF_ONE_PROGRAM.items() if of != program for name in names}
     assert used and not used & others
+
+
+# --- A batch that is given without a ramp --------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [4, 12, 16])
+@pytest.mark.parametrize("through", ["command line", "file", "model file"])
+def test_a_batch_without_a_ramp_is_constant(tmp_path, rows, through):
+    """base.yml's ramp is the demo's: what a MaxText user's file does not ask for is not trained."""
+    arguments = {
+        "command line": [BASE, f"per_device_batch_size={rows}"],
+        "file": [write(tmp_path / "mine.yml", base_config="base.yml", per_device_batch_size=rows)],
+        "model file": [write(tmp_path / "mine.yml", per_device_batch_size=rows, steps=50)],
+    }[through]
+    config = resolve(load([*arguments, "gradient_accumulation_steps=2"]), 4, 1, 1)
+    stages = RampupBatchManager(config.batch).stages
+    assert [stage.global_batch_size for stage in stages] == [rows * 4 * 2]
+    written = tmp_path / "config.yml"
+    written.write_text(to_yaml(config))
+    assert load([str(written)]).batch == config.batch
+
+
+@pytest.mark.parametrize("key", ["enable_rampup_batch_size=True", "global_rampup_samples=3600"])
+def test_a_batch_with_one_key_of_a_ramp_ramps(tmp_path, key):
+    mine = write(tmp_path / "mine.yml", base_config="base.yml", per_device_batch_size=16)
+    config = resolve(load([mine, key]), 4, 1, 1)
+    stages = RampupBatchManager(config.batch).stages
+    assert [stage.global_batch_size for stage in stages] == [32, 64]
