@@ -115,6 +115,12 @@ def _print_savings(plan: dict[str, Any]) -> None:
     """What the ramp saves against constant batches, and the restarts that it takes."""
     totals = plan["totals"]
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
+    if len(plan["stages"]) == 1:  # a constant batch: there is nothing to compare
+        known = f"{totals['node_hours'] or 0:,.0f} node-hours in {totals['hours'] or 0:,.0f} hours"
+        print(
+            f"time      {known if totals['hours'] else 'planned_tflops_per_device=N gives hours'}"
+        )
+        return
     print(
         f"steps     {_change(plan['total_steps'], first['steps'])} than a constant batch of "
         f"{first['global_batch_size']:,} takes ({first['steps']:,}); "
@@ -145,8 +151,13 @@ def _print_price(plan: dict[str, Any]) -> None:
     if totals["price"]:
         print(
             f"price     {amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
-            f"(price_per_device_hour); {amount(constant['price'])} for a constant batch of "
-            f"{constant['global_batch_size']:,}"
+            "(price_per_device_hour)"
+            + (
+                f"; {amount(constant['price'])} for a constant batch of "
+                f"{constant['global_batch_size']:,}"
+                if len(plan["stages"]) > 1
+                else ""
+            )
         )
 
 

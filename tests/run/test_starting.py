@@ -1,0 +1,74 @@
+"""What a start says before it trains: where it begins, what changed, and what is not there."""
+
+import re
+
+import pytest
+from conftest import BASE, TINY, run
+
+from maxramp.run.metrics import read_records
+
+
+def arguments(tmp_path, cache_dir, name, *more):
+    return [
+        BASE,
+        *TINY,
+        "enable_rampup_batch_size=False",  # one program
+        "per_device_batch_size=2",
+        "checkpoint_period=10",
+        "eval_interval=-1",
+        f"jax_cache_dir={cache_dir}",
+        f"base_output_directory={tmp_path}",
+        f"run_name={name}",
+        *more,
+    ]
+
+
+def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
+    """A curve that is stretched begins where it would be, not where the short one ended."""
+    assert run(*arguments(tmp_path, cache_dir, "r", "steps=20")).returncode == 0
+    done = run(*arguments(tmp_path, cache_dir, "r", "steps=30"))
+    assert done.returncode == 0, done.stderr
+    rates = [record["learning_rate"] for record in read_records(tmp_path / "r" / "metrics.jsonl")]
+    (line,) = re.findall("^rate .*", done.stdout, re.M)
+    said = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19", line)
+    assert [float(text) for text in said.groups()] == pytest.approx(
+        [rates[20], rates[19]], rel=5e-3
+    )
+    assert rates[20] > 1.5 * rates[19]
+    assert "from step 0 for 30 steps" in done.stdout
+    assert "done     10 steps, " in done.stdout
+
+
+def test_the_same_curve_is_not_mentioned(tmp_path, cache_dir):
+    """Also where a job ends before its run does, which is not done then."""
+    ramp = ["step_batch_size_schedule=0:2 20:4", "step_batch_size_unit=samples", "steps=14"]
+    line = arguments(tmp_path, cache_dir, "r", "stop_at_stage_end=True", *ramp)
+    line.remove("enable_rampup_batch_size=False")
+    first, second = run(*line), run(*line)
+    assert (first.returncode, second.returncode) == (75, 0), first.stderr + second.stderr
+    assert "so far   10 of 14 steps; this start: 10 steps, " in first.stdout
+    assert "rate " not in second.stdout and "done     4 steps, " in second.stdout
+
+
+@pytest.mark.parametrize(
+    "key, path, said",
+    [
+        ("load_parameters_path", "no such run", "no checkpoint there"),
+        ("load_full_state_path", "no such run", "no checkpoint there"),
+        ("load_parameters_path", "meta-llama/Llama-3.2-1B", "Hugging Face Hub"),
+    ],
+)
+def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, said):
+    """Before the data are read and anything is compiled."""
+    done = run(*arguments(tmp_path, cache_dir, "r", f"{key}={path}", "steps=2"))
+    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
+    assert f"{key}={path}" in done.stderr and said in done.stderr
+
+
+def test_weights_of_another_model(tmp_path, cache_dir):
+    """Before anything is compiled."""
+    assert run(*arguments(tmp_path, cache_dir, "small", "steps=2")).returncode == 0
+    given = (f"load_parameters_path={tmp_path / 'small'}", "base_mlp_dim=128", "steps=2")
+    done = run(*arguments(tmp_path, str(tmp_path / "cache"), "other", *given))
+    assert done.returncode == 2 and "[2, 32, 128]" in done.stderr, done.stderr
+    assert not list((tmp_path / "cache").glob("jit_step*"))
