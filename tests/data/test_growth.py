@@ -3,9 +3,13 @@
 import contextlib
 import dataclasses
 import multiprocessing
+import pathlib
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -126,29 +130,55 @@ def test_a_ramp_that_outgrows_the_data_is_refused(known):
             loader.batch(1)
 
 
+@pytest.mark.parametrize("workers", (0, 1))
+def test_who_cleans_the_temporary_folder_stops_no_run(known, expected, workers, tmp_path):
+    """As a system does with files that are some days old."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        patch.setattr("tempfile.tempdir", None)
+        keys = config("0:8", f"grain_worker_count={workers}")
+        ramp = RampupBatchManager(keys.batch)
+        ramp.settle(0)
+        with loading(keys, ramp) as loader:
+            for step in range(STEPS):
+                grow(ramp, known, step)
+                assert rows(loader, step) == expected[step]
+                for path in tmp_path.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_nothing_is_left_of_a_run_with_workers(known):
+    """Its memory is given back at the end, and after a kill."""
+
+    def segments():
+        return set(pathlib.Path("/dev/shm").glob("psm_*"))
+
+    before, shared = segments(), SharedRamp(known)
+    reader = pickle.loads(pickle.dumps(shared))
+    assert len(segments() - before) == 1
+    assert reader.at(STEPS - 1).total_steps == shared.at(STEPS - 1).total_steps == STEPS
+    shared.close()
+    assert segments() <= before
+    known_here = reader.at(STEPS - 1)
+    assert known_here.stages == known.stages  # what it has read stays
+    with pytest.raises(TrainingError, match=f"nobody settled what step {STEPS} takes"):
+        reader.at(STEPS)
+    with pytest.raises(TrainingError, match=f"nobody settled what step {STEPS} takes"):
+        shared.at(STEPS)
+    killed = subprocess.run([sys.executable, "-c", KILLED], env=environment())
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while not segments() <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 KILLED = """
-import os, signal
+import os, pickle, signal
 from maxramp.data.shared_ramp import SharedRamp
 from maxramp.rampup.schedule import RampupBatchManager
 keys = {"global_batch_size": 8, "micro_batch_size": 8, "steps": 3}
 shared = SharedRamp(RampupBatchManager(keys, 1))
+pickle.dumps(shared)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def test_what_a_killed_run_left_is_removed_by_the_next(known, tmp_path, monkeypatch):
-    """And nothing of one that is at work."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "maxramp-of-a-person").mkdir()
-    (tmp_path / "maxramp-of-a-person" / "ramp").touch()
-    at_work = SharedRamp(known)
-    there = set(tmp_path.iterdir())
-    killed = subprocess.run([sys.executable, "-c", KILLED], env=environment())
-    assert killed.returncode == -signal.SIGKILL
-    assert len(set(tmp_path.iterdir()) - there) == 1
-    following = SharedRamp(known)
-    assert at_work.at(STEPS - 1).total_steps == following.at(STEPS - 1).total_steps == STEPS
-    for shared in (at_work, following):
-        shared.close()
-    assert set(tmp_path.iterdir()) == {tmp_path / "maxramp-of-a-person"}

@@ -78,14 +78,14 @@ def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
         text=True,
     )
     assert owner.stdout.readline() == "claimed\n"
-    monkeypatch.setattr(claim_lib, "_SILENCE", 20.0)
+    monkeypatch.setattr(claim_lib, "_SILENCE", 40.0)
     with pytest.raises(BlockingIOError, match="it"):
         Claim(path, "too early")
     owner.kill()
     owner.wait()
     began = time.monotonic()
     Claim(path, "in time").release()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_processes_are_told_apart():

@@ -168,7 +168,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     last = folder_lib.read(folder_lib.find(run)).step
     assert [r["step"] for r in steps] == list(range(last))
     waited = [r["step_seconds"] - r["compile_seconds"] for r in steps[20:]]
-    assert max(waited) < 3  # steps do not take a hundredth of it; the machine may be busy
+    assert max(waited) < 5  # steps do not take a hundredth of it; the machine may be busy
     remove_tree(run)
 
 

@@ -125,7 +125,7 @@ class Launched:
 
 def gone(launched: Launched) -> bool:
     """Whether no trainer is left a moment later."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while launched.trainers() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not launched.trainers()
@@ -192,7 +192,7 @@ def test_no_trainer_outlives_a_killed_launcher(tmp_path, cache_dir):
 def test_it_listens_on_the_loopback_address_alone(tmp_path, cache_dir):
     port = free_port()
     process = start(tmp_path, cache_dir, 0, 2, port)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (listening := addresses(port)) == set() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
@@ -442,7 +442,7 @@ def test_more_processes_than_files_may_be_open(host):
     program = (
         "from maxramp.parallel import processes\n"
         "processes._allow_connections()\n"
-        f"processes._wait_for_all({host.strip('[]')!r}, {port}, {count}, 30.0)"
+        f"processes._wait_for_all({host.strip('[]')!r}, {port}, {count}, 120.0)"
     )
     waiting = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -458,7 +458,7 @@ def test_more_processes_than_files_may_be_open(host):
             calls.append(closing.enter_context(call(port, text, host.strip("[]"))))
         for connection in calls:
             assert connection.recv(2) == b"go"
-    assert waiting.wait(30) == 0
+    assert waiting.wait(120) == 0
 
 
 @pytest.fixture
@@ -477,7 +477,7 @@ def meeting(monkeypatch):
 
 def call(port: int, text: bytes, host: str = "127.0.0.1") -> socket.socket:
     """A connection to the meeting from somebody who sends a text."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=10)
@@ -507,13 +507,14 @@ def test_only_the_processes_of_the_job_are_counted(meeting):
 
 
 def test_two_processes_with_one_number(meeting):
-    """The earlier one says so; where its connection had only broken, the later one is it."""
+    """The one that came first says so; where its connection had only broken, the other is it."""
     port, waiting, come = meeting
-    earlier = come(1)
-    time.sleep(0.3)
-    later = come(1)
+    twins = [come(1), come(1)]
+    ((earlier,), (later,)) = concurrent.futures.wait(
+        twins, timeout=20, return_when=concurrent.futures.FIRST_COMPLETED
+    )
     with pytest.raises(ConfigError, match="MAXRAMP_PROCESS_ID=1: a second process came"):
-        earlier.result(20)
+        earlier.result()
     assert not waiting.done()
     second = come(2)
     assert [each.result(20) for each in (waiting, later, second)] == [None] * 3

@@ -195,15 +195,15 @@ def test_a_time_limit_that_comes_before_any_progress_counts(checkpoint, restarts
     run = scripted(tmp_path, [(0, NO)])
     environment = under_slurm(tmp_path, run)
     environment |= {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 30\n")
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 300\n")
     script = run.folder / "slurm" / "1-nodes.sh"
     process = subprocess.Popen(["bash", script], env=environment, start_new_session=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     if checkpoint:
         (run.folder / "checkpoints" / str(checkpoint)).mkdir(parents=True)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 1
+    assert process.wait(120) == 1
     os.killpg(process.pid, signal.SIGKILL)  # the sleep
     assert (tmp_path / "next").read_text().split() == [restarts, "1-nodes.sh"]

@@ -106,7 +106,7 @@ def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
     run = start("train", BASE, *given, "eval_interval=-1", stdout=subprocess.PIPE)
     while not run.stdout.readline().startswith("done"):
         assert run.poll() is None
-    deadline = time.monotonic() + 0.9  # a second SIGINT after a second would end it at once
+    deadline = time.monotonic() + 0.5  # one heard a second after the first would end it at once
     while run.poll() is None:
         if number == signal.SIGTERM or time.monotonic() < deadline:
             run.send_signal(number)

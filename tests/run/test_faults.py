@@ -150,9 +150,8 @@ def test_a_signal_saves(tmp_path, cache_dir, number):
         assert job.statuses() == [EXIT_PREEMPTED]
         assert_all_is_saved(job)
         assert not job.printed("stderr")
-        stdout = job.printed()
-        assert stdout.count("stopping after this step") == 1
-        assert stdout.index("stopping after") < stdout.index("stopped by a signal after step")
+        for line in ("stopping after this step", "stopped by a signal after step"):
+            assert job.printed().count(line) == 1  # in the order of their threads
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -172,11 +171,13 @@ def test_a_second_interrupt_ends_at_once(tmp_path, cache_dir):
     with Job(tmp_path, cache_dir, processes=2) as job:
         job.train_to(10)
         job.processes[1].send_signal(signal.SIGSTOP)
-        for _ in range(2):
+        time.sleep(1.5)
+        assert job.processes[0].poll() is None
+        deadline = time.monotonic() + 60
+        while job.processes[0].poll() is None and time.monotonic() < deadline:
+            job.processes[0].send_signal(signal.SIGINT)  # heard late, it may count as the first
             time.sleep(1.5)
-            assert job.processes[0].poll() is None
-            job.processes[0].send_signal(signal.SIGINT)
-        assert job.processes[0].wait(60) == 128 + signal.SIGINT
+        assert job.processes[0].wait(1) == 128 + signal.SIGINT
         assert "ended at once by a second Ctrl-C" in job.printed()
 
 
@@ -216,7 +217,7 @@ def test_a_process_that_hangs_ends_its_peers(tmp_path, cache_dir):
         job.processes[1].send_signal(signal.SIGSTOP)
         assert job.processes[0].wait(200) == EXIT_LOST
         stderr = job.printed("stderr")
-        assert "hang_timeout_seconds=30" in stderr.splitlines()[-1]
+        assert "hang_timeout_seconds=30" in stderr
         assert "maxramp/train.py" in stderr and "most recent call first" in stderr
         job.processes[1].send_signal(signal.SIGCONT)
         assert job.processes[1].wait(200) != 0
@@ -260,7 +261,7 @@ def test_a_stopped_and_continued_process_is_not_ended():
             process.stdin.flush()
             assert process.stdout.readline() == "goes on\n"
         assert process.wait(60) == EXIT_LOST
-        assert "hang_timeout_seconds=4" in process.stderr.read().splitlines()[-1]
+        assert "hang_timeout_seconds=4" in process.stderr.read()
 
 
 @SLOW
@@ -315,8 +316,9 @@ def fill(folder: pathlib.Path):
         file.truncate(file.tell() - 200_000)
 
 
-def warnings(job) -> list[str]:
-    return [line for line in job.printed("stderr").splitlines() if line.startswith("warning: ")]
+def failed_saves(job, index=0) -> list[str]:
+    """What a process says of them, whatever else it says: other threads warn at any time."""
+    return [line for line in job.printed("stderr", index).splitlines() if "was not saved" in line]
 
 
 @pytest.mark.slow
@@ -326,8 +328,8 @@ def test_a_full_disk_is_outlived(mount, cache_dir):
     with Job(folder, cache_dir, "max_failed_saves=1000000", "checkpoint_period=200") as job:
         job.wait_for(lambda: job.checkpoints)
         fill(folder)
-        job.wait_for(lambda: warnings(job))
-        line = warnings(job)[0]
+        job.wait_for(lambda: failed_saves(job))
+        line = failed_saves(job)[0]
         assert "No space left on device" in line and "the run goes on" in line
         stands = int(re.search(r"checkpoint (\d+) stands", line)[1])
         folder_lib.read(job.run / "checkpoints" / str(stands))
@@ -359,7 +361,7 @@ def test_saves_that_keep_failing_end_the_run(mount, cache_dir, tmp_path, fault):
         lines = job.printed("stderr").splitlines()
         error = next(line for line in lines if line.startswith("error: "))
         assert "max_failed_saves=2 in a row" in error, lines
-        assert "(1 of max_failed_saves=2)" in warnings(job)[0]
+        assert "(1 of max_failed_saves=2)" in failed_saves(job)[0]
         good = re.search(r"checkpoint (\d+) stands", error)[1]
         folder_lib.read(checkpoints / good)
 
@@ -372,7 +374,7 @@ def test_a_save_that_fails_on_one_of_two_fails_on_both(tmp_path, cache_dir):
         assert job.statuses(120) == [1, 1]
         ends = []
         for index in range(2):
-            said = [x for x in job.printed("stderr", index).splitlines() if ": /" in x]
+            said = failed_saves(job, index)
             assert said[0].startswith("warning: ") and "/50 was not saved: process 1: " in said[0]
             assert "File too large" in said[0] and "there is none before it" in said[0]
             ends += said[1:]

@@ -62,7 +62,7 @@ def test_a_peer_that_is_killed_ends_who_does_not_speak_to_it(tmp_path, cache_dir
         time.sleep(1)
         job.processes[1].kill()
         assert job.processes[0].wait(60) == EXIT_LOST
-        assert job.printed("stderr").startswith("error: process 1 of the job was lost")
+        assert "error: process 1 of the job was lost" in job.printed("stderr")
 
 
 def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging):
@@ -70,4 +70,4 @@ def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging
         assert job.statuses(60) == [EXIT_LOST]
         stderr = job.printed("stderr")
         assert "maxramp/data/files/storage.py" in stderr and "most recent call first" in stderr
-        assert "hang_timeout_seconds=5" in stderr.splitlines()[-1]
+        assert "hang_timeout_seconds=5" in stderr
