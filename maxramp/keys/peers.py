@@ -107,9 +107,12 @@ _NO_DATA = (
     "dataset_type=grain grain_train_files=FOLDER"
 )
 _NO_PAIR = "use tokenizer_path=tokenizer.json, which holds both"
+_NO_EXPERTS = "not supported: every layer has one MLP and no experts; leave it out"
+_NO_MUON = "not supported: opt_type is adamw or sgd; leave it out"
 _NO_VARIANT = "a model that is not built here; only Llama's decoder is"
 
-# What would train otherwise than it says: (names or patterns, the values with which such a key asks
+# What would train otherwise than it says, with MaxText's defaults, which a whole copy of its
+# base.yml holds: (names or patterns, the values with which such a key asks
 # for nothing, what is wrong and what to do).
 _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     (
@@ -120,10 +123,24 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         "1",
     ),
     (
-        "num_experts num_moe_experts model.num_moe_experts",
+        "num_experts num_moe_experts model.num_moe_experts num_experts_per_tok shared_experts",
         (0, 1),
-        "not supported: every layer has one MLP and no experts; leave it out",
+        _NO_EXPERTS,
     ),
+    ("base_moe_mlp_dim", (-1, 7168), _NO_EXPERTS),
+    (
+        "moe_expert_input_dim capacity_factor n_routing_groups topk_routing_group",
+        (-1,),
+        _NO_EXPERTS,
+    ),
+    ("routed_scaling_factor", (1,), _NO_EXPERTS),
+    (
+        "first_num_* routed_* load_balance_loss_weight norm_topk_prob use_random_routing",
+        (False,),
+        _NO_EXPERTS,
+    ),
+    ("muon_beta", (0.95,), _NO_MUON),
+    ("muon_*", (0,), _NO_MUON),
     (
         "quantization use_qwix_quantization model.fp8 weight_sparsity_n weight_sparsity_m",
         (False,),
@@ -135,7 +152,6 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         (0,),
         "not supported: nothing is dropped; leave it out or use 0",
     ),
-    # The values are the defaults of MaxText's base.yml, which a whole copy of it holds.
     ("dataset_path dataset_name eval_dataset_name", ("c4/en:3.0.1",), _NO_DATA),
     ("eval_split", ("validation",), _NO_DATA),
     (
@@ -160,6 +176,11 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         "not supported: initial weights have one scale; leave it out",
     ),
     (
+        "model.data.eod_mask_loss",
+        (False,),
+        "not supported: every token of a document is a target; leave it out or use False",
+    ),
+    (
         "model.do_layer_norm_weight_decay",
         (True,),
         "not supported: all weights decay; leave it out",
@@ -167,6 +188,19 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ("model.tokenizer.vocab_file model.tokenizer.merge_file", (), "not supported; " + _NO_PAIR),
     ("attention_type", ("global", "full"), _NO_VARIANT),
     ("rope_type", ("default",), _NO_VARIANT),
+    ("rope_use_scale rope_interleave rope_truncate local_rope_proportion", (True,), _NO_VARIANT),
+    ("rope_attention_scaling rope_pairwise", (False,), _NO_VARIANT),
+    ("local_rope_max_timescale global_rope_max_timescale", (-1,), _NO_VARIANT),
+    ("global_rope_proportion", (0.25,), _NO_VARIANT),
+    ("max_position_embeddings", (163840,), _NO_VARIANT),
+    ("original_max_position_embeddings", (4096,), _NO_VARIANT),
+    ("rope_factor", (40,), _NO_VARIANT),
+    ("beta_fast", (32,), _NO_VARIANT),
+    ("beta_slow mscale", (1,), _NO_VARIANT),
+    ("q_lora_rank", (0,), _NO_VARIANT),
+    ("kv_lora_rank", (512,), _NO_VARIANT),
+    ("qk_nope_head_dim v_head_dim", (128,), _NO_VARIANT),
+    ("qk_rope_head_dim", (64,), _NO_VARIANT),
     ("rope_min_timescale rope_linear_scaling_factor model.rotary_percentage", (1,), _NO_VARIANT),
     ("trainable_position_size", (-1,), _NO_VARIANT),
     ("model.position_embedding_type", ("rope",), _NO_VARIANT),
@@ -269,21 +303,15 @@ _IGNORED = (
     "use_chat_template chat_template* train_image_column eval_image_column "
     "generate_padding_batch_* grain_per_worker_buffer_size* grain_*_eval grain_ram_budget_mb "
     "grain_data_source_max_workers grain_shuffle_buffer_size grain_use_elastic_iterator "
-    # What only goes with a key or value that is refused.
-    "normalize_embedding_logits enable_dropout muon_* skip_step_interval "
-    "skip_step_scaling_factor num_experts_per_tok "
-    "megablox sparse_matmul capacity_factor ragged_* base_moe_mlp_dim moe_* "
-    "load_balance_loss_weight use_random_routing use_custom_sort_vjp use_ring_of_experts "
-    "use_ragged_sort wi_tile_* wo_tile_* use_tokamax_* use_gmm_v2 norm_topk_prob shared_experts "
-    "first_num_* routed_* n_routing_groups topk_routing_group shard_exp_on_fsdp "
-    "use_2d_fsdp_sharding merge_gating_gmm use_batch_split_schedule batch_split_factor mtp_* "
-    "*_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim mla_* indexer_* moba_* "
-    "qk_clip_threshold rope_use_scale rope_factor rope_interleave rope_truncate "
-    "rope_attention_scaling rope_pairwise local_rope_* global_rope_* max_position_embeddings "
-    "original_max_position_embeddings beta_* mscale constant_bound_config quant_cfg_path "
-    "quantize_kvcache kv_quant_* save_quantized_params_path *_quantization_calibration_method "
-    "quantization_local_shard_count replicate_quant_scale use_manual_quantization "
-    "weight_sparsity_* te_comm_gemm_overlap "
+    # What only goes with a key or value that is refused, or is about the speed of it.
+    "normalize_embedding_logits enable_dropout skip_step_interval skip_step_scaling_factor "
+    "megablox sparse_matmul ragged_* moe_mlpw* moe_fsdp_* moe_chunk_* moe_dispatch_* "
+    "use_custom_sort_vjp use_ring_of_experts use_ragged_sort wi_tile_* wo_tile_* use_tokamax_* "
+    "use_gmm_v2 shard_exp_on_fsdp use_2d_fsdp_sharding merge_gating_gmm use_batch_split_schedule "
+    "batch_split_factor mtp_* mla_* indexer_* moba_* qk_clip_threshold constant_bound_config "
+    "quant_cfg_path quantize_kvcache kv_quant_* save_quantized_params_path "
+    "*_quantization_calibration_method quantization_local_shard_count replicate_quant_scale "
+    "use_manual_quantization weight_sparsity_* te_comm_gemm_overlap "
     # Inference.
     "prompt max_prefill_predict_length load_from_prefill_dir prefill_* "
     "autoregressive_decode_assert decode_* inference_* model_call_mode enable_model_warmup "
@@ -305,7 +333,7 @@ _IGNORED = (
     "model.optim.bucket_cap_mb model.optim.overlap_* model.optim.contiguous_* "
     "model.optim.grad_sync_dtype model.data.data_impl model.data.skip_warmup "
     "model.data.num_workers model.data.dataloader_type model.data.reset_position_ids "
-    "model.data.eod_mask_loss model.data.index_mapping_dir "
+    "model.data.index_mapping_dir "
 )
 
 _NOT_GIVEN = (None, "", "none", "None")

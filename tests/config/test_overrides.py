@@ -175,6 +175,13 @@ def test_harmless_keys_are_ignored_with_a_line():
     "argument, says",
     [
         ("num_experts=8", "experts"),
+        ("num_experts_per_tok=2", "experts"),
+        ("base_moe_mlp_dim=1024", "experts"),
+        ("routed_bias=True", "experts"),
+        ("muon_beta=0.9", "opt_type is adamw or sgd"),
+        ("muon_consistent_rms=0.2", "opt_type is adamw or sgd"),
+        ("rope_factor=8", "not built here"),
+        ("model.data.eod_mask_loss=True", "target"),
         ("quantization=int8", "dtype"),
         ("ici_expert_parallelism=2", "data, pipeline, fsdp and tensor"),
         ("dcn_context_parallelism=-1", "data, pipeline, fsdp and tensor"),
@@ -242,6 +249,16 @@ max_num_checkpoints_to_keep: None
 collect_stack_trace: False
 stack_trace_interval_seconds: 600
 enable_checkpoint_cloud_logger: False
+num_experts_per_tok: 1
+base_moe_mlp_dim: -1
+routed_scaling_factor: 1.0
+moe_mlpwi_0: 'remat'
+muon_beta: 0.95
+muon_weight_decay: 0
+muon_consistent_rms: None
+rope_use_scale: True
+rope_factor: 40
+mscale: 1.0
 """
 
 
