@@ -84,6 +84,8 @@ class Steps:
                 tokenizer,
                 rewards,
                 initial_state(config.recipe).model,
+                lambda: None,
+                lambda: False,
             )
 
     def step(self) -> dict:

@@ -75,6 +75,13 @@ def _refuse(config: Config) -> None:
             f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
             f"prompt in max_target_length={config.model.max_target_length}; raise that, or lower it"
         )
+    hang, reward = config.run.hang_timeout_seconds, config.rollout.reward_timeout_seconds
+    if 0 < hang <= reward:
+        raise ConfigError(
+            f"reward_timeout_seconds={reward:g} must be below hang_timeout_seconds={hang:g}, or "
+            "rewards that may take so long would end the run as one that hangs; lower it, or raise "
+            "hang_timeout_seconds"
+        )
     if config.optimizer.log_gradient_noise_scale:
         raise ConfigError(
             "log_gradient_noise_scale=True: steps of reinforcement learning do not measure it, and "
@@ -154,7 +161,16 @@ def _trainer(
     reference = None
     if config.policy.grpo_beta:
         reference = first_weights.load_reference(job, abstract.model)
-    return PolicyTrainer(programs, config.rollout, prompts, tokenizer, rewards, reference)
+    return PolicyTrainer(
+        programs,
+        config.rollout,
+        prompts,
+        tokenizer,
+        rewards,
+        reference,
+        job.watchdog.beat,
+        job.is_asked_to_stop,
+    )
 
 
 def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
@@ -187,13 +203,19 @@ def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
             if step > first_step:
                 checkpoints.save(step, state, ramp, output.flush, last=True)
             raise
+        if metrics is None:
+            if step > first_step:
+                checkpoints.save(step, state, ramp, output.flush, last=True)
+            trainer.raise_failure()  # which asked for the end
+            output.say_stopped(step - 1 if step > first_step else None)
+            return EXIT_PREEMPTED
         done, consumed = step + 1, ramp.samples_before(step + 1)
         # A state whose loss ends the run is never saved.
         check_numbers(job.config.run, step, metrics)
         record = {**of_batch(step, stage, consumed), **metrics}
         for write in writers:
             write(record)
-        stopping = job.check(done)
+        stopping = job.check()
         last = stopping or done == schedule.last_step
         if checkpoints.is_due(done, ramp) or last:
             checkpoints.save(done, state, ramp, output.flush, last)

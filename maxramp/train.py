@@ -159,7 +159,7 @@ def train(job: Job, loader: Loader, abstract: TrainState) -> int:
                     sums.append(eval_step(model, before, eval_batch))
                 log.log_eval(step, consumed, sums, by_batch)
 
-            stopping = job.check(done)
+            stopping = job.check()
             last = stopping or done == schedule.last_step
             if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved

@@ -68,7 +68,7 @@ class Start:
       mesh: of the job's devices; it is set.
       usable: whether the model's mesh can be made of so many devices, in a later job.
       preemption: whether somebody asked the run to stop.
-      watchdog: gets a beat at every step, and before the first for what is opened.
+      watchdog: gets a beat at every step or part of one, and before the first for what is opened.
       closing: closes what the job opens, the last first.
     """
 
@@ -156,8 +156,8 @@ class Job(Start):
             self.checkpoints.check_parameters(place(path), abstract.model)
         return abstract
 
-    def check(self, done: int) -> bool:
-        """Notices what happened around the loop, after `done` steps.
+    def check(self) -> bool:
+        """Notices what happened around the loop, after a step.
 
         Returns:
           Whether to save and end here; the same answer on every process.
@@ -168,7 +168,11 @@ class Job(Start):
         self.watchdog.beat()
         self.output.check()
         self.checkpoints.check()
-        return self.preemption.reached(done)
+        return self.preemption.reached(after_step=True)
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether to give up the step that is being done; the same answer on every process."""
+        return self.preemption.reached(after_step=False)
 
     def end(self) -> int:
         """Says what comes next of the run when no step is left to this job.

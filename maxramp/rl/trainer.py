@@ -5,6 +5,9 @@ one part are written while the rewards of the part before it are worked out else
 part's gradients are added up. They are sums over tokens, divided once when all parts are in, so the
 update does not depend on the cutting; and a prompt's answers are never in two parts.
 
+Until the first update a step can be given up: the weights are those before it, and what it draws
+depends on the prompts' numbers, so a restart repeats it to the last bit.
+
 Shapes: P prompts of a part, G answers to each.
 """
 
@@ -13,7 +16,7 @@ import dataclasses
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +60,8 @@ class PolicyTrainer:
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
         reference: Any,
+        beat: Callable[[], None],
+        stopping: Callable[[], bool],
     ):
         """
         Args:
@@ -66,15 +71,18 @@ class PolicyTrainer:
           tokenizer: of the model.
           rewards: what answers are worth; None but on process 0.
           reference: the weights to stay near; None where grpo_beta = 0.
+          beat: called whenever answers, rewards or gradients of a part are there.
+          stopping: called after the answers to each part; whether to give the step up.
         """
         self._programs, self._keys, self._reference = programs, keys, reference
         self._policy, self._rollout = programs.policy, programs.rollout
         self._prompts, self._tokenizer, self._rewards = prompts, tokenizer, rewards
+        self._beat, self._stopping = beat, stopping
         self._sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS_BT)
 
     def step(
         self, state: TrainState, stage: Stage, first_prompt: int
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, Any] | None]:
         """One rollout batch and the updates on it.
 
         Args:
@@ -83,34 +91,37 @@ class PolicyTrainer:
           first_prompt: of the step.
 
         Returns:
-          The next state, and the step's metrics.
+          The next state and the step's metrics; the same state and None if the step was given up.
 
         Raises:
           TrainingError: a reward function failed, or the weights are no numbers.
         """
         begin, seconds = time.perf_counter(), defaultdict(float)
         seconds["compile"] = self._programs.wait(stage)
-        with _counted(seconds, "rollout"):
+        with self._phase(seconds, "rollout"):
             weights = self._rollout.prepare(state.model)
         count, parts = stage.micro_batch_size, stage.gradient_accumulation_steps
         batches: list[Batch] = []
         found: list[tuple[_Part, np.ndarray]] = []
         sums, before = None, None
         for part in range(parts):
-            with _counted(seconds, "rollout"):
+            with self._phase(seconds, "rollout"):
                 new = self._roll_out(weights, first_prompt + part * count, count)
+            if self._stopping():
+                return state, None
             if before:
                 sums = self._learn(state, sums, before, batches, found, seconds)
             before = new
         sums = self._learn(state, sums, before, batches, found, seconds)
         del weights
-        with _counted(seconds, "training"):
+        with self._phase(seconds, "training"):
             differences = []  # of the sampler, before an update moves the weights
             for again in range(self._policy.num_iterations):
                 if again:
                     sums = self._programs.zeros(state.model)
                     for batch in batches:
-                        sums = self._programs.add(sums, state.model, batch)
+                        sums = jax.block_until_ready(self._programs.add(sums, state.model, batch))
+                        self._beat()
                 samples = np.uint32(stage.global_batch_size)
                 state, metrics = self._programs.update(state, sums, samples, again=again > 0)
                 differences.append(metrics.pop("sampler_difference"))
@@ -155,11 +166,11 @@ class PolicyTrainer:
         seconds: dict[str, float],
     ) -> Any:
         """Adds the gradients of a part, when its rewards are there."""
-        with _counted(seconds, "reward_wait"):
+        with self._phase(seconds, "reward_wait"):
             rewards, took = self._rewards_of(part)
         seconds["reward"] += took
         found.append((part, rewards))
-        with _counted(seconds, "training"):
+        with self._phase(seconds, "training"):
             total_PG = self._total(rewards).reshape(-1, self._policy.num_generations)
             scored = Scored(
                 part.ids,
@@ -179,6 +190,14 @@ class PolicyTrainer:
             # Or the answers to the next part, which take the devices next, would pay for it.
             jax.block_until_ready(sums)
         return sums
+
+    @contextmanager
+    def _phase(self, seconds: dict[str, float], name: str) -> Iterator[None]:
+        """Counts the seconds of a phase of the step."""
+        start = time.perf_counter()
+        yield
+        seconds[name] += time.perf_counter() - start
+        self._beat()
 
     def _rewards_of(self, part: _Part) -> tuple[np.ndarray, float]:
         """The rewards of a part, from process 0: [answers, functions], and what they took."""
@@ -240,10 +259,3 @@ def _fingerprint(ids: list[np.ndarray]) -> str:
     for tokens in ids:
         found.update(np.int32(len(tokens)).tobytes() + np.asarray(tokens, "<i4").tobytes())
     return found.hexdigest()
-
-
-@contextmanager
-def _counted(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[name] += time.perf_counter() - start

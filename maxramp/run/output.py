@@ -338,8 +338,15 @@ class Output:
         if schedule.change:
             self.say(f"change   {schedule.change}")
 
-    def say_stopped(self, step: int) -> None:
-        """Says that a signal ended the run after step `step`, and what is left of it."""
+    def say_stopped(self, step: int | None) -> None:
+        """Says that a signal ended the run, and what is left of it.
+
+        Args:
+          step: the last that was done; None if this start did none.
+        """
+        if step is None:
+            self.say("stopped by a signal before a step was done; start again to go on")
+            return
         left = (
             "saved; start again to go on"
             if self._keys.enable_checkpointing

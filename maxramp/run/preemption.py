@@ -1,6 +1,7 @@
 """Stopping when somebody asks: SIGTERM from a scheduler, SIGINT from a person."""
 
 import atexit
+import itertools
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ _REPEATS = 1.0  # seconds in which a signal that comes again is the same wish: a
 
 
 class Preemption:
-    """Notices a signal and lets the loop end after the step it is in.
+    """Notices a signal and lets the loop end after the step it is in, or where it gives that up.
 
     Before the first step of a start nothing can be lost, and a signal ends the process at once.
     From then on the first SIGTERM or SIGINT asks the run to save and end; a SIGINT more than a
@@ -31,6 +32,7 @@ class Preemption:
     def __init__(self):
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = self._over = False
+        self._points = itertools.count(1)
         self._acting = threading.Lock()  # held while a signal is acted on
         self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
@@ -71,9 +73,7 @@ class Preemption:
                         )
                         os._exit(EXIT_PREEMPTED)
                     self.ask()
-                    self.say(
-                        "stopping after this step (Ctrl-C again ends at once and saves nothing)"
-                    )
+                    self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")
                 elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
                     self._leave("ended at once by a second Ctrl-C: nothing was saved")
                     self._end(128 + number)
@@ -88,11 +88,18 @@ class Preemption:
         cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
         print(f"{cursor}{line}", flush=True)
 
-    def reached(self, step: int) -> bool:
-        """Whether to save and end after `step` steps; the same answer on every process."""
-        self._has_trained = True
+    def reached(self, after_step: bool) -> bool:
+        """Whether to save and end here; the same answer on every process.
+
+        Every process asks at the same points of the run.
+
+        Args:
+          after_step: a step was done, which may be saved.
+        """
+        self._has_trained |= after_step
         if self._several:
             from jax.experimental import multihost_utils
 
-            return multihost_utils.reached_preemption_sync_point(step)
+            # JAX agrees on one of the coming points by its number.
+            return multihost_utils.reached_preemption_sync_point(next(self._points))
         return self._asked

@@ -32,7 +32,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self) -> None:
-        """A step is done, or before the first a part of the data is opened."""
+        """A step is done or a part of one, or before the first a part of the data is opened."""
         self._waited = 0.0
 
     def _watch(self) -> None:

@@ -100,6 +100,10 @@ def refused(capsys, *arguments):
         (["reward_weights=[a]"], "reward_weights: a must be a finite number"),
         (["reward_weights=[.nan]"], "reward_weights: nan must be a finite number"),
         (["reward_timeout_seconds=3000000"], "reward_timeout_seconds=3e+06 must be at most 2e+06"),
+        (
+            ["reward_timeout_seconds=60", "hang_timeout_seconds=60"],
+            "reward_timeout_seconds=60 must be below hang_timeout_seconds=60",
+        ),
         (["rewards=[a:b,a:b]"], "names a function twice"),
         (["rewards=[]"], "rewards=[] names no function"),
         (["log_gradient_noise_scale=True"], "log_gradient_noise_scale=True: steps of reinforcem"),

@@ -67,16 +67,25 @@ class Run:
                 bytes_,
                 rewards,
                 self._make().model if config.policy.grpo_beta else None,
+                lambda: self.beats.append(1),
+                lambda: next(self._stops, False),
             )
 
-    def __call__(self, steps=1):
-        """The metrics of each step, and the change of the weights."""
+    def __call__(self, steps=1, stops=()):
+        """The metrics of each step, and the change of the weights.
+
+        Args:
+          stops: what is answered when a step asks whether to stop; one that did is repeated.
+        """
+        self.beats, self._stops = [], iter(stops)
         with jax.set_mesh(self.mesh):
             state, records = self._make(), []
             before = [np.array(x) for x in jax.tree.leaves(state.model)]
             for step in range(steps):
                 stage = self.ramp.stage_at_step(step)
-                state, record = self._trainer.step(state, stage, self.ramp.samples_before(step))
+                record = None
+                while record is None:
+                    state, record = self._trainer.step(state, stage, self.ramp.samples_before(step))
                 records.append(record)
             assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]
             after = [np.array(x) for x in jax.tree.leaves(state.model)]
@@ -114,7 +123,8 @@ def test_the_update_depends_on_no_cutting(rewards, micro, keys, devices):
 
 def test_a_step_repeats_to_the_last_bit(rewards):
     """Prompts, answers, rewards, losses: what a restart in the middle of a rollout relies on. And
-    every stage's programs are compiled in the background alone."""
+    every stage's programs are compiled in the background alone, and the watchdog hears of every
+    part."""
     compiled = []
 
     def listen(event, seconds, fun_name="", **more):
@@ -124,9 +134,11 @@ def test_a_step_repeats_to_the_last_bit(rewards):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         run = Run(
-            rewards, 2, "rampup_batch_size=[1,1,1]", "global_batch_size=2", "num_iterations=2"
+            rewards, 2, "rampup_batch_size=[1,3,1]", "global_batch_size=4", "num_iterations=2"
         )
         first, change = run(steps=2)
+        parts = sum(run.ramp.stage_at_step(step).gradient_accumulation_steps for step in (0, 1))
+        assert parts == 3 and len(run.beats) >= 3 * parts  # answers, rewards, gradients
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     names = [name for thread, name in compiled if thread == "compile"]
@@ -134,6 +146,9 @@ def test_a_step_repeats_to_the_last_bit(rewards):
     assert {name for thread, name in compiled if thread != "compile"} == {"jit(init_state)"}
     again, other = run(steps=2)
     assert list(map(numbers, first)) == list(map(numbers, again))
+    assert all(np.array_equal(a, b) for a, b in zip(change, other, strict=True))
+    given_up, other = run(steps=2, stops=[True, False, False, True])  # as SIGTERM does
+    assert list(map(numbers, first)) == list(map(numbers, given_up))
     assert all(np.array_equal(a, b) for a, b in zip(change, other, strict=True))
     assert first[0]["batch_fingerprint"] != first[1]["batch_fingerprint"]
     assert first[0]["compile_seconds"] > 0 == again[1]["compile_seconds"]

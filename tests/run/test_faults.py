@@ -150,7 +150,7 @@ def test_a_signal_saves(tmp_path, cache_dir, number):
         assert job.statuses() == [EXIT_PREEMPTED]
         assert_all_is_saved(job)
         assert not job.printed("stderr")
-        for line in ("stopping after this step", "stopped by a signal after step"):
+        for line in ("saving and stopping", "stopped by a signal after step"):
             assert job.printed().count(line) == 1  # in the order of their threads
 
 
