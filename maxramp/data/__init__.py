@@ -1,1 +1,1 @@
-"""What there is to train on (`sources`) and which of it a step trains on (`loader`)."""
+"""What there is to train on (`opening`) and which of it a step trains on (`loader`)."""

@@ -23,7 +23,6 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     Raises:
       ConfigError: there are none of a name, or they are not all texts or all tokens.
     """
-    storage.allow_many_files()
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
     inputs: list[RecordFile] = []
@@ -123,8 +122,7 @@ def _train_bpe(
     path = output / f"{name}.json"
     if manifest:
         used = manifest["tokenizer"] or {"vocab_size": 0}
-        # Version 1 kept no name; its size tells them apart where the text was not used up.
-        if used.get("trained", name if used["vocab_size"] == size else "") != name:
+        if used.get("trained") != name:
             raise ConfigError(
                 f"--train_bpe {size}: {output} holds a set that was finished with another "
                 f"tokenizer, of {used['vocab_size']:,} ids; give another folder, or remove it"

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import itertools
 import math
 import os
 import posixpath
@@ -15,7 +16,7 @@ from maxramp.data import tokenizers
 from maxramp.data.corpus import APART, Corpus, Part
 from maxramp.data.files import formats, prepared, storage
 from maxramp.data.files.hubset import HubSet
-from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import (
@@ -98,7 +99,6 @@ def open_mixture(keys: DataKeys) -> Corpus:
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
-    storage.allow_many_files()
     opener = _Opener(keys)
     source = "hf_path" if keys.dataset_type == "hf" else "grain_train_files"
     if keys.dataset_type == "hf":
@@ -185,12 +185,15 @@ class _Opener:
 
     def _open(self, key: str, pattern: str) -> tuple[Any, bool, str]:
         """The items of an entry, whether they are documents, and their hash."""
-        keys, length = self._keys, self._keys.max_target_length
+        keys = self._keys
         kind, paths = find_files(key, pattern, keys.grain_file_type)
         if kind == "prepared":
-            files, digest = self._open_prepared(paths)
-            stream = TokenStream(files)
-            rows = self._checked(key, pattern, StreamRows(stream, length))
+            manifests, files = zip(*map(prepared.open_set, paths), strict=True)
+            for folder, manifest in zip(paths, manifests, strict=True):
+                self._check_set(folder, manifest)
+            stream = TokenStream(list(itertools.chain(*files)))
+            rows = self._checked(key, pattern, StreamRows(stream, keys.max_target_length))
+            digest = "+".join(manifest["hash"] for manifest in manifests)
             return self._separate(rows, stream), False, digest
         (column,) = keys.train_data_columns
         tokens = not keys.tokenize_train_data
@@ -217,23 +220,17 @@ class _Opener:
         digest = _sampled_hash(items, size)
         return self._separate(items, stream) if stream else items, documents, digest
 
-    def _open_prepared(self, folders: list[str]) -> tuple[list[MegatronFile], str]:
-        """The shards of prepared sets, and the hash of their tokens."""
-        files, hashes = [], []
-        for folder in folders:
-            manifest = prepared.read_manifest(folder)
-            if manifest["tokenizer"]:
-                self._check_tokenizer(folder, manifest["tokenizer"])
-            if manifest["max_token"] >= self._keys.vocab_size:
-                tokenizer = manifest["tokenizer"]
-                needed = tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1
-                raise ConfigError(
-                    f"{folder}: its largest token id is {manifest['max_token']}, not below "
-                    f"vocab_size={self._keys.vocab_size}; use {-(-needed // 64) * 64} or more"
-                )
-            files += prepared.open_shards(folder, manifest)
-            hashes.append(manifest["hash"])
-        return files, "+".join(hashes)
+    def _check_set(self, folder: str, manifest: dict[str, Any]) -> None:
+        """Refuses a prepared set whose tokens are of another vocabulary or another tokenizer."""
+        tokenizer, largest = manifest["tokenizer"], manifest["max_token"]
+        if tokenizer:
+            self._check_tokenizer(folder, tokenizer)
+        if largest >= self._keys.vocab_size:
+            needed = tokenizer["vocab_size"] if tokenizer else largest + 1
+            raise ConfigError(
+                f"{folder}: its largest token id is {largest}, not below "
+                f"vocab_size={self._keys.vocab_size}; use {-(-needed // 64) * 64} or more"
+            )
 
     def _check_tokenizer(self, folder: str, tokenizer: dict[str, Any]) -> None:
         """Refuses a set if the other sets, or the keys, have another tokenizer than its own."""

@@ -1,4 +1,4 @@
-"""The rows on every process of a job, whether it reads them or not.
+"""What a run trains on and is evaluated on: on every process of a job, whether it reads or not.
 
 Processes that do not read learn the sizes from those that do. What is wrong in one process ends all
 of them with the same line, before anything is trained.
@@ -15,10 +15,12 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import JOINED, Corpus
+from maxramp.data.corpus import JOINED, Corpus, Part
 from maxramp.data.keys import DataKeys, ReadingKeys
+from maxramp.data.mixture import open_mixture
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.sources import open_corpus
+from maxramp.data.rows import SyntheticRows
+from maxramp.data.texts import open_texts
 from maxramp.errors import ConfigError
 from maxramp.parallel.agreement import all_gather_json, raise_everywhere
 
@@ -28,6 +30,29 @@ _LAYOUTS = {
 }
 _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
+
+
+def open_corpus(keys: DataKeys) -> Corpus:
+    """Opens the rows or documents that the keys name.
+
+    Raises:
+      ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
+        short for one row.
+    """
+    if keys.dataset_type in ("grain", "hf"):
+        return open_mixture(keys)
+    return _synthetic(keys) if keys.dataset_type == "synthetic" else open_texts(keys)
+
+
+def _synthetic(keys: DataKeys) -> Corpus:
+    seed, vocab_size, length = keys.data_shuffle_seed, keys.vocab_size, keys.max_target_length
+    unused = f"; tokenizer_path={keys.tokenizer_path} is not used" if keys.tokenizer_path else ""
+    return Corpus(
+        (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
+        SyntheticRows(1024, vocab_size, length, 2 * seed + 1),
+        f"synthetic random tokens{unused}",
+        f"synthetic-{seed}-{vocab_size}-{length}",
+    )
 
 
 def open_rows(

@@ -215,7 +215,7 @@ def _write_shard(shard: Shard, left_out: np.ndarray) -> None:
                 _count(len(sizes), len(tokens), 0)
         record = writer.finish()
     record |= {"hash": digest.hex(), "source": shard.source, "version": prepared.VERSION}
-    record |= {"bad": bad} if bad else {}
+    record |= {"bad": bad}
     storage.write_whole(_job.output / f"{shard.name}.json", json.dumps(record).encode())
 
 

@@ -37,7 +37,7 @@ _LEFT_OVER = re.compile(  # unfinished files by their names from `write_whole` a
     r"bpe-[0-9a-f]{16}\.json|shard-\d{5,}\.[0-9a-f]{16}\.hashes|"
     rf"\.({_WRITTEN.pattern})\.\d+\.tmp|shard-\d{{5,}}\.(bin|idx)\.\d+\.tmp"
 )
-# Of a SHARD.json; version 1 did not write its number, and others may lack `bad`.
+# Of a SHARD.json.
 _FIELDS = {"version", "source", "documents", "tokens", "max_token", "hash", "bad"}
 
 
@@ -153,10 +153,7 @@ def _read_record(path: pathlib.Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict):
-        return None
-    record = {"version": 1, "bad": []} | record
-    return record if record.keys() == _FIELDS else None
+    return record if isinstance(record, dict) and record.keys() == _FIELDS else None
 
 
 def _check_folder(output: pathlib.Path) -> None:
@@ -164,9 +161,7 @@ def _check_folder(output: pathlib.Path) -> None:
     names = sorted(path.name for path in output.iterdir())
     if _MARK in names or prepared.NAME in names:
         return
-    taken = [name for name in names if _WRITTEN.fullmatch(name)]
-    # An unfinished set of version 1 had no mark.
-    if taken and not any(_read_record(output / name) for name in taken):
+    if taken := [name for name in names if _WRITTEN.fullmatch(name)]:
         raise ConfigError(
             f"--output {output} holds {taken[0]}, which maxramp.prepare did not write and would "
             "write over; give another folder"

@@ -38,8 +38,7 @@ def inspect(folder: str, keys: DataKeys, say: Callable[[str], None]) -> None:
     Raises:
       ConfigError: it is none, or torn.
     """
-    manifest = prepared.read_manifest(folder)
-    files = prepared.open_shards(folder, manifest)
+    manifest, files = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
         path = os.path.join(folder, used["file"]) if used["file"] else ""

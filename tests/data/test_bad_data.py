@@ -20,8 +20,7 @@ from test_formats import (
 )
 
 from maxramp import prepare
-from maxramp.data.opening import open_rows
-from maxramp.data.sources import open_corpus
+from maxramp.data.opening import open_corpus, open_rows
 from maxramp.errors import ConfigError
 
 pytest.importorskip("tokenizers")

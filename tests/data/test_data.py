@@ -11,10 +11,12 @@ import pytest
 from conftest import BASE, TINY, make_config, make_mesh, numpy_fingerprint, run
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.data import sources
 from maxramp.data.loader import Loader
+from maxramp.data.opening import open_corpus
 from maxramp.data.relay import Expansion
-from maxramp.data.sources import BEGIN, END, StreamRows, open_corpus
+from maxramp.data.rows import StreamRows
+from maxramp.data.texts import _find_files
+from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -259,11 +261,11 @@ def test_a_folder_of_the_default_corpus_that_cannot_be_read(monkeypatch, code):
             raise OSError(code, os.strerror(code), path)
         return scandir(path)
 
-    names = {name for name, _ in sources._find_files("")[0]}
+    names = {name for name, _ in _find_files("")[0]}
     monkeypatch.setattr(os, "scandir", failing)
     if code == errno.EIO:
         with pytest.raises(OSError, match="Input/output error"):
-            sources._find_files("")
+            _find_files("")
     else:
-        left = {name for name, _ in sources._find_files("")[0]}
+        left = {name for name, _ in _find_files("")[0]}
         assert left == {name for name in names if not name.startswith("json/")} < names

@@ -19,8 +19,8 @@ from maxramp.data.corpus import Corpus
 from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.mixture import parse
+from maxramp.data.opening import open_corpus
 from maxramp.data.rows import StreamRows
-from maxramp.data.sources import open_corpus
 from maxramp.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]

@@ -15,7 +15,7 @@ from maxramp.data import hub, tokenizers
 from maxramp.data.files import hubset
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.inputs import check_apart
-from maxramp.data.sources import open_corpus
+from maxramp.data.opening import open_corpus
 from maxramp.errors import ConfigError
 
 constants = pytest.importorskip("huggingface_hub.constants")

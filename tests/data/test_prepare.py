@@ -24,7 +24,7 @@ from test_formats import KINDS, TEXTS, write_file, write_megatron
 from maxramp import prepare as prepare_lib
 from maxramp.data.files import prepared
 from maxramp.data.marks import START
-from maxramp.data.sources import open_corpus
+from maxramp.data.opening import open_corpus
 
 pytest.importorskip("tokenizers")
 
@@ -40,8 +40,7 @@ def prepare(*arguments, status: int = 0) -> str:
 
 def documents(folder) -> list[list[int]]:
     """Every document of a set, in order."""
-    manifest = prepared.read_manifest(str(folder))
-    files = prepared.open_shards(str(folder), manifest)
+    _, files = prepared.open_set(str(folder))
     return [file[i].tolist() for file in files for i in range(len(file))]
 
 
@@ -140,21 +139,6 @@ def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
     assert finer == expected and shards > 5
     moved = [documents[0] + documents[1][:1], documents[1][1:], *documents[2:]]
     assert len({expected, hashed(moved, 1)[0], hashed(documents[:-1], 1)[0]}) == 3
-
-
-def test_a_set_of_version_1_keeps_its_hash(tmp_path):
-    """Runs that trained on it remember that hash; a start of its preparation finds it finished."""
-    source = write_file(tmp_path, "jsonl", TEXTS)
-    given = [str(source), "--output", str(tmp_path / "set"), COLUMN]
-    assert prepare_lib.main(given) == 0
-    path = tmp_path / "set" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    shards = [bytes.fromhex(shard["hash"]) for shard in manifest["shards"]]
-    manifest["version"] = 1
-    manifest["hash"] = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest()
-    path.write_text(json.dumps(manifest))
-    assert prepared.read_manifest(str(tmp_path / "set"))["hash"] == manifest["hash"]
-    assert prepare_lib.main(given) == 0 and json.loads(path.read_text()) == manifest
 
 
 def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):

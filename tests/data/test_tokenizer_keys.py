@@ -12,7 +12,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
 from maxramp.config.load import load
 from maxramp.data import tokenizers
-from maxramp.data.sources import open_corpus
+from maxramp.data.opening import open_corpus
 from maxramp.errors import ConfigError
 
 hf = pytest.importorskip("tokenizers")

@@ -7,7 +7,7 @@ from conftest import make_config
 from rich.console import Console
 
 from maxramp import prepare as prepare_lib
-from maxramp.data.sources import open_corpus
+from maxramp.data.opening import open_corpus
 from maxramp.run import inspection
 
 LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'

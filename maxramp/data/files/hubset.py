@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from maxramp.data.files.records import Record, RecordFile
-from maxramp.data.files.storage import optional
+from maxramp.data.files.storage import allow_many_files, optional
 from maxramp.errors import ConfigError
 
 _RECORD = 1024  # bytes that a record counts as: those of a table depend on who wrote it
@@ -50,6 +50,7 @@ class HubSet(RecordFile):
     @functools.cached_property
     def _table(self) -> Any:
         path, name, split = self._given
+        allow_many_files()  # a table of Arrow files stays open
         library = optional("datasets", "datasets", f"hf_path={path}", "hub")
         try:
             table = library.load_dataset(path, name or None, split=split)

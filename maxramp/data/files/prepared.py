@@ -3,9 +3,6 @@
 manifest.json: format, version, source (a hash of the inputs and how they were read), tokenizer
 (null where the input was tokens), dtype, documents, tokens, max_token, hash (of all tokens and
 document lengths, in order), and for each shard its name, documents, tokens, max_token and hash.
-
-Version 1 hashed the hashes of the shards, which depend on where shards end; such sets keep their
-hash, which checkpoints remember.
 """
 
 import concurrent.futures
@@ -60,37 +57,23 @@ class DocumentsHash:
         return f"{self.value:032x}"
 
 
-def _hash_of_shards(shards: list[dict[str, Any]], version: int) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    if version == 1:
-        for shard in shards:
-            digest.update(bytes.fromhex(shard["hash"]))
-    else:
-        whole = DocumentsHash()
-        for shard in shards:
-            whole.join(int(shard["hash"], 16), shard["documents"])
-        digest.update(f"{whole.hex()} {sum(s['documents'] for s in shards)}".encode())
-    return digest.hexdigest()
-
-
 def make_manifest(
-    shards: list[dict[str, Any]],
-    tokenizer: dict[str, Any] | None,
-    dtype: str,
-    source: str,
-    version: int = VERSION,
+    shards: list[dict[str, Any]], tokenizer: dict[str, Any] | None, dtype: str, source: str
 ) -> dict[str, Any]:
     """The manifest of shards, in order; `source` identifies what they were made from."""
+    whole, documents = DocumentsHash(), sum(shard["documents"] for shard in shards)
+    for shard in shards:
+        whole.join(int(shard["hash"], 16), shard["documents"])
     return {
         "format": FORMAT,
-        "version": version,
+        "version": VERSION,
         "source": source,
         "tokenizer": tokenizer,
         "dtype": dtype,
-        "documents": sum(shard["documents"] for shard in shards),
+        "documents": documents,
         "tokens": sum(shard["tokens"] for shard in shards),
         "max_token": max((shard["max_token"] for shard in shards), default=-1),
-        "hash": _hash_of_shards(shards, version),
+        "hash": hashlib.blake2b(f"{whole.hex()} {documents}".encode(), digest_size=8).hexdigest(),
         "shards": shards,
     }
 
@@ -106,13 +89,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise ConfigError(f"{folder}: is no prepared set (it has no {NAME}), or was not finished")
     try:
         manifest = json.loads(storage.read_bytes(path))
-        if manifest["format"] != FORMAT or manifest["version"] not in (1, VERSION):
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
             raise ConfigError(
                 f"{path}: is of format {manifest['format']!r} version {manifest['version']}, not "
                 f"{FORMAT!r} version {VERSION}; prepare it again"
             )
-        parts = ("shards", "tokenizer", "dtype", "source", "version")
-        made = make_manifest(*map(manifest.get, parts))
+        made = make_manifest(*map(manifest.get, ("shards", "tokenizer", "dtype", "source")))
         torn = [name for name in made if manifest[name] != made[name]]
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
@@ -125,12 +107,15 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return manifest
 
 
-def open_shards(folder: str, manifest: dict[str, Any]) -> list[MegatronFile]:
-    """The files of a prepared set, in order; of each only its size and its header are read.
+def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile]]:
+    """The manifest of a prepared set, and its files in order.
+
+    Of each file only its size and its header are read.
 
     Raises:
-      ConfigError: one is missing, torn or of another dtype.
+      ConfigError: it is no such set, or a file is missing, torn or of another dtype.
     """
+    manifest = read_manifest(folder)
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile:
@@ -152,4 +137,4 @@ def open_shards(folder: str, manifest: dict[str, Any]) -> list[MegatronFile]:
 
     # Thousands of files on slow storage: in threads.
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return list(pool.map(open_shard, manifest["shards"]))
+        return manifest, list(pool.map(open_shard, manifest["shards"]))

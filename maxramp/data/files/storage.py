@@ -84,7 +84,11 @@ def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
 
 
 def find(pattern: str) -> list[str]:
-    """Files and folders that a path, glob or URL with a glob matches, sorted."""
+    """Files and folders that a path, glob or URL with a glob matches, sorted.
+
+    This process and its children may from then on hold all of them open.
+    """
+    allow_many_files()
     return _ask(
         pattern,
         lambda: sorted(glob.glob(os.path.expanduser(pattern), recursive=True)),

@@ -1,4 +1,4 @@
-"""What a run trains on and is evaluated on: random access to rows or documents of tokens."""
+"""text_files -> the corpus of their bytes, by default the sources of Python's library."""
 
 import glob
 import hashlib
@@ -8,34 +8,20 @@ import sysconfig
 
 import numpy as np
 
-from maxramp.data import mixture
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.keys import DataKeys
-from maxramp.data.rows import StreamRows, SyntheticRows
+from maxramp.data.rows import StreamRows
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 
 
-def open_corpus(keys: DataKeys) -> Corpus:
-    """Opens the rows or documents that the keys name.
+def open_texts(keys: DataKeys) -> Corpus:
+    """Opens the corpus of dataset_type=text.
 
     Raises:
-      ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
-        short for one row.
+      ConfigError: files that are missing, empty, no text, or too short for one row.
     """
     length = keys.max_target_length
-    if keys.dataset_type == "synthetic":
-        seed, vocab_size = keys.data_shuffle_seed, keys.vocab_size
-        path = keys.tokenizer_path
-        unused = f"; tokenizer_path={path} is not used" if path else ""
-        return Corpus(
-            (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
-            SyntheticRows(1024, vocab_size, length, 2 * seed + 1),
-            f"synthetic random tokens{unused}",
-            f"synthetic-{seed}-{vocab_size}-{length}",
-        )
-    if keys.dataset_type in ("grain", "hf"):
-        return mixture.open_mixture(keys)
     files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)
     # Documents stand in an order that is random but the same everywhere, so the tail of the stream
