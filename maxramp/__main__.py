@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+import maxramp
 from maxramp.errors import ConfigError, report
 
 COMMANDS = {
@@ -32,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: python -m maxramp COMMAND ...   or   maxramp COMMAND ...\n")
         for command, what in COMMANDS.items():
             print(f"  {command:<12}{what}")
-        print("\nmaxramp COMMAND --help lists its arguments. A first run, in about a minute:\n")
+        print("\nmaxramp COMMAND --help says more of one. A first run, in about a minute:\n")
         print("  maxramp train configs/base.yml")
+        return 0
+    if name == "--version":
+        print(f"maxramp {maxramp.__version__}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.commandline import OneLineParser, print_table, short
+from maxramp.config.usage import HelpKeys
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.experiment import Experiment
 from maxramp.measuring.noise import KINDS
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
     parser = OneLineParser(
         prog="python -m maxramp.branch",
+        description=__doc__.partition("\n")[0],
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokens", default="", help="that each branch trains on (a tenth of the run's): 20M")
     add("--tolerance", type=float, default=0.01, help="nats per token (0.01)")
     add("--json", action="store_true", help="print the result as JSON when all is done")
+    add("--help-keys", action=HelpKeys)
     add("keys", nargs="*", metavar="key=value", help="for every branch")
     try:
         given = parser.parse_intermixed_args(arguments)

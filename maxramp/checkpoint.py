@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
         prog="python -m maxramp.checkpoint",
+        description=__doc__.partition("\n")[0],
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

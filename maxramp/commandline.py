@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+import maxramp
 from maxramp.errors import ConfigError
 
 
@@ -17,6 +18,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **given: Any):
         super().__init__(allow_abbrev=False, **given)
+        version = f"maxramp {maxramp.__version__}"
+        self.add_argument("--version", action="version", version=version, help="show the version")
 
     def error(self, message: str) -> NoReturn:
         """Raises what the parser found."""

@@ -1,8 +1,14 @@
 """Compiles the step of every stage for a TPU pod or a GPU cluster, on a machine without one.
 
-python -m maxramp.compile CONFIG.yml compile_topology=v5p:8x8x16 [compile_topology_num_slices=N]
-python -m maxramp.compile CONFIG.yml compile_topology=h200:16x8
-    [key=value ...] [--json] [--best]
+python -m maxramp.compile CONFIG.yml compile_topology=MACHINE [key=value ...] [options]
+
+  --json           print the result as JSON
+  --best           instead of the stages as they are, list in which ways the last one's batch fits,
+                   fastest first: under each remat_policy, in the largest micro batches
+
+compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
+run's folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
+('.[tpu]'), for GPUs the CUDA plugin ('.[cuda13-compiler]'), and no accelerator (docs/pods.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -27,15 +33,6 @@ from maxramp.planning.fit import least_rows
 from maxramp.run.keys import RunKeys
 
 _FILE = "compiled.json"
-USAGE = """
-  --json  print the result as JSON
-  --best  instead of the stages as they are, list in which ways the last one's batch fits, fastest
-          first: under each remat_policy, in the largest micro batches
-
-compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
-output folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
-('.[tpu]'), for GPUs the CUDA plugin ('.[cuda13-compiler]'), and neither TPUs nor GPUs.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
-        config = load(arguments, "compile", USAGE)
+        config = load(arguments, "compile", __doc__)
         if not config.planning.compile_topology:
             raise ConfigError(
                 "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "

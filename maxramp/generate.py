@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from maxramp.commandline import OneLineParser, count
+from maxramp.config.usage import HelpKeys
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.folders.place import place
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m maxramp.generate",
+        description=__doc__.partition("\n")[0],
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,6 +68,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--stop", action="append", default=[], help="a text of one token that ends an answer too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
+    parser.add_argument("--help-keys", action=HelpKeys)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     for name in ("samples", "max_new_tokens"):

@@ -1,6 +1,9 @@
-"""Reinforcement learning with GRPO: group relative policy optimization.
+"""Improves a model by rewards for its answers: GRPO, group relative policy optimization.
 
-python -m maxramp.grpo configs/post_train/rl.yml [key=value ...]
+python -m maxramp.grpo CONFIG.yml [key=value ...]
+
+It begins with the weights of load_parameters_path, or continues the run of that run_name.
+configs/post_train/rl.yml is an example, explained in docs/reinforcement.md.
 """
 
 import sys
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, "grpo", note=notes.append)
+        loaded = load(arguments, "grpo", __doc__, note=notes.append)
         _refuse(loaded)
         loaded = first_weights.with_weights(loaded, notes.append)
         with start(loaded, notes, preemption) as begun:

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
         prog="python -m maxramp.noise",
+        description=__doc__.partition("\n")[0],
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

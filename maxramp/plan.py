@@ -1,7 +1,12 @@
-"""Shows what a run will do, before it costs anything.
+"""Shows what a run will do, before it costs anything: its stages with steps, nodes, cost, memory.
 
-python -m maxramp.plan CONFIG.yml [key=value ...] [--json] [--plot FILE] [--fit]
-    [--compiled FILE]
+python -m maxramp.plan CONFIG.yml [key=value ...] [options]
+
+  --json           print the plan as JSON
+  --plot FILE      draw it
+  --fit            find the cheapest remat_policy and the largest per_device_batch_size whose step
+                   fits a device: of compile_topology, or of this machine
+  --compiled FILE  add what maxramp.compile found for a pod
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -34,14 +39,6 @@ from maxramp.planning.fit import fit_devices
 from maxramp.planning.picture import draw_plan
 from maxramp.planning.plan import SMALL_BUBBLE, make_plan
 
-USAGE = """
-  --json           print the plan as JSON
-  --plot FILE      draw it
-  --fit            find the cheapest remat_policy and the largest per_device_batch_size whose step
-                   fits a device: of compile_topology, or of this machine
-  --compiled FILE  add what maxramp.compile found for a pod
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
@@ -50,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
         plot = take_value(arguments, "--plot")
         compiled = take_value(arguments, "--compiled")
-        config = load(arguments, "plan", USAGE)
+        config = load(arguments, "plan", __doc__)
         if fit:
             print(fit_devices(config, print_progress))
             return 0

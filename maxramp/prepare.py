@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import load
+from maxramp.config.usage import HelpKeys
 from maxramp.data import bad_records, inputs, mixture, preparation, shards
 from maxramp.data.bad_records import BadRecords
 from maxramp.data.files import prepared, storage
@@ -60,7 +61,7 @@ INSPECTION_KEYS = ("max_target_length", "separate_documents")
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m maxramp.prepare",
-        description="Tokenizes documents into a folder of files that training reads by row number. "
+        description="Tokenizes documents into files that training reads by row number. "
         "If it is interrupted, run the same command again to continue.",
         epilog=f"Keys, as in configs/base.yml: {', '.join(KEYS)}.",
     )
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_bad_records", metavar="N", default="0", help="leave out so many, or a share of all")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set holds")
+    add("--help-keys", action=HelpKeys)
     return parser
 
 

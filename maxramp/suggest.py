@@ -1,6 +1,12 @@
-"""Suggests a ramp for a run, or none, from what was measured on another.
+"""Suggests a ramp for a run, or none, from what was measured on others.
 
-python -m maxramp.suggest CONFIG.yml [key=value ...] [--noise RUN] [--branch RUN] [--json]
+python -m maxramp.suggest CONFIG.yml [key=value ...] [options]
+
+  --noise RUN      a run that was trained with log_gradient_noise_scale=true: the shape of the ramp
+  --branch RUN     a run that maxramp.branch has measured: its height
+  --json           print everything as JSON
+
+It compares the suggestion with constant batches and published ramps (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -18,12 +24,6 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.suggestion import suggest
 
-USAGE = """
-  --noise RUN    a run that was trained with log_gradient_noise_scale=true: the shape of the ramp
-  --branch RUN   a run that maxramp.branch has measured: its height
-  --json         print everything as JSON
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         as_json = take_flag(arguments, "--json")
         noise, branch = (take_value(arguments, flag) for flag in ("--noise", "--branch"))
-        found = suggest(load(arguments, "suggest", USAGE), noise, branch)
+        found = suggest(load(arguments, "suggest", __doc__), noise, branch)
     except (ConfigError, OSError) as error:
         return report(error)
     print(json.dumps(found, indent=2)) if as_json else print_suggestion(found)

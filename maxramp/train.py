@@ -1,6 +1,9 @@
-"""The training loop.
+"""Trains a model, or continues the run of that run_name where it stopped.
 
 python -m maxramp.train CONFIG.yml [key=value ...]
+
+configs/base.yml trains a small model in about a minute. docs/running.md says what a run writes and
+what its exit status means.
 """
 
 import sys
@@ -16,7 +19,8 @@ if __name__ == "__main__":  # before the imports that take a second
     from maxramp.errors import ConfigError, report
 
     try:
-        load(sys.argv[1:], "train", note=lambda line: None)  # what is wrong is said at once
+        # What is wrong is said at once.
+        load(sys.argv[1:], "train", __doc__, note=lambda line: None)
     except (ConfigError, OSError) as error:
         sys.exit(report(error))
 
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     notes: list[str] = []
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, "train", note=notes.append)
+        loaded = load(arguments, "train", __doc__, note=notes.append)
         with start(loaded, notes, preemption) as begun:
             return _run(begun)
     except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:

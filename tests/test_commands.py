@@ -1,6 +1,9 @@
 """`python -m maxramp` and the entry point `maxramp`."""
 
 import ast
+import importlib
+import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,7 +12,9 @@ import pytest
 from conftest import BASE, ROOT, command, environment, run
 
 from maxramp import __main__ as commands
-from maxramp import branch, checkpoint, noise
+from maxramp import __version__, branch, checkpoint, noise
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
 from maxramp.launch import __main__ as launch
 
 
@@ -45,18 +50,50 @@ def test_the_list_of_commands():
     assert "maxramp.errors" in done.stderr and "jax" not in done.stderr
 
 
-def test_help_is_no_failure():
-    done = run("--help")
-    assert (done.returncode, done.stderr) == (0, "") and "hang_timeout_seconds" in done.stdout
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_help(name, capsys):
+    """What the command does, and every option that its source names; nothing of it is a failure."""
+    module = importlib.import_module(
+        "maxramp.launch.__main__" if name == "launch" else f"maxramp.{name}"
+    )
+
+    def asked(option):
+        with pytest.raises(SystemExit) as ended:
+            module.main([option])
+        printed = capsys.readouterr()
+        assert not ended.value.code and not printed.err
+        return printed.out
+
+    text = asked("--help")
+    assert module.__doc__.partition("\n")[0].rstrip(".") in " ".join(text.split())
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    options = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    options = {str(o) for o in options if re.fullmatch("--[a-z][a-z_-]+", str(o))}
+    assert all(re.search(rf"{option}\b", text) for option in options | {"--version"})
+    assert "hang_timeout_seconds" not in text and text.count("\n") < 60
+    assert asked("--version") == f"maxramp {__version__}\n"
+    if "--help-keys" in text:
+        assert "hang_timeout_seconds: 1800.0" in asked("--help-keys")
+
+
+def test_a_config_that_comes_with_the_package(tmp_path, capsys, monkeypatch):
+    """By its name in a clone, wherever one is; a file that is here is meant first."""
+    monkeypatch.chdir(tmp_path)
+    assert load(["configs/models/llama3-8b.yml"]).model.base_emb_dim == 4096
+    assert load(["configs/post_train/rl.yml"]).run.program == "grpo"
+    with pytest.raises(ConfigError, match="no such config file"):
+        load(["configs/nonesuch.yml"])
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "base.yml").write_text("steps: 7\n")
+    assert load(["configs/base.yml"]).batch.steps == 7
 
 
 def test_the_usage_of_a_launch_names_its_cluster(capsys):
-    with pytest.raises(SystemExit):
-        launch.main(["--help"])
-    usage = "python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...]\n"
-    assert capsys.readouterr().out.startswith(f"usage: {usage}")
+    usage = (
+        "python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]"
+    )
     assert launch.main(["--cluster", "local"]) == 2
-    assert capsys.readouterr().err == f"error: no config file given: {usage}"
+    assert capsys.readouterr().err == f"error: no config file given: {usage}\n"
 
 
 @pytest.mark.parametrize(

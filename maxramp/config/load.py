@@ -11,28 +11,21 @@ from maxramp.config import alternatives, overrides
 from maxramp.config.checks import check
 from maxramp.config.keys import Config
 from maxramp.config.overrides import Given
+from maxramp.config.usage import answer, usage
 from maxramp.errors import ConfigError
-from maxramp.folders.place import place
+from maxramp.folders.place import Place, place
 from maxramp.keys import base
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump
 from maxramp.run.keys import PROGRAMS
 
-USAGE = """usage: python -m maxramp.{program} {form}
-{more}
-Values are YAML: steps=100, learning_rate=3e-4, enable_rampup_batch_size=False. Every key, with its
-default:
-
-{base}"""
-
 
 def load(
     arguments: Sequence[str],
     program: str = "plan",
-    usage: str = "",
+    doc: str = "python -m maxramp.plan CONFIG.yml [key=value ...]",
     note: Callable[[str], None] = print_note,
-    form: str = "CONFIG.yml [key=value ...]",
 ) -> Config:
     """Reads CONFIG.yml and key=value arguments.
 
@@ -40,9 +33,8 @@ def load(
       arguments: the command line after the program's name.
       program: the module's name. One that trains refuses a config for another, says what it does
         not read, and leaves that at its default.
-      usage: what the usage text says of that program alone.
+      doc: the module's, which --help prints.
       note: takes a line about what became of another trainer's keys; prints it by default.
-      form: the arguments of that program, for its usage line.
 
     Returns:
       The configuration, checked as far as it can be without devices: `config.resolve` fills in what
@@ -50,17 +42,14 @@ def load(
 
     Raises:
       ConfigError: what is wrong, in one line.
-      SystemExit: after printing the help that was asked for.
+      SystemExit: after printing what was asked for: --help, --help-keys or --version.
     """
-    if {"-h", "--help", "help"} & set(arguments):
-        base_text = (CONFIGS / "base.yml").read_text()
-        print(USAGE.format(program=program, form=form, more=usage, base=base_text))
-        raise SystemExit(0)
+    answer(arguments, doc)
     if not arguments or ("=" in arguments[0] and not _is_file(arguments[0])):
-        raise ConfigError(f"no config file given: python -m maxramp.{program} {form}")
+        raise ConfigError(f"no config file given: {usage(doc)}")
     values = ml_collections.ConfigDict(base.base(), type_safe=True, convert_dict=False)
     values.lock()
-    *files, command_line = overrides.read(place(arguments[0]), arguments[1:], note)
+    *files, command_line = overrides.read(_config_file(arguments[0]), arguments[1:], note)
     files = [given for given in files if given.values != base.base()]  # base.yml gives nothing new
     for given in files:
         _update(values, given)
@@ -102,9 +91,17 @@ def _without_unread(
     unread, defaults = Config.not_read_by(program), base.base()
     given = [name for name in defaults if name in unread and values[name] != defaults[name]]
     if given:
-        shown = ", ".join(base.limited([f"{name}={values[name]}" for name in given]))
+        shown = ", ".join(base.shortened([f"{name}={values[name]}" for name in given]))
         note(f"maxramp.{program} does not read {shown}")
     return values | {name: defaults[name] for name in given}
+
+
+def _config_file(text: str) -> Place:
+    """The config file of that name: here, or one that comes with the package."""
+    path = place(text)
+    first, _, rest = text.partition("/")
+    is_ours = first == "configs" and not path.exists() and (CONFIGS / rest).is_file()
+    return CONFIGS / rest if is_ours else path
 
 
 def _is_file(text: str) -> bool:

@@ -103,7 +103,7 @@ class _Sorter:
                 self._unknown.append((given, name))
             else:
                 key, value = (peer.key, peer.value) if peer else (name, value)
-                if peer:
+                if peer and value != defaults.unset(key):
                     self._translated.append(f"{given}: taken as {key}={value}")
                 if where and key in taken and taken[key][1] != value:
                     raise ConfigError(
@@ -119,7 +119,7 @@ class _Sorter:
           ConfigError: all of it, in one line.
         """
         wrong = [
-            f"{', '.join(defaults.limited(given))} {why}" for why, given in self.refused.items()
+            f"{', '.join(defaults.shortened(given))} {why}" for why, given in self.refused.items()
         ]
         if self._unknown:
             wrong.append(defaults.unknown_keys(self._unknown))
@@ -130,7 +130,7 @@ class _Sorter:
         """What became of the keys of other trainers, in lines."""
         if not self._ignored:
             return self._translated
-        ignored = ", ".join(defaults.limited(self._ignored))
+        ignored = ", ".join(self._ignored)
         return [*self._translated, f"ignored, as nothing here depends on them: {ignored}"]
 
 
@@ -173,7 +173,7 @@ def _flat(pairs: Any) -> Iterator[tuple[str, Any]]:
 def _split(argument: str) -> tuple[str, Any]:
     name, equals, text = argument.partition("=")
     if not equals or name.startswith("-"):
-        raise ConfigError(f'"{argument}" is not of the form key=value (--help lists every key)')
+        raise ConfigError(f'"{argument}" is not of the form key=value (--help-keys lists them)')
     name = name.lstrip("+")  # as Hydra's users write a key that a file does not have
     if defaults.is_text(peers.RENAMED.get(name, name)):
         return name, text  # as written: run_name=007 or 1e5 is a name

@@ -20,7 +20,7 @@ CONFIGS = next(
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
 _OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list, "learning_rate": float}
 
-_MOST_NAMED = 12  # in one line
+_MOST_WHOLE = 12  # keys with their values, in one line
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def _kind_of(value: Any) -> str:
     return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
 
 
-def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help") -> str:
+def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
     """What is wrong with keys that do not exist, in one line.
 
     Args:
@@ -116,13 +116,13 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help") -> 
         given + (f" (did you mean {key}?)" if key else "")
         for (given, _), key in zip(found, meant, strict=True)
     ]
-    return f"{', '.join(limited(shown))} are not known keys; {list_of_keys} lists every key"
+    return f"{', '.join(shortened(shown))} are not known keys; {list_of_keys} lists every key"
 
 
-def limited(parts: list[str]) -> list[str]:
-    """As many parts as one line takes, and how many are left."""
-    left = len(parts) - _MOST_NAMED
-    return parts if left <= 0 else [*parts[:_MOST_NAMED], f"and {left} more"]
+def shortened(given: list[str]) -> list[str]:
+    """Keys as they were given, FILE: KEY=VALUE; of many the last ones by their names alone."""
+    rest = [part.partition("=")[0].rpartition(": ")[2] for part in given[_MOST_WHOLE:]]
+    return [*given[:_MOST_WHOLE], *rest]
 
 
 def near(name: str) -> str | None:

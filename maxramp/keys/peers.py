@@ -18,6 +18,7 @@ RENAMED = {
     # Reinforcement learning, in prompts.
     "batch_size": "global_batch_size",
     "num_batches": "steps",
+    "hf_data_dir": "hf_name",
     "rl.num_generations": "num_generations",
     "rl.num_iterations": "num_iterations",
     "rl.grpo_beta": "grpo_beta",
@@ -154,11 +155,7 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ),
     ("dataset_path dataset_name eval_dataset_name", ("c4/en:3.0.1",), _NO_DATA),
     ("eval_split", ("validation",), _NO_DATA),
-    (
-        "hf_data_dir hf_data_files hf_train_files hf_eval_files",
-        (),
-        _NO_DATA,
-    ),
+    ("hf_data_files hf_train_files hf_eval_files", (), _NO_DATA),
     (
         "grain_train_mixture_config_path model.data.data_prefix",
         (),

@@ -33,7 +33,7 @@ def at_least(bound: int) -> Any:
     return _key(lambda value: value is None or value >= bound, f"must be {bound} or more")
 
 
-def positive_or_open(meaning: str = "see --help") -> Any:
+def positive_or_open(meaning: str = "see --help-keys") -> Any:
     """A number from 1 up, or -1, which leaves it open."""
     return _key(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
 
@@ -45,7 +45,7 @@ def above_zero() -> Any:
 
 def above_zero_or_open() -> Any:
     """A number above 0, or -1, which leaves it open."""
-    return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help)")
+    return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)")
 
 
 def fraction() -> Any:

@@ -11,7 +11,7 @@ from maxramp.keys.base import CONFIGS
 
 _HEAD = """# Keys
 
-Every key of a run with its default. `python -m maxramp.train --help` prints the same list.
+Every key of a run with its default. `python -m maxramp.train --help-keys` prints the same list.
 This page is made from [configs/base.yml](../configs/base.yml) by
 `python -m maxramp.keys.table > docs/keys.md`.
 """

@@ -1,6 +1,13 @@
-"""Starts a run on this machine or on a cluster, and restarts it until it is done.
+"""Starts a run as a chain of jobs, here or on a cluster, and again until it is done.
 
-python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [--dry-run | --status]
+python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]
+
+  --cluster NAME   where to run the jobs: local, slurm or gke
+  --dry-run        print everything that would be started
+  --status         show the jobs of a run under slurm
+
+num_nodes and devices_per_node say what nodes you have; each job takes as many as the plan gives its
+stage, and runs the program that the config is for (docs/pods.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -15,29 +22,22 @@ from collections.abc import Sequence
 from maxramp.commandline import count, quoted, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
+from maxramp.config.usage import answer
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
 _CLUSTERS = ("local", "slurm", "gke")
-FORM = f"CONFIG.yml --cluster {'|'.join(_CLUSTERS)} [key=value ...]"
-USAGE = """
-  --cluster local|slurm|gke  where to run the jobs
-  --dry-run                  print everything that would be started
-  --status                   show the jobs of a run under slurm
-
-num_nodes and devices_per_node say what nodes you have; each job takes as many as the plan gives its
-stage.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        answer(arguments, __doc__)
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = _take_cluster(arguments)
-        config = load(arguments, "launch", USAGE, form=FORM)
+        config = load(arguments, "launch", __doc__)
         if config.batch.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(
@@ -71,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _take_cluster(arguments: list[str]) -> str:
     cluster = take_value(arguments, "--cluster")
-    if cluster is None and {"-h", "--help", "help"} & set(arguments):
-        return "local"
     if cluster is None:
         raise ConfigError(f"no --cluster given; add --cluster {', '.join(_CLUSTERS[:-1])} or gke")
     if cluster not in _CLUSTERS:

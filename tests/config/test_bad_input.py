@@ -146,7 +146,7 @@ CASES = {
     "double dash": keys("--log_period=3", '"--log_period=3"', "key=value"),
     "second config file": keys("configs/other.yml", "configs/other.yml", "key=value"),
     "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
-    "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help"),
+    "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help-keys"),
     "MaxText's keys": keys(
         "num_experts=8 ici_context_parallelism=2 ici_expert_parallelism=4",
         "num_experts=8 (MaxText's): not supported",

@@ -45,10 +45,10 @@ def test_the_last_of_a_key_counts():
 
 def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
     """On the command line or by the file above; what is left is looked at."""
-    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_data_dir: c4\n")
-    (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_data_dir: ""\n')
+    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_data_files: c4\n")
+    (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_data_files: ""\n')
     values, notes = load("quantization=int4", "quantization=", config=tmp_path / "mine.yml")
-    assert values == {"steps": 150001} and "hf_data_dir, quantization" in "".join(notes)
+    assert values == {"steps": 150001} and "hf_data_files, quantization" in "".join(notes)
     assert refusal("quantization=", "quantization=int4").startswith("quantization=int4 (MaxText's)")
     assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: quantizatio")
 
@@ -87,7 +87,7 @@ def test_all_unknown_keys_in_one_line(tmp_path):
     line = refusal("qqq=x", config=tmp_path / "mine.yml")
     assert line == (
         f"{tmp_path}/base.yml: stepz=3 (did you mean steps?), {tmp_path}/mine.yml: foo.bar.baz=1, "
-        f"{tmp_path}/mine.yml: foo.n=2, qqq=x are not known keys; --help lists every key"
+        f"{tmp_path}/mine.yml: foo.n=2, qqq=x are not known keys; --help-keys lists every key"
     )
 
 
@@ -117,9 +117,9 @@ def test_a_suggestion_is_close(name, meant):
     assert meant is None or f"did you mean {meant}?" in line
 
 
-def test_long_lines_are_cut():
+def test_a_long_line_names_everything():
     line = refusal(*(f"qqq{i}={'x' * 500}" for i in range(40)))
-    assert len(line) < 1500 and "and 28 more" in line
+    assert len(line) < 1500 and all(f"qqq{i}" in line for i in range(40))
 
 
 # --- Keys of MaxText and NeMo --------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("quantization=int8", "dtype"),
         ("ici_expert_parallelism=2", "data, pipeline, fsdp and tensor"),
         ("dcn_context_parallelism=-1", "data, pipeline, fsdp and tensor"),
-        ("hf_data_dir=data", "maxramp.prepare"),
+        ("hf_data_files=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
         ("attention_type=local_sliding", "not built here"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
