@@ -547,3 +547,12 @@ def test_random_changes_keep_the_clock():
             plain = RampupBatchManager(keys).thresholds
             due = [t for t in plain if t.first_sample <= ramp.samples_before(k)][-1]
             assert stage.global_batch_size == due.global_batch_size
+
+
+def test_the_plan_in_the_docs_is_the_plan(monkeypatch, capsys):
+    """Line by line, as it is printed."""
+    monkeypatch.setenv("COLUMNS", "130")
+    print_plan(make_plan(load([str(ROOT / "configs" / "schedules" / "nemo-gpt3-5b.yml")])))
+    shown = [line.rstrip() for line in (ROOT / "docs" / "running.md").read_text().splitlines()]
+    for line in capsys.readouterr().out.splitlines():
+        assert line.rstrip() in shown
