@@ -51,17 +51,18 @@ _SIZES_OF_A_PASS = tuple(Way((name,)) for name in ("per_device_batch_size", "mic
 
 
 def choose(values: dict[str, Any], given: Given) -> None:
-    """Lets the ways that a file or command line gives take the place of those below it.
+    """Takes what a file or command line gives, in the place of other ways to say the same.
 
     Keys that choose another way are unset, and keys that only it uses go back to their defaults.
 
     Args:
-      values: of all keys, those given included; changed in place.
+      values: of all keys, before; changed in place.
       given: what the file or command line gives.
 
     Raises:
       ConfigError: it gives the same thing in two ways.
     """
+    values |= given.values
     for ways in (_NOTATIONS, _LENGTHS, _SIZES_OF_A_PASS, _BEGINNINGS):
         chosen = [
             (way, name) for way in ways for name in _given(way, values) if name in given.values

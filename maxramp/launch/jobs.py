@@ -102,14 +102,11 @@ class Run:
         return ramp.stage_at_step(position.step if position else 0).nodes
 
     def nodes_of_next_stage(self) -> int:
-        """The nodes that a job which ended with 75 asks for; the plan's where it could not say so.
+        """The nodes that a job which ended with 75 asks for.
 
         A run that goes on from another run's checkpoint may have no own one yet, so the job knows.
         """
-        try:
-            return json.loads((self.folder / "next_stage.json").read_bytes())["nodes"]
-        except FileNotFoundError:  # its storage was away when it ended
-            return self.next_nodes()
+        return json.loads((self.folder / "next_stage.json").read_bytes())["nodes"]
 
     def steps_done(self) -> int:
         """Steps done in the newest whole checkpoint; 0 before the first."""

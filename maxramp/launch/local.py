@@ -13,15 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import IO
 
 from maxramp.commandline import count
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, reason_of
-from maxramp.folders.place import is_near
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
 
-_ASKING = 5.0  # seconds between two questions to a storage that does not answer
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
@@ -44,12 +41,9 @@ def run(launch: Run) -> int:
         status = _run_job(launch, nodes, stop)
         if status in (0, EXIT_CONFIG) or stop.asked:
             return status
-        try:
-            done = _insistently(launch, launch.steps_done, stop)
-            if status == EXIT_STAGE_END:
-                nodes = _insistently(launch, launch.nodes_of_next_stage, stop)
-        except InterruptedError:
-            return status
+        done = launch.steps_done()
+        if status == EXIT_STAGE_END:
+            nodes = launch.nodes_of_next_stage()
         if progressed := done > before:
             failures = 0
         if progressed and status in (EXIT_STAGE_END, EXIT_PREEMPTED):
@@ -62,27 +56,6 @@ def run(launch: Run) -> int:
             return status
         failures += 1
         _say(f"exit status {status}: starting again ({failures} of {most})")
-
-
-def _insistently(launch: Run, ask: Callable[[], int], stop: "_Stop") -> int:
-    """What the run's folder answers, however long its storage is away.
-
-    Raises:
-      InterruptedError: somebody asked to stop first.
-      OSError: the folder is on a disk, which does not come back by itself.
-    """
-    said = False
-    while not stop.asked:
-        try:
-            return ask()
-        except OSError as error:
-            if is_near(launch.folder):
-                raise
-            if not said:
-                _say(f"{reason_of(error)}; asking again until there is an answer")
-            said = True
-            time.sleep(_ASKING)
-    raise InterruptedError
 
 
 class _Stop:
@@ -155,14 +128,11 @@ def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    codes = [_shell_status(p.returncode) for p in ended]
+    # As a shell says that a signal ended a process.
+    codes = [128 - p.returncode if p.returncode < 0 else p.returncode for p in ended]
     codes += [128 + signal.SIGKILL] * (len(processes) - len(ended))
     wrong = [code for code in codes if code not in (0, EXIT_STAGE_END, EXIT_PREEMPTED)]
     return (wrong or sorted(codes, reverse=True))[0]
-
-
-def _shell_status(code: int) -> int:
-    return 128 - code if code < 0 else code  # as a shell says that a signal ended a process
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:

@@ -119,17 +119,21 @@ def submit(run: Run, dry_run: bool) -> int:
     Raises:
       ConfigError: a value cannot stand in a script, there is no SLURM here, or it refuses the job.
     """
-    scripts = {f"{nodes}-nodes.sh": _script(run, nodes) for nodes in run.node_counts()}
+    scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
     nodes = run.next_nodes()
     first = f"{nodes}-nodes.sh"
-    scripts.setdefault(first, _script(run, nodes))
+    scripts.setdefault(first, script(run, nodes))
     folder = run.folder / "slurm"
     if dry_run:
         for name, text in scripts.items():
             print(f"### {folder / name}\n{text}")
         print(f"### then\ncd {quoted([folder])} && sbatch {first}")
         return 0
-    _find("sbatch")
+    if not shutil.which("sbatch"):
+        raise ConfigError(
+            "--cluster slurm: no sbatch on the path; launch where SLURM is installed, or use "
+            "--cluster local, or --dry-run to see the scripts"
+        )
     if running := [entry["job"] for entry in _chain(folder) if entry["state"] in _ALIVE]:
         raise ConfigError(
             f"run_name={run.name}: job {running[0]} of this run is in SLURM's queue; "
@@ -201,15 +205,7 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
         except ValueError:  # torn, by a full disk or a node that died
             continue
         if e["event"] == "start":
-            jobs[e["job"]] = {
-                "job": e["job"],
-                "nodes": e["nodes"],
-                "started": e["time"],
-                "ended": 0,
-                "from": e["samples"],
-                "to": e["samples"],
-                "state": "RUNNING",
-            }
+            jobs[e["job"]] = _entry(e["job"], e["nodes"], "RUNNING", e["time"], e["samples"])
         elif e["job"] in jobs:
             state = e["event"]
             if state == "end":
@@ -218,15 +214,17 @@ def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
     queue = _queue(folder)
     for entry in jobs.values():
         if not entry["ended"]:
-            entry["state"] = queue.get(entry["job"], (0, "gone: killed with its node or by hand"))[
-                1
-            ]
+            gone = 0, "gone: killed with its node or by hand"
+            entry["state"] = queue.get(entry["job"], gone)[1]
             entry["to"] = max(entry["from"], _samples(folder.parent))
     for job, (nodes, state) in queue.items():
-        if job not in jobs:
-            new = {"job": job, "nodes": nodes, "started": 0, "ended": 0, "from": 0, "to": 0}
-            jobs[job] = new | {"state": state}
+        jobs.setdefault(job, _entry(job, nodes, state))
     return list(jobs.values())
+
+
+def _entry(job: int, nodes: int, state: str, started: int = 0, samples: int = 0) -> dict[str, Any]:
+    about = {"job": job, "nodes": nodes, "state": state}
+    return about | {"started": started, "ended": 0, "from": samples, "to": samples}
 
 
 def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
@@ -257,15 +255,7 @@ def _samples(folder: pathlib.Path) -> int:
     return max(map(int, re.findall(r'"consumed_samples": (\d+)', text)), default=0)
 
 
-def _find(program: str) -> None:
-    if not shutil.which(program):
-        raise ConfigError(
-            f"--cluster slurm: no {program} on the path; launch where SLURM is installed, or use "
-            "--cluster local, or --dry-run to see the scripts"
-        )
-
-
-def _script(run: Run, nodes: int) -> str:
+def script(run: Run, nodes: int) -> str:
     """The batch script of the jobs on so many nodes."""
     keys, python, srun = run.keys, sys.executable, []
     if keys.container_image:
@@ -284,7 +274,7 @@ def _script(run: Run, nodes: int) -> str:
         devices = ",".join(map(str, range(run.devices_per_node)))
         environment.append(f"export JAX_LOCAL_DEVICE_IDS={devices}")
     values = {
-        "STAGES": run.stages_on(nodes) or "(of an earlier plan)",
+        "STAGES": run.stages_on(nodes),
         "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),
         "DIRECTORY": quoted([pathlib.Path.cwd()]),
         "FOLDER": quoted([run.folder]),

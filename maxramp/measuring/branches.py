@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from maxramp.measuring.noise import student
-from maxramp.run.metrics import Record
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
@@ -42,16 +41,6 @@ class Branch:
         """Nats per token on held-out rows; infinite where it is no number."""
         loss = float(self.cross_entropy.sum() / self.tokens.sum())
         return loss if math.isfinite(loss) else math.inf
-
-
-def last_evaluation(records: Sequence[Record], consumed_samples: int) -> Record | None:
-    """The evaluation by batches after so many samples; None where there is none yet."""
-    found = [
-        record
-        for record in records
-        if record["consumed_samples"] == consumed_samples and "eval_batch_tokens" in record
-    ]
-    return found[-1] if found else None
 
 
 def difference(branch: Branch, other: Branch) -> tuple[float, float | None, float | None]:

@@ -68,9 +68,8 @@ class Evidence:
             results.sort(key=lambda r: (r["step"], r["samples"]))
             places = {(r["step"], r["samples"]): r for r in results}
             for result in places.values():
-                _use(result)
                 self.lines.append(_line_of(result))
-        except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError):
+        except (ValueError, LookupError, TypeError):
             raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
         if not results:
             raise ConfigError(
@@ -165,26 +164,6 @@ class Evidence:
 def _padded(keys: dict[str, Any]) -> bool:
     """Whether each row of a run is one document, and the rest padding."""
     return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
-
-
-def _use(result: dict[str, Any]) -> None:
-    """Takes from a result of maxramp.branch all that is taken later: what lacks is noticed here."""
-    numbers = [
-        result[name]
-        for name in ("step", "first_sample", "samples", "row_tokens", "target_tokens", "largest")
-    ]
-    numbers += [size["rows"] for size in result["sizes"]]
-    if result["surely"] is not None:
-        numbers += [result["surely"], result["possibly"]]
-    if not result["sizes"] or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError
-    least = [result[name] for name in ("samples", "row_tokens", "target_tokens", "largest")]
-    if min(*least, *(s["rows"] for s in result["sizes"])) < 1:
-        raise ValueError
-    from_branches([result])
-    for kind in KINDS:
-        _factor(kind, [result])
-    home_of(result["run"])
 
 
 def _line_of(result: dict[str, Any]) -> str:

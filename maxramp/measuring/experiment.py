@@ -20,7 +20,7 @@ from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.folders.place import Place, home_of, write_whole
 from maxramp.keys import base
-from maxramp.measuring.branches import Branch, compare, last_evaluation
+from maxramp.measuring.branches import Branch, compare
 from maxramp.measuring.noise import KINDS, around
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
@@ -47,7 +47,7 @@ class Experiment:
           ConfigError: there is no such checkpoint, or what is asked for makes no sense.
         """
         self._run = home_of(run).absolute()
-        self._sizes = _sizes(sizes)
+        self._sizes = sizes_of(sizes)
         self._position = _checkpoint(self._run, at)
         config = Config.of(base.base() | self._position.config)
         batch, self._first = config.batch, self._position.consumed_samples
@@ -65,7 +65,7 @@ class Experiment:
         wanted = parse_count(tokens) if tokens else ramp.total_samples * self._row // 10
         if not wanted:
             raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
-        self._samples = _window(self._sizes, -(-wanted // self._row), self._row)
+        self._samples = window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
         self._keys = _keys(keys, self._of_branch(self._sizes[0]))
         self._config = config
@@ -91,7 +91,6 @@ class Experiment:
         write_whole(config, to_yaml(self._config).encode())
         for number, size in enumerate(self._sizes, 1):
             keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
-            self._check_same(size)
             if not self._evaluation(size):
                 print(
                     f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
@@ -162,7 +161,9 @@ class Experiment:
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
         records = read_records(self._folder / str(size) / "metrics.jsonl")
-        return last_evaluation(records, self._first + self._samples)
+        end = self._first + self._samples
+        found = [r for r in records if r["consumed_samples"] == end and "eval_batch_tokens" in r]
+        return found[-1] if found else None
 
     def _done(self) -> list[int]:
         """The sizes of this window that are trained, whatever this command asks for."""
@@ -206,12 +207,7 @@ class Experiment:
           ConfigError: they differ.
         """
         path, here = self._folder / _KEYS, sorted(self._keys)
-        try:
-            before = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            before = here
-        except ValueError:
-            raise ConfigError(f"{path}: not as maxramp.branch wrote it; move it away") from None
+        before = json.loads(path.read_bytes()) if path.exists() else here
         if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
             raise ConfigError(
                 f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
@@ -219,46 +215,32 @@ class Experiment:
             )
         write_whole(path, (json.dumps(here) + "\n").encode())
 
-    def _check_same(self, size: int) -> None:
-        """Refuses to mix a branch that was trained with other keys into this comparison."""
-        checkpoints = self._folder / str(size) / "checkpoints"
-        steps = folder_lib.steps_in(checkpoints)
-        if not steps:
-            return
-        try:
-            trained = folder_lib.read(checkpoints / str(steps[-1])).config
-        except folder_lib.TornError:
-            return  # the trainer says so, and what it does about it
-        here = self._rate_of(size)
-        if not math.isclose(trained["learning_rate"], here, rel_tol=1e-6):
-            raise ConfigError(
-                f"{checkpoints.parent}: trained with learning_rate={trained['learning_rate']}, and "
-                f"today's keys make it {here:g}; move the folder away"
-            )
-
     def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
         """The noise scale in rows by kind, around the checkpoint, and the factor up to `largest`.
 
         Over the run's own steps up to a window's length before the checkpoint and after it.
         """
         records, found = read_records(self._run / "metrics.jsonl"), {}
+        first, last = self._first - self._samples, self._first + self._samples
         for kind in KINDS:
-            first, last = self._first - self._samples, self._first + self._samples
             block = around(records, kind, first, last)
             if block and block.noise_scale:
-                rows = {
-                    name: value and value / block.row_target_tokens
-                    for name, value in (
-                        ("noise_scale", block.noise_scale),
-                        ("low", block.low),
-                        ("high", block.high),
-                    )
+                row = block.row_target_tokens
+                found[f"{kind}noise_scale"] = {
+                    "noise_scale": block.noise_scale / row,
+                    "low": block.low / row,
+                    "high": block.high and block.high / row,
+                    "factor": largest * row / block.noise_scale,
                 }
-                found[f"{kind}noise_scale"] = rows | {"factor": largest / rows["noise_scale"]}
         return found
 
 
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str) -> list[int]:
+    """The global batch sizes of --sizes, the smallest first.
+
+    Raises:
+      ConfigError: they are not two or more different sizes.
+    """
     parts = text.split(",")
     sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
@@ -268,7 +250,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
+def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
     """The rows that all branches train on: every size ends with the same row.
 
     Raises:

@@ -8,6 +8,7 @@ This module imports no jax.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from maxramp.commandline import count
@@ -143,43 +144,56 @@ def _check_passes(keys: BatchKeys) -> None:
         )
 
 
+def _check_rise(
+    numbers: Sequence[Fraction],
+    given: Sequence[str],
+    end: tuple[str, Fraction],
+    start_name: str,
+    constant: str,
+) -> None:
+    """Refuses a ramp that does not rise from its start to its end in whole increments.
+
+    Args:
+      numbers, given: start, increment and samples of the ramp, and how an error shows them.
+      end: where it ends: the key and its value.
+      start_name: of the start, as a term of the sum.
+      constant: what makes the batch constant.
+    """
+    start, increment, samples = numbers
+    name, final = end
+    rise, without = final - start, f"lower the start, or {constant}"
+    if start <= 0:
+        raise ConfigError(f"{given[0]} must be above 0")
+    if rise < 0:
+        raise ConfigError(f"{given[0]} is above {name}={show(final)}; a ramp grows: {without}")
+    if rise == 0:
+        raise ConfigError(
+            f"{given[0]} equals {name}={show(final)}, which leaves nothing to ramp; {without}"
+        )
+    if increment <= 0 or rise % increment:
+        relation = f"does not divide {name} - {start_name} = {show(rise)}"
+        wrong = "must be above 0" if increment <= 0 else relation
+        raise ConfigError(f"{given[1]} {wrong}; use {_divisors(rise)}")
+    if samples <= 0:
+        raise ConfigError(
+            f"{given[2]} must be above 0 (over which the batch grows); for a constant batch "
+            f"{constant}"
+        )
+
+
 # --- MaxText -------------------------------------------------------------------------------------
 
 
 def _check_maxtext(keys: BatchKeys) -> None:
-    start = exact(keys.per_device_batch_size_start)
-    increment = exact(keys.per_device_batch_size_increment)
-    rise = exact(keys.per_device_batch_size) - start
-    if start <= 0:
-        raise ConfigError(f"per_device_batch_size_start={show(start)} must be above 0")
-    if rise < 0:
-        raise ConfigError(
-            f"per_device_batch_size={show(keys.per_device_batch_size)} is below "
-            f"per_device_batch_size_start={show(start)}; a ramp grows: lower the start, or set "
-            "enable_rampup_batch_size=False"
-        )
-    if rise == 0:
-        raise ConfigError(
-            f"per_device_batch_size_start={show(start)} equals per_device_batch_size, which "
-            "leaves nothing to ramp; lower the start, or set enable_rampup_batch_size=False"
-        )
-    if increment <= 0:
-        raise ConfigError(
-            f"per_device_batch_size_increment={show(increment)} must be above 0; the ramp "
-            f"rises by {show(rise)} in all: use {_divisors(rise)}"
-        )
-    if rise % increment:
-        raise ConfigError(
-            f"per_device_batch_size_increment={show(increment)} does not divide "
-            f"per_device_batch_size - per_device_batch_size_start = {show(rise)}; "
-            f"use {_divisors(rise)}"
-        )
-    if keys.global_rampup_samples <= 0:
-        raise ConfigError(
-            f"global_rampup_samples={keys.global_rampup_samples} must be above 0 (the "
-            "samples over which the batch grows); for a constant batch set "
-            "enable_rampup_batch_size=False"
-        )
+    names = (
+        "per_device_batch_size_start",
+        "per_device_batch_size_increment",
+        "global_rampup_samples",
+    )
+    numbers = [exact(getattr(keys, name)) for name in names]
+    given = [f"{name}={show(number)}" for name, number in zip(names, numbers, strict=True)]
+    final = "per_device_batch_size", exact(keys.per_device_batch_size)
+    _check_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
@@ -219,37 +233,13 @@ def _check_nemo(keys: BatchKeys) -> None:
     shown = f"rampup_batch_size={ramp}"
     if len(ramp) != 3 or any(type(number) is not int for number in ramp):
         raise ConfigError(f"{shown} must be three integers: [start, increment, samples]")
-    start, increment, samples = ramp
-    final = keys.global_batch_size
-    if final == -1:
+    if keys.global_batch_size == -1:
         raise ConfigError(f"{shown} needs global_batch_size, the size at which the ramp ends")
-    if start < 1:
-        raise ConfigError(f"{shown}: the start {start} must be 1 or more")
-    if start > final:
-        raise ConfigError(
-            f"{shown}: the start {start} is above global_batch_size={final}; a ramp grows: lower "
-            "the start"
-        )
-    if start == final:
-        raise ConfigError(
-            f"{shown}: the start equals global_batch_size={final}, which leaves nothing to ramp; "
-            "lower the start, or leave rampup_batch_size out"
-        )
-    if increment < 1:
-        raise ConfigError(
-            f"{shown}: the increment {increment} must be 1 or more; the ramp rises by "
-            f"{final - start} in all: use {_divisors(Fraction(final - start))}"
-        )
-    if (final - start) % increment:
-        raise ConfigError(
-            f"{shown}: the increment {increment} does not divide global_batch_size - start = "
-            f"{final - start}; use {_divisors(Fraction(final - start))}"
-        )
-    if samples < 1:
-        raise ConfigError(
-            f"{shown}: the samples {samples} must be 1 or more; for a constant batch leave "
-            "rampup_batch_size out"
-        )
+    names = "start", "increment", "samples"
+    numbers = [Fraction(number) for number in ramp]
+    given = [f"{shown}: the {name} {number}" for name, number in zip(names, ramp, strict=True)]
+    final = "global_batch_size", Fraction(keys.global_batch_size)
+    _check_rise(numbers, given, final, "start", "leave rampup_batch_size out")
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:

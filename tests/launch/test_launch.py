@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import signal
 import socket
@@ -218,7 +219,7 @@ def addresses(port: int) -> set[str]:
 def test_words_of_a_script_are_read_back_as_given(tmp_path):
     line = arguments(tmp_path, "", f"run_name={NASTY}", 'setup_lines=["export A=1"]')
     launch = Run.of(load(line), line)
-    script = slurm._script(launch, 2)
+    script = slurm.script(launch, 2)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assigned = [x for x in script.splitlines() if x.startswith(("folder=", "command=("))]
     program = "\n".join([*assigned, 'printf \'%s\\0\' "$folder" "${command[@]}"'])
@@ -234,11 +235,11 @@ def test_containers(tmp_path):
     image = "image=/images/a b.sqsh"
     mounts = "container_mounts=/data:/data"
     line = arguments(tmp_path, "", "run_name=x", f"container_{image}", mounts)
-    script = slurm._script(Run.of(load(line), line), 1)
+    script = slurm.script(Run.of(load(line), line), 1)
     assert "'--container-image=/images/a b.sqsh'" in script
     assert "command=(python -m maxramp.train" in script
     line.append("container_runtime=apptainer")
-    script = slurm._script(Run.of(load(line), line), 1)
+    script = slurm.script(Run.of(load(line), line), 1)
     assert "command=(apptainer exec --nv --bind /data:/data '/images/a b.sqsh' python" in script
 
 
@@ -269,7 +270,7 @@ def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
     launch = Run.of(config, line)
     assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes() == 2
     saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
-    assert launch.next_nodes() == launch.nodes_of_next_stage() == 2
+    assert launch.next_nodes() == 2
     (tmp_path / "x" / "next_stage.json").write_text('{"nodes": 4}')  # by a job that knows more
     assert launch.nodes_of_next_stage() == 4
     alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
@@ -426,12 +427,16 @@ def test_a_process_that_does_not_come(tmp_path, cache_dir):
     one_line(processes[1], 1, f"127.0.0.1:{port}")
 
 
-def test_a_chain_with_a_torn_line(tmp_path, monkeypatch):
+def test_a_chain_with_a_torn_line(tmp_path, capsys, monkeypatch):
     """A full disk, or a node that died: the jobs before and after it are known."""
     monkeypatch.setenv("PATH", str(tmp_path))  # without a SLURM that could be asked
     job = '{"job": %d, "nodes": 1, "time": 5, "event": "start", "status": null, "samples": 0}\n'
-    (tmp_path / "chain.jsonl").write_bytes((job % 1 + job[:20] + "\n" + job % 2).encode() + b"\0")
-    assert [entry["job"] for entry in slurm._chain(tmp_path)] == [1, 2]
+    line = arguments(tmp_path, "", "run_name=x")
+    (tmp_path / "x" / "slurm").mkdir(parents=True)
+    chain = (job % 171 + job[:20] + "\n" + job % 172).encode() + b"\0"
+    (tmp_path / "x" / "slurm" / "chain.jsonl").write_bytes(chain)
+    slurm.print_status(Run.of(load(line), line))
+    assert re.findall(r"^ *(17\d) ", capsys.readouterr().out, re.M) == ["171", "172"]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

@@ -98,34 +98,6 @@ def test_here(name, tmp_path, capsys):
     assert ("gave up after max_restarts=2" in printed) == (expected[-1] in (1, 76))
 
 
-class Flaky(Scripted):
-    """Behind a storage that gives no answer at first whenever a job has ended."""
-
-    away = 2
-
-    def steps_done(self) -> int:
-        Flaky.away -= (self.folder.parent / "ended").exists()
-        if Flaky.away in (0, 1):
-            raise OSError(5, "Service Unavailable", "gs://bucket/runs/x")
-        return super().steps_done()
-
-
-def test_a_storage_that_is_away_between_two_jobs(tmp_path, capsys, monkeypatch):
-    """The launch says so once, and asks again instead of leaving the run."""
-    monkeypatch.setattr(local, "_ASKING", 0.01)
-    monkeypatch.setattr(local, "is_near", lambda folder: False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    run = scripted(tmp_path, [(1, 10), (0, 20)])
-    try:
-        assert local.run(Flaky(run.config, run.arguments, run.folder, run.stages)) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    printed = capsys.readouterr().out
-    assert printed.count("Service Unavailable") == 1 and "asking again" in printed
-    assert ends(tmp_path) == [1, 0]
-
-
 # What SLURM does of it: `srun` runs the command, `sbatch` notes what is submitted.
 FAKES = {
     "scontrol": "echo localhost",
@@ -138,7 +110,7 @@ FAKES = {
 def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
     """Writes the script of the run and the fakes; returns the environment of a job."""
     (run.folder / "slurm").mkdir(parents=True)
-    (run.folder / "slurm" / "1-nodes.sh").write_text(slurm._script(run, 1))
+    (run.folder / "slurm" / "1-nodes.sh").write_text(slurm.script(run, 1))
     (folder / "bin").mkdir()
     for name, text in FAKES.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")

@@ -140,7 +140,7 @@ def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
     run = scripted(tmp_path, [(76, None)])
     script = run.folder / "slurm" / "1-nodes.sh"
     script.parent.mkdir(parents=True)
-    script.write_text(slurm._script(run, 1))
+    script.write_text(slurm.script(run, 1))
     chain = Chain(cluster, run.folder, [])
     subprocess.run(["sbatch", script.name], cwd=script.parent, env=cluster, check=True)
     chain.wait_for_the_end()

@@ -3,16 +3,17 @@
 import json
 import shutil
 import sys
-import types
 
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp import branch, suggest
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Branch, compare, difference
-from maxramp.measuring.experiment import Experiment, _sizes, _window
+from maxramp.measuring.experiment import Experiment, sizes_of, window
+from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, read_records
 
 
@@ -91,53 +92,62 @@ def test_batches_of_an_evaluation(tmp_path):
     assert third["eval_loss"] == 2.5 and "eval_batch_tokens" not in third
 
 
-def experiment_of(folder, *keys):
-    """Branches of 8, 16 and 24 rows in 48 rows, as the command makes them."""
-    found = Experiment.__new__(Experiment)
-    found._sizes, found._samples, found._folder = [8, 16, 24], 48, folder / "20-48"
-    found._position, found._first = types.SimpleNamespace(step=20, path=folder), 160
-    found._rate, found._batch, found._keys = 0.1, 8, list(keys)
-    found._config = make_config()
-    return found
+@pytest.fixture
+def checkpointed(tmp_path):
+    """A run's folder with a checkpoint after 20 steps of 8 rows of 16 tokens."""
+    config = make_config("global_batch_size=8", "steps=40", "max_target_length=16")
+    stages = RampupBatchManager(config.batch, 1).to_json()["stages"]
+    saved = Checkpoint(tmp_path, 20, 160, stages, "", dict(config.values), {})
+    folder = tmp_path / "run" / "checkpoints" / "20"
+    folder.mkdir(parents=True)
+    metadata = json.dumps({"custom_metadata": saved.metadata()})
+    (folder / "_CHECKPOINT_METADATA").write_text(metadata)
+    return tmp_path / "run"
 
 
-def write_branch(experiment, size, losses, tokens):
-    folder = experiment._folder / str(size)
-    (folder / "checkpoints" / "26").mkdir(parents=True)  # torn
+def experiment_of(run, *keys, sizes="8,16,24"):
+    """In a window of 48 rows."""
+    return Experiment(str(run), 20, sizes, "768", keys)
+
+
+def write_branch(run, size, losses, tokens):
+    """As a branch that is done leaves it."""
+    folder = run / "branches" / "20-48" / str(size)
+    (folder / "checkpoints" / "26").mkdir(parents=True)
     batches = {"eval_batch_cross_entropy": losses, "eval_batch_tokens": tokens}
     record = {"step": 25, "consumed_samples": 208} | batches
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    return folder
 
 
-def test_branches_that_cannot_be_compared(tmp_path, capsys):
-    """Of other keys, or evaluated in other batches; torn checkpoints are no reason."""
-    (tmp_path / "20-96").mkdir()
-    experiment = experiment_of(tmp_path, "hardware=cpu")
-    for size in experiment._sizes:
-        write_branch(experiment, size, [3.0, 3.0], [2.0, 2.0])
+def test_branches_that_cannot_be_compared(checkpointed, capsys):
+    """Of other keys, or evaluated in other batches."""
+    (checkpointed / "branches" / "20-96").mkdir(parents=True)
+    folders = [write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0]) for size in (8, 16, 24)]
+    experiment = experiment_of(checkpointed, "hardware=cpu")
     assert experiment.train(sys.stdout) == 0
     assert "window   48 rows" in (printed := capsys.readouterr().out)
     assert "other windows (20-96) are not read" in printed
     with pytest.raises(ConfigError, match=r"ran with the keys \['hardware=cpu'\], not with \[\]"):
-        experiment_of(tmp_path).train(sys.stdout)
-    shutil.rmtree(experiment._folder / "16")
-    write_branch(experiment, 16, [3.0], [4.0])
+        experiment_of(checkpointed).train(sys.stdout)
+    shutil.rmtree(folders[1])
+    write_branch(checkpointed, 16, [3.0], [4.0])
     with pytest.raises(ConfigError, match=r"16: evaluated in other batches.*\(1 and 2 of them"):
         experiment.train(sys.stdout)
-    shutil.rmtree(experiment._folder / "8")
-    write_branch(experiment, 8, [None, 3.0], [2.0, 2.0])
+    shutil.rmtree(folders[0])
+    write_branch(checkpointed, 8, [None, 3.0], [2.0, 2.0])
     with pytest.raises(ConfigError, match="no number, so there is nothing to compare with"):
         experiment.train(sys.stdout)
 
 
-def test_sizes_that_are_done_count_though_fewer_are_asked_for(tmp_path):
-    experiment = experiment_of(tmp_path)
-    for size in experiment._sizes:
-        write_branch(experiment, size, [3.0, 3.0], [2.0, 2.0])
-    (experiment._folder / "32").mkdir()  # that has not begun
-    again = experiment_of(tmp_path)
-    again._sizes = [8, 24]
-    assert again.train(sys.stdout) == 0 and again._sizes == [8, 16, 24]
+def test_sizes_that_are_done_count_though_fewer_are_asked_for(checkpointed):
+    for size in (8, 16, 24):
+        write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0])
+    (checkpointed / "branches" / "20-48" / "32").mkdir()  # that has not begun
+    (checkpointed / "metrics.jsonl").touch()
+    again = experiment_of(checkpointed, sizes="8,24")
+    assert again.train(sys.stdout) == 0
+    assert [size["rows"] for size in again.result(0.01)["sizes"]] == [8, 16, 24]
 
 
 @pytest.mark.parametrize("tolerance", ("nan", "inf", "-0.01"))
@@ -150,16 +160,16 @@ def test_a_tolerance_that_is_none(tmp_path, capsys, tolerance):
 @pytest.mark.parametrize("text", ("8", "8,8", "0,8", "8,²", "8,x", ""))
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="must be two or more different global batch sizes"):
-        _sizes(text)
+        sizes_of(text)
 
 
 def test_sizes_whose_window_is_far_more_than_was_asked_for():
-    assert _window([8, 16, 32], 1000, 16) == 1024
-    assert _window([8, 24, 64], 100, 16) == 192
+    assert window([8, 16, 32], 1000, 16) == 1024
+    assert window([8, 24, 64], 100, 16) == 192
     with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*as 96,192, or --tokens 268800"):
-        _window([96, 100, 112, 120], 1000, 16)
+        window([96, 100, 112, 120], 1000, 16)
     with pytest.raises(ConfigError, match=r"default\); give --tokens 1024$"):
-        _window([8, 64], 10, 16)
+        window([8, 64], 10, 16)
 
 
 def test_a_home_of_nobody(capsys):
