@@ -1,6 +1,6 @@
 """Writes text with the weights of a run.
 
-python -m maxramp.generate RUN --prompt TEXT [--prompt TEXT ...] [options] [key=value ...]
+python -m maxramp.generate RUN --prompt TEXT [options] [key=value ...]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -12,22 +12,23 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.usage import HelpKeys
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.folders.place import place
 from maxramp.generation.generator import Answer, Generator
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
+from maxramp.generation.text import AnswerText
 from maxramp.parallel.processes import run
+from maxramp.rl.prompts import FilePrompts
 from maxramp.training.programs import compiler_options
 
+_SELDOM = 16  # tokens
 USAGE = """RUN is the folder of a run, or one of its checkpoints. Text streams as it comes; that of
 several prompts and samples follows one another. key=value sets the mesh (ici_fsdp_parallelism=4),
 hardware, dtype, attention, max_target_length or the tokenizer.
@@ -51,7 +52,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=place)
-    parser.add_argument("--prompt", action="append", required=True, help="may be given again")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given again")
+    parser.add_argument(
+        "--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo'
+    )
     parser.add_argument("--samples", type=int, default=1, help="answers to each prompt (1)")
     parser.add_argument(
         "--max_new_tokens", type=int, help="of an answer (as many as max_target_length leaves)"
@@ -65,12 +69,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
     parser.add_argument(
-        "--stop", action="append", default=[], help="a text of one token that ends an answer too"
+        "--stop", action="append", default=[], help="a text that ends an answer too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
     parser.add_argument("--help-keys", action=HelpKeys)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
+    if not (given.prompt or given.prompt_file):
+        raise ConfigError("no prompt is given; use --prompt TEXT, or --prompt_file FILE")
+    if "" in given.stop:
+        raise ConfigError("--stop '' would end every answer before its first token; give a text")
     for name in ("samples", "max_new_tokens"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ConfigError(f"--{name} {getattr(given, name)} must be 1 or more")
@@ -83,8 +91,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _generate(given: argparse.Namespace) -> None:
     trained = TrainedRun(given.run, given.keys)
     tokenizer = trained.tokenizer()
-    stops = [*tokenizer.ends, *map(tokenizer.stop, map(_text, given.stop))]
-    texts = [_text(prompt) for prompt in given.prompt for _ in range(given.samples)]
+    asked = [*map(_text, given.prompt)]
+    asked += FilePrompts(given.prompt_file, None).texts if given.prompt_file else []
+    texts = [prompt for prompt in asked for _ in range(given.samples)]
     prompts = tokenizer.encode(texts)
     room = trained.config.model.max_target_length - max(map(len, prompts))
     most_tokens = given.max_new_tokens or max(1, room)
@@ -97,15 +106,25 @@ def _generate(given: argparse.Namespace) -> None:
     del model
 
     is_first = jax.process_index() == 0
-    show = (_Json if given.json else _Text)(texts, prompts, tokenizer.tokenizer)
-    every = most_tokens if given.json else 1
+    stops, decode = [*map(_text, given.stop)], tokenizer.tokenizer.decode
+    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
+    live = _Live(texts)
+    # Answers that nobody watches come at once, or often enough to notice the texts that end them.
+    every = 1 if not given.json else _SELDOM if stops else most_tokens
     start = time.perf_counter()
     for answers in generator.stream(
-        weights, prompts, most_tokens, sampling, given.seed, stops, every=every
+        weights, prompts, most_tokens, sampling, given.seed, tokenizer.ends, every=every
     ):
-        if is_first:
-            show(answers)
-    seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
+        for text, answer in zip(written, answers, strict=True):
+            text.read(answer)
+        if is_first and not given.json:
+            live(written)
+        if all(text.done for text in written):
+            break
+    seconds, tokens = time.perf_counter() - start, sum(text.tokens for text in written)
+    if is_first and given.json:
+        for line in zip(texts, written, answers, strict=True):
+            _print_json(*line)
     if is_first:
         print(f"{count(tokens, 'token')} in {seconds:.1f} s, compiling included", file=sys.stderr)
 
@@ -115,77 +134,36 @@ def _text(argument: str) -> str:
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
-class _Json:
-    """Prints every answer as a line of JSON."""
-
-    def __init__(self, texts: Sequence[str], prompts: Sequence[np.ndarray], tokenizer: Tokenizer):
-        self._texts, self._prompts, self._tokenizer = texts, prompts, tokenizer
-
-    def __call__(self, answers: Sequence[Answer]) -> None:
-        for text, prompt, answer in zip(self._texts, self._prompts, answers, strict=True):
-            shown = IncrementalText(self._tokenizer.decode, prompt)
-            line = {
-                "prompt": text,
-                "answer": shown.more(_without_stop(answer), True),
-                "truncated": answer.truncated,
-                "tokens": answer.tokens.tolist(),
-                "log_probs": [float(f"{x:.6g}") for x in answer.log_probs],
-            }
-            print(json.dumps(line))
-
-
-class _Text:
+class _Live:
     """Prints answers behind their prompts: each when the one before is whole, as it comes."""
 
-    def __init__(self, texts: Sequence[str], prompts: Sequence[np.ndarray], tokenizer: Tokenizer):
-        self._texts, self._prompts, self._tokenizer = texts, prompts, tokenizer
-        self._number, self._shown = 0, None
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts, self._number, self._begun = prompts, 0, False
 
-    def __call__(self, answers: Sequence[Answer]) -> None:
-        while self._number < len(answers):
-            if self._shown is None:
-                if len(answers) > 1:
-                    print(f"--- {self._number + 1} of {len(answers)}")
-                print(self._texts[self._number], end="")
-                self._shown = IncrementalText(self._tokenizer.decode, self._prompts[self._number])
-            answer = answers[self._number]
-            print(self._shown.more(_without_stop(answer), answer.done), end="", flush=True)
-            if not answer.done:
+    def __call__(self, texts: Sequence[AnswerText]) -> None:
+        while self._number < len(texts):
+            if not self._begun:
+                if len(texts) > 1:
+                    print(f"--- {self._number + 1} of {len(texts)}")
+                print(self._prompts[self._number], end="")
+                self._begun = True
+            text = texts[self._number]
+            print(text.new(), end="", flush=True)
+            if not text.done:
                 return
             print()
-            self._number, self._shown = self._number + 1, None
+            self._number, self._begun = self._number + 1, False
 
 
-def _without_stop(answer: Answer) -> np.ndarray:
-    return answer.tokens[:-1] if answer.done and not answer.truncated else answer.tokens
-
-
-class IncrementalText:
-    """The text of tokens that come one after another, behind a prompt.
-
-    A token may hold a part of a character, and what it looks like may depend on the one before it.
-    So the last tokens are decoded together with those before them, and what ends within a character
-    waits for the rest.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray):
-        self._decode, self._prompt = decode, prompt
-        self._begin, self._end = 0, len(prompt)  # of the last tokens that were shown
-
-    def more(self, tokens: np.ndarray, whole: bool) -> str:
-        """What is new in the text.
-
-        Args:
-          tokens: all that have come.
-          whole: whether they are the last: what is no character then shows as U+FFFD.
-        """
-        tokens = np.concatenate([self._prompt, tokens])
-        before = self._decode(tokens[self._begin : self._end])
-        now = self._decode(tokens[self._begin :])
-        if now.endswith("\N{REPLACEMENT CHARACTER}") and not whole:
-            return ""
-        self._begin, self._end = self._end, len(tokens)
-        return now[len(before) :]
+def _print_json(prompt: str, text: AnswerText, answer: Answer) -> None:
+    line = {
+        "prompt": prompt,
+        "answer": text.new(),
+        "truncated": answer.truncated and not text.stopped,
+        "tokens": answer.tokens[: text.tokens].tolist(),
+        "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
+    }
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

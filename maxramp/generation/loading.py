@@ -64,21 +64,6 @@ class PromptTokenizer:
         """Ids of prompts, int32: as documents begin, and without the mark at their end."""
         return dataclasses.replace(self.tokenizer, add_eos=False).encode(prompts)
 
-    def stop(self, text: str) -> int:
-        """The id of a text that stops an answer.
-
-        Raises:
-          ConfigError: it is not one token.
-        """
-        bare = dataclasses.replace(self.tokenizer, add_bos=False, add_eos=False)
-        (ids,) = bare.encode([text])
-        if len(ids) != 1:
-            raise ConfigError(
-                f"--stop {text!r} is {len(ids)} tokens, and only a text of one token stops an "
-                "answer; give another text"
-            )
-        return int(ids[0])
-
 
 class TrainedRun:
     """A run whose weights write text.

@@ -11,8 +11,9 @@ from conftest import make_config, make_mesh, run
 from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.errors import ConfigError
-from maxramp.generate import IncrementalText
+from maxramp.generation.generator import Answer
 from maxramp.generation.loading import TrainedRun
+from maxramp.generation.text import AnswerText, IncrementalText
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
 
@@ -66,7 +67,8 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
         (["--temperature", "-1"], "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
         (["--seed", "-3"], "--seed -3 must be 0 or more"),
-        (["--stop", "ab"], "--stop 'ab' is 2 tokens"),
+        (["--stop", ""], "--stop '' would end every answer"),
+        (["--prompt_file", "none.jsonl"], "prompt_file=none.jsonl: cannot be read"),
         (["steps=3"], "steps=3 does not change what a run generates"),
         (["tokenizer_path=none.json"], "tokenizer_path=none.json: dataset_type=text trains on byt"),
         (["itci_data=3"], "is not a known key"),
@@ -84,6 +86,54 @@ def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
     assert "no checkpoint there" in capsys.readouterr().err
+
+
+def test_a_text_that_ends_answers(trained, cache_dir, tmp_path):
+    """Before the text, wherever tokens are cut; prompts of a file are those of the command line."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    line = [trained, "--seed", "5", "--max_new_tokens", "20", f"jax_cache_dir={cache_dir}"]
+    given = [*line, "--prompt_file", str(tmp_path / "prompts.jsonl")]
+    free = run(*line, "--prompt", "ab", "--prompt", "cd", "--json", module="generate")
+    assert free.stdout == run(*given, "--json", module="generate").stdout != ""
+    free = [json.loads(text) for text in free.stdout.splitlines()]
+    stop = free[0]["answer"][7:10]
+    done = run(*given, "--json", "--stop", stop, "--stop", "nowhere", module="generate")
+    answers = [json.loads(text) for text in done.stdout.splitlines()]
+    for answer, whole in zip(answers, free, strict=True):
+        text, found, _ = whole["answer"].partition(stop)
+        assert answer["answer"] == text and answer["truncated"] == (not found)
+        size = len(answer["tokens"])
+        assert answer["tokens"] == whole["tokens"][:size] and len(answer["log_probs"]) == size
+    assert len(answers[0]["tokens"]) < 20
+    done = run(*given, "--stop", stop, "--stop", "nowhere", module="generate")
+    assert done.stdout == "".join(
+        f"--- {i + 1} of 2\n{a['prompt']}{a['answer']}\n" for i, a in enumerate(answers)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize(
+    "stops, text, tokens",
+    [
+        ((), "abc END d", 9),
+        (("END",), "abc ", 7),
+        (("ENDE", "END d"), "abc ", 9),
+        (("c", "END"), "ab", 3),
+        (("ENDE",), "abc END d", 9),
+    ],
+)
+def test_what_is_shown_of_an_answer_is_never_taken_back(stops, text, tokens, size):
+    """What may begin such a text waits, and the tokens are those up to its last one."""
+    data = np.frombuffer(b"abc END d", np.uint8)
+    shown = AnswerText(lambda ids: bytes(map(int, ids)).decode(), data[:0], stops)
+    pieces = []
+    for end in range(size, len(data) + size, size):
+        done = end >= len(data)
+        shown.read(Answer(data[:end], np.zeros(len(data[:end])), done, done))
+        pieces.append(shown.new())
+        assert text.startswith("".join(pieces))
+    assert "".join(pieces) == text and (shown.tokens, shown.done) == (tokens, True)
+    assert shown.stopped == (text != "abc END d")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
