@@ -4,10 +4,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_collections
+
 from maxramp.commandline import print_note
 from maxramp.config import alternatives, overrides
 from maxramp.config.checks import check
 from maxramp.config.keys import Config
+from maxramp.config.overrides import Given
 from maxramp.config.usage import answer, usage
 from maxramp.errors import ConfigError
 from maxramp.folders.place import Place, place
@@ -44,12 +47,13 @@ def load(
     answer(arguments, doc)
     if not arguments or ("=" in arguments[0] and not _is_file(arguments[0])):
         raise ConfigError(f"no config file given: {usage(doc)}")
-    values = base.base()
+    values = ml_collections.ConfigDict(base.base(), type_safe=True, convert_dict=False)
+    values.lock()
     *files, command_line = overrides.read(_config_file(arguments[0]), arguments[1:], note)
     files = [given for given in files if given.values != base.base()]  # base.yml gives nothing new
     for given in files:
-        alternatives.choose(values, given)
-    model_name = command_line.values.get("model_name", values["model_name"])
+        _update(values, given)
+    model_name = command_line.values.get("model_name", values.model_name)
     if model_name != "default":
         path = CONFIGS / "models" / f"{model_name}.yml"
         if len(model_name) > 100 or not path.is_file():
@@ -59,13 +63,13 @@ def load(
                 f"there are default, {', '.join(names)}"
             )
         model, _ = overrides.read(path, (), note)
-        alternatives.choose(values, model)
-    alternatives.choose(values, command_line)
+        _update(values, model)
+    _update(values, command_line)
     if program in PROGRAMS:
-        values["program"] = _checked(values["program"], program)
+        values.program = _checked(values.program, program)
     names = {name for given in (*files, command_line) for name in given.values}
-    merged = alternatives.without_demo(values, names)
-    config = Config.of(_without_unread(merged, values["program"], note))
+    merged = alternatives.without_demo(values.to_dict(), names)
+    config = Config.of(_without_unread(merged, values.program, note))
     check(config)
     return config
 
@@ -103,6 +107,13 @@ def _config_file(text: str) -> Place:
 def _is_file(text: str) -> bool:
     """Whether what looks like key=value is the path of a config file."""
     return is_object_storage(text) or os.path.isfile(text)
+
+
+def _update(values: ml_collections.ConfigDict, given: Given) -> None:
+    merged = values.to_dict()
+    alternatives.choose(merged, given)
+    with values.ignore_type():  # a key may be unset
+        values.update(merged)
 
 
 def to_yaml(config: Config) -> str:

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import ml_collections
+
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
@@ -117,7 +119,7 @@ class BatchKeys(CurveKeys):
         if isinstance(config, cls):
             return config
         names = [field.name for field in dataclasses.fields(cls)]
-        if hasattr(type(config), "items"):  # a mapping, or ml_collections' ConfigDict
+        if isinstance(config, Mapping | ml_collections.ConfigDict):
             found = _from_mapping(config)
         else:
             found = {}
@@ -236,7 +238,7 @@ class BatchKeys(CurveKeys):
         return self.nodes * self.devices_per_node
 
 
-def _from_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
     """The values of a mapping by our keys.
 
     Raises:
