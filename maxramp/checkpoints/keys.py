@@ -46,7 +46,7 @@ class CheckpointKeys(Keys):
                 "the newest, but max_num_checkpoints_to_keep is not given, and so all stay; give it"
             )
         for name in self.allow_changed:
-            if not base.is_key(name) and name != "corpus":
+            if name not in base.base() and name != "corpus":
                 raise ConfigError(
                     f"allow_changed={list(self.allow_changed)}: {name} is neither a key nor corpus"
                 )

@@ -3,9 +3,21 @@
 import dataclasses
 from typing import Any
 
-from maxramp.config.overrides import Given
 from maxramp.errors import ConfigError
 from maxramp.keys import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What one config file or the command line gives.
+
+    Attributes:
+      where: the beginning of an error about it: "FILE: ", "" for the command line.
+      values: by key of base.yml, each of the type of its default.
+    """
+
+    where: str
+    values: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,8 +90,8 @@ class DataKeys(Keys):
                 f"eval_interval={self.eval_interval} asks for evaluation, but eval_fraction=0 "
                 "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
             )
-        _ = self.type_of_tokenizer
         _check_expansion(self.expansion_factor_real_data)
+        _ = self.type_of_tokenizer
 
     @property
     def type_of_tokenizer(self) -> str:

@@ -10,8 +10,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import TornError
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
-from maxramp.config import overrides
-from maxramp.config.checks import check
+from maxramp.config import load as config_files
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.data import mixture, tokenizers
@@ -88,7 +87,7 @@ class TrainedRun:
             self.checkpoint = folder_lib.read(found)
         except TornError as error:
             raise ConfigError(f"{found} is torn ({error}); give another checkpoint") from None
-        *_, given = overrides.read(base.CONFIGS / "base.yml", arguments, print_note)
+        *_, given = config_files.read(base.CONFIGS / "base.yml", arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:
                 raise ConfigError(
@@ -104,7 +103,7 @@ class TrainedRun:
         if self._another:
             values |= {"tokenizer_type": "", "tokenizer_path": ""}
         self.config = Config.of(values | given.values)
-        check(self.config)
+        self.config.check()
 
     def load(self) -> Decoder:
         """The weights, on a mesh of all devices, which is set; starts the backend.

@@ -1,10 +1,11 @@
 """The keys of configs/base.yml: defaults, types of the values, and names that come close."""
 
-import copy
 import difflib
 import functools
 import math
 import pathlib
+import types
+from collections.abc import Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
@@ -24,28 +25,14 @@ _MOST_WHOLE = 12  # keys with their values, in one line
 
 
 @functools.cache
-def _base() -> dict[str, Any]:
-    return read_yaml(CONFIGS / "base.yml")
-
-
-def base() -> dict[str, Any]:
-    """Every key with its default; a copy."""
-    return copy.deepcopy(_base())
-
-
-def is_key(name: str) -> bool:
-    """Whether base.yml has the key."""
-    return name in _base()
-
-
-def is_text(name: str) -> bool:
-    """Whether the values of a key are text, and so are taken as they are written."""
-    return isinstance(_base().get(name), str)
+def base() -> Mapping[str, Any]:
+    """Every key with its default."""
+    return types.MappingProxyType(read_yaml(CONFIGS / "base.yml"))
 
 
 def unset(name: str) -> Any:
     """What a key is where it is not given: by its type, False, "", -1 or None."""
-    value = _base()[name]
+    value = base()[name]
     if isinstance(value, bool):
         return False
     if isinstance(value, str):
@@ -55,7 +42,7 @@ def unset(name: str) -> Any:
 
 def may_be_unset(name: str) -> bool:
     """Whether None is a value of a key."""
-    return name in _OPTIONAL or name in _OPTIONAL_TEXT or _base()[name] == ""
+    return name in _OPTIONAL or name in _OPTIONAL_TEXT or base()[name] == ""
 
 
 def typed(shown: str, value: Any, name: str) -> Any:
@@ -69,7 +56,7 @@ def typed(shown: str, value: Any, name: str) -> Any:
     Raises:
       ConfigError: the value is of another type.
     """
-    default = _base()[name]
+    default = base()[name]
     if name in _OPTIONAL:
         if value in (None, "none", "None"):
             return None
@@ -131,7 +118,7 @@ def near(name: str) -> str | None:
     Most names of the keys share words, so a few equal letters prove nothing: word by word the name
     has to be the key's, but for a slip in each, and only words at the end may be missing.
     """
-    for key in difflib.get_close_matches(name, _base(), 5, 0.8):
+    for key in difflib.get_close_matches(name, base(), 5, 0.8):
         words, of_key = name.split("_"), key.split("_")
         if name.replace("_", "") == key.replace("_", ""):
             return key

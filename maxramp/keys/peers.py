@@ -360,7 +360,7 @@ def look_up(name: str, value: Any) -> Peer | None:
         if name in DERIVED:
             return Peer(owner, refusal=f"is {DERIVED[name]} in NeMo; give that number")
         return Peer(owner)
-    if defaults.is_key(key):
+    if key in defaults.base():
         taken = VALUES.get(key, {}).get(str(value), value)
         return None if (key, taken) == (name, value) else Peer(owner, key, taken)
     for names, asks_for_nothing, refusal in _REFUSED:

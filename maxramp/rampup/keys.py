@@ -247,7 +247,7 @@ def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict
     found, unknown = {}, []
     for name, value in config.items():
         peer = peers.look_up(str(name), value)
-        if peer or base.is_key(name):
+        if peer or name in base.base():
             found |= {peer.key: peer.value} if peer else {name: value}
         else:
             unknown.append((f"{name}={value}", str(name)))

@@ -9,7 +9,6 @@ import jax
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import TornError
 from maxramp.commandline import print_note
-from maxramp.config.checks import check
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.folders.place import Place, place
@@ -75,7 +74,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     if other := _other_sizes(config, there):
         note(f"{weights} has {other}; these sizes are taken")
     config = config.replace(**of_weights, eval_interval=-1)  # there is no text to hold out
-    check(config)
+    config.check()
     return config
 
 

@@ -8,7 +8,6 @@ from conftest import BASE, run
 
 from maxramp.commandline import take_flag, take_value
 from maxramp.config import load as loading
-from maxramp.config import overrides
 from maxramp.errors import ConfigError
 from maxramp.keys import peers
 
@@ -280,7 +279,7 @@ def test_the_table_fits_the_keys():
         assert name not in BASE_VALUES and key in BASE_VALUES, name
     for key, values in peers.VALUES.items():
         for theirs, ours in values.items():
-            *_, given = overrides.read(pathlib.Path(BASE), [f"{key}={theirs}"], str)
+            *_, given = loading.read(pathlib.Path(BASE), [f"{key}={theirs}"], str)
             assert given.values == {key: ours}
 
 
