@@ -101,7 +101,8 @@ def _run(begun: Start) -> int:
     """Opens the prompts and the run's folder, and trains from where it stands."""
     config = begun.config
     weights = first_weights.path_of(config)
-    tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, []).tokenizer())
+    given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
+    tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, given).tokenizer())
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
             f"{weights} was trained on documents without a mark at their end (add_eos=False): no "

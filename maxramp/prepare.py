@@ -48,6 +48,7 @@ KEYS = (
     "tokenizer_path",
     "add_bos",
     "add_eos",
+    "split_special_tokens",
     "train_data_columns",
     "tokenize_train_data",
     "grain_file_type",

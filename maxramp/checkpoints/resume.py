@@ -25,6 +25,7 @@ _HISTORY_KEYS = (
     "tokenizer_path",
     "add_bos",
     "add_eos",
+    "split_special_tokens",
     "packing",
     "grain_packing_type",
 )

@@ -99,7 +99,7 @@ def open_tokenizer(
             )
         file, trained = _train_bpe(bpe_size, output, inputs, manifest, allowed, say)
         kind, path = "huggingface", str(file)
-    tokenizer = tokenizers.load(kind, path, keys.add_bos, keys.add_eos)
+    tokenizer = tokenizers.load(kind, path, **keys.mark_keys)
     say(f"tokenizer  {tokenizer.describe()}")
     return tokenizer, trained
 

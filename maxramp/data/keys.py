@@ -32,6 +32,7 @@ class DataKeys(Keys):
     tokenize_train_data: bool
     add_bos: bool
     add_eos: bool
+    split_special_tokens: bool
     vocab_size: int
     eval_fraction: float = below_one()
     eval_interval: int
@@ -44,6 +45,11 @@ class DataKeys(Keys):
     data_shuffle_seed: int = uint32()
     expansion_factor_real_data: float
 
+    @property
+    def mark_keys(self) -> dict[str, bool]:
+        """The keys that say which marks documents get."""
+        return {name: getattr(self, name) for name in tokenizer_keys.MARK_KEYS}
+
     def check(self) -> None:
         """Checks each key, and that files, columns and the kind of data go together.
 
@@ -51,6 +57,11 @@ class DataKeys(Keys):
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
         super().check()
+        if self.dataset_type == "text" and not self.split_special_tokens:
+            raise ConfigError(
+                "split_special_tokens=False: dataset_type=text trains on bytes, without a "
+                "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out"
+            )
         if self.dataset_type == "text" and self.vocab_size < 258:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too small for dataset_type=text: 256 bytes and "

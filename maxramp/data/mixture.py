@@ -28,6 +28,7 @@ from maxramp.data.rows import (
     Span,
     StreamRows,
 )
+from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -241,9 +242,14 @@ class _Opener:
                 f"{_shown(tokenizer)}; prepare both with one tokenizer"
             )
         keys = self._keys
+        if tokenizer["split_special_tokens"] and not keys.split_special_tokens:
+            raise ConfigError(
+                f"split_special_tokens=False is not what {folder} was prepared with, "
+                f"{_shown(tokenizer)}; leave it out, or prepare the set again"
+            )
         if keys.tokenizer_type == "bytes":
             return  # also where neither key is given
-        given = Tokenizer(keys.tokenizer_type, keys.tokenizer_path, False, False)
+        given = Tokenizer(keys.tokenizer_type, keys.tokenizer_path, **keys.mark_keys)
         # By its bytes: training reads tokens, and needs no package that makes them.
         if given.type != tokenizer["type"] or (
             given.file
@@ -275,7 +281,7 @@ class _Opener:
         if self._tokenizer is None:
             keys = self._keys
             self._tokenizer = tokenizers.load(
-                keys.tokenizer_type, keys.tokenizer_path, keys.add_bos, keys.add_eos
+                keys.tokenizer_type, keys.tokenizer_path, **keys.mark_keys
             )
             if self._tokenizer.vocab_size > keys.vocab_size:
                 raise ConfigError(
@@ -288,7 +294,7 @@ class _Opener:
 
 def _shown(tokenizer: dict[str, Any]) -> str:
     """A manifest's tokenizer, for a person."""
-    marks = "".join(f" {name}={tokenizer[name]}" for name in ("add_bos", "add_eos"))
+    marks = "".join(f" {name}={tokenizer[name]}" for name in MARK_KEYS)
     size = f"{tokenizer['vocab_size']:,} ids"
     return f"{tokenizer['type']} of {size}{marks} (hash {tokenizer['hash']})"
 

@@ -99,14 +99,16 @@ def _describe(job: Job) -> dict[str, Any] | None:
         return None
     name = tokenizer.copy_to(job.output)
     trained = {"trained": job.trained} if job.trained else {}
-    return trained | {
-        "type": tokenizer.type,
-        "file": name,
-        "hash": tokenizer.hash,
-        "vocab_size": tokenizer.vocab_size,
-        "add_bos": tokenizer.add_bos,
-        "add_eos": tokenizer.add_eos,
-    }
+    return (
+        trained
+        | {
+            "type": tokenizer.type,
+            "file": name,
+            "hash": tokenizer.hash,
+            "vocab_size": tokenizer.vocab_size,
+        }
+        | tokenizer.mark_keys
+    )
 
 
 def _run(

@@ -5,6 +5,9 @@ import os
 from maxramp.data import hub
 from maxramp.errors import ConfigError
 
+# Which marks come into documents; a prepared set keeps these with its tokenizer.
+MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
+
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from maxramp.data import hub
 from maxramp.data.files import storage
 from maxramp.data.files.storage import optional
+from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.errors import ConfigError
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
@@ -41,7 +42,7 @@ class _Model:
     decode: Callable[[list[int]], str]
 
 
-def _open_bytes(file: str) -> _Model:
+def _open_bytes(file: str, split: bool) -> _Model:
     names = {BEGIN: b"<s>", END: b"</s>"}
     return _Model(
         vocab_size=END + 1,
@@ -54,11 +55,12 @@ def _open_bytes(file: str) -> _Model:
     )
 
 
-def _open_huggingface(file: str) -> _Model:
+def _open_huggingface(file: str, split: bool) -> _Model:
     library = optional("tokenizers", "tokenizers", file)
     model = library.Tokenizer.from_buffer(storage.read_bytes(file))
     model.no_truncation()  # a file may have the settings of another use
     model.no_padding()
+    model.encode_special_tokens = split
     beside = _marks_file(file)
     named = json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
     marks = []
@@ -81,14 +83,14 @@ def _marks_file(file: str) -> str:
     return os.path.join(os.path.dirname(file), _MARKS)
 
 
-def _open_sentencepiece(file: str) -> _Model:
+def _open_sentencepiece(file: str, split: bool) -> _Model:
     library = optional("sentencepiece", "sentencepiece", file)
     model = library.SentencePieceProcessor(model_proto=storage.read_bytes(file))
     begin, end = (mark if mark >= 0 else None for mark in (model.bos_id(), model.eos_id()))
     return _Model(model.vocab_size(), begin, end, model.encode, model.decode)
 
 
-def _open_tiktoken(file: str) -> _Model:
+def _open_tiktoken(file: str, split: bool) -> _Model:
     library = optional("tiktoken", "tiktoken", file)
     pairs = (line.split() for line in storage.read_bytes(file).splitlines() if line.strip())
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -99,7 +101,10 @@ def _open_tiktoken(file: str) -> _Model:
         vocab_size=begin + 2,
         begin=begin,
         end=begin + 1,
-        encode=lambda texts: [model.encode_ordinary(text) for text in texts],
+        encode=lambda texts: [
+            model.encode_ordinary(text) if split else model.encode(text, allowed_special="all")
+            for text in texts
+        ],
         decode=model.decode,
     )
 
@@ -122,12 +127,16 @@ class Tokenizer:
       path: its file, or for huggingface the folder of tokenizer.json, or the name of a model on
         Hugging Face; bytes have none.
       add_bos, add_eos: whether a document begins and ends with a mark.
+      split_special_tokens: whether special tokens that a text names (</s>, <|im_end|>) are text as
+        any other; else they become marks, with huggingface and tiktoken. The texts of bytes and
+        sentencepiece name none.
     """
 
     type: str
     path: str
     add_bos: bool
     add_eos: bool
+    split_special_tokens: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32, with its marks."""
@@ -150,12 +159,12 @@ class Tokenizer:
     def hash(self) -> str:
         """Of the file and the marks: equal hash, equal ids."""
         data = storage.read_bytes(self.file) if self.file else b""
-        marks = f"{self.type} {self._marks}".encode()
+        marks = f"{self.type} {self._marks} {self.split_special_tokens}".encode()
         return hashlib.blake2b(data + marks, digest_size=8).hexdigest()
 
     def describe(self) -> str:
         """What it is, in one line for a person."""
-        marks = [name for name in ("add_bos", "add_eos") if getattr(self, name)]
+        marks = [name for name, value in self.mark_keys.items() if value]
         return (
             f"{self.type}{f' {self.file}' if self.file else ''}: {self.vocab_size:,} ids"
             f"{', '.join(['', *marks])} (hash {self.hash})"
@@ -184,6 +193,11 @@ class Tokenizer:
                 storage.write_whole(folder / copy, storage.read_bytes(file))
         return name
 
+    @property
+    def mark_keys(self) -> dict[str, bool]:
+        """MARK_KEYS with their values."""
+        return {name: getattr(self, name) for name in MARK_KEYS}
+
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:
         marks = []
@@ -202,7 +216,7 @@ class Tokenizer:
                 "tokenizer_type=bytes needs none"
             )
         try:
-            return TYPES[self.type][0](self.file)
+            return TYPES[self.type][0](self.file, self.split_special_tokens)
         except ConfigError:
             raise
         except Exception as error:  # each library has its own
@@ -212,16 +226,27 @@ class Tokenizer:
             ) from None
 
     def __reduce__(self):
-        return Tokenizer, (self.type, self.path, self.add_bos, self.add_eos)
+        return Tokenizer, (self.type, self.path, *self.mark_keys.values())
 
 
-def load(tokenizer_type: str, path: str, add_bos: bool, add_eos: bool) -> Tokenizer:
+def load(
+    tokenizer_type: str,
+    path: str,
+    add_bos: bool,
+    add_eos: bool,
+    split_special_tokens: bool = True,
+) -> Tokenizer:
     """A tokenizer that is known to work.
 
     Raises:
-      ConfigError: what is wrong with its file, or a mark it lacks.
+      ConfigError: what is wrong with its file, a mark it lacks, or no text is a special token.
     """
-    tokenizer = Tokenizer(tokenizer_type, path, add_bos, add_eos)
+    tokenizer = Tokenizer(tokenizer_type, path, add_bos, add_eos, split_special_tokens)
+    if not split_special_tokens and tokenizer_type not in ("huggingface", "tiktoken"):
+        raise ConfigError(
+            "split_special_tokens=False goes with tokenizer_type=huggingface or tiktoken: no text "
+            f"is a special token of {tokenizer_type}; leave it out"
+        )
     tokenizer.encode([""])
     return tokenizer
 

@@ -16,6 +16,7 @@ from maxramp.config.resolve import resolve
 from maxramp.data import mixture, tokenizers
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
+from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.folders.place import Place
@@ -38,7 +39,7 @@ _OF_TRAINING = (
 _OPEN = (
     *(field.name for section in (BackendKeys, MeshKeys) for field in dataclasses.fields(section)),
     *("dtype", "attention", "max_target_length"),
-    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"),
+    *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
 )
 _CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "eval_interval": -1}
 
@@ -135,8 +136,8 @@ class TrainedRun:
         keys = self.config.data
         kind, path = keys.type_of_tokenizer, keys.tokenizer_path
         if keys.dataset_type not in ("grain", "hf"):  # a document of text_files has both marks
-            return kind, path, {"add_bos": True, "add_eos": True}
-        of_keys = kind, path, {"add_bos": keys.add_bos, "add_eos": keys.add_eos}
+            return kind, path, keys.mark_keys | {"add_bos": True, "add_eos": True}
+        of_keys = kind, path, keys.mark_keys
         if self._another:
             return of_keys
         source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
@@ -153,7 +154,7 @@ class TrainedRun:
                 source = paths[0]
                 if of_set := prepared.read_manifest(source)["tokenizer"]:
                     file = f"{source}/{of_set['file']}" if of_set["file"] else ""
-                    marks = {name: of_set[name] for name in ("add_bos", "add_eos")}
+                    marks = {name: of_set[name] for name in MARK_KEYS}
                     return of_set["type"], file, marks
             are_tokens = are_tokens or form in ("prepared", "megatron")
         if are_tokens and kind == "bytes":

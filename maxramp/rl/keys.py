@@ -19,6 +19,7 @@ class RolloutKeys(Keys):
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool
     data_shuffle_seed: int = uint32()
+    split_special_tokens: bool
     max_completion_length: int = at_least(1)
     rollout_seed: int = uint32()
     rewards: Sequence[str]

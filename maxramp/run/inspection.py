@@ -17,6 +17,7 @@ from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
 from maxramp.data.marks import PADDING
 from maxramp.data.mixture import entry_of, open_mixture
+from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.model.attention import starts
 from maxramp.parallel.platform import take_hardware
@@ -42,7 +43,7 @@ def inspect(folder: str, keys: DataKeys, say: Callable[[str], None]) -> None:
     used, tokenizer = manifest["tokenizer"], None
     if used:
         path = os.path.join(folder, used["file"]) if used["file"] else ""
-        tokenizer = tokenizers.load(used["type"], path, used["add_bos"], used["add_eos"])
+        tokenizer = tokenizers.load(used["type"], path, **{k: used[k] for k in MARK_KEYS})
     say(f"set        {folder} (hash {manifest['hash']})")
     say(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
     say(

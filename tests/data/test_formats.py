@@ -313,6 +313,36 @@ def test_ids_are_the_librarys(models):
     assert ids[0].tolist() == [260, 258, 259, ord("s"), 261]  # begin, "word", " word", "s", end
 
 
+NAMES = ["say </s> and <s> here", "<|begin_of_text|><|end_of_text|></s>"]
+
+
+@pytest.mark.parametrize("kind", tokenizers.TYPES)
+def test_a_text_that_names_marks_is_text(kind, models):
+    """Marks are where a document begins and ends, and in a text only on demand."""
+    path = "" if kind == "bytes" else str(models[kind])
+    (begin, end), *_ = tokenizers.load(kind, path, True, True).encode([""])
+    split = tokenizers.load(kind, path, False, False)
+    for text, ids in zip(NAMES, split.encode(NAMES), strict=True):
+        assert not {begin, end} & {*ids.tolist()}
+        assert split.decode(ids) == text or kind == "sentencepiece"  # it lacks some letters
+    if kind in ("bytes", "sentencepiece"):
+        with pytest.raises(ConfigError, match=f"split_special_tokens=False .*token of {kind}"):
+            tokenizers.load(kind, path, False, False, False)
+        return
+    parsed = tokenizers.load(kind, path, False, False, False)
+    name = NAMES[kind == "tiktoken"]
+    assert {begin, end} < {*parsed.encode([name])[0].tolist()}
+    assert parsed.hash != split.hash
+    assert pickle.loads(pickle.dumps(parsed)).hash == parsed.hash
+
+
+def test_a_bpe_of_texts_that_name_marks_has_them_as_text(tmp_path):
+    texts = ["a</s>b<s>c </s>"] * 100
+    (tmp_path / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(texts), 300))
+    bpe = tokenizers.load("huggingface", str(tmp_path), False, False)
+    assert not {0, 1} & {*bpe.encode(texts[:1])[0].tolist()}
+
+
 def test_marks_named_beside_the_tokenizer(models, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(models["huggingface"].read_bytes())
     named = {"bos_token": {"content": "</s>"}, "eos_token": "<s>"}

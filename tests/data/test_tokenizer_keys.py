@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from conftest import BASE, make_config
 from test_formats import TEXTS, write_file, write_megatron
@@ -12,6 +13,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
 from maxramp.config.load import load
 from maxramp.data import tokenizers
+from maxramp.data.files import prepared
 from maxramp.data.opening import open_corpus
 from maxramp.errors import ConfigError
 
@@ -57,6 +59,17 @@ def test_the_type_follows_from_the_file(path, kind, f):
     assert make_config(*GRAIN, f"tokenizer_path={path}").data.tokenizer_type == kind
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_a_set_keeps_how_its_marks_were_made(split, f, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one</s>two"}\n' * 30)
+    keys = (f"tokenizer_path={f}/one", f"split_special_tokens={split}")
+    given = [str(tmp_path / "a.jsonl"), COLUMN, "--workers", "1", *keys]
+    assert prepare.main([*given, "--output", str(tmp_path / "set")]) == 0
+    manifest, (shard,) = prepared.open_set(str(tmp_path / "set"))
+    assert manifest["tokenizer"]["split_special_tokens"] is split
+    assert np.sum(shard[0] == 1) == (1 if split else 2)
+
+
 def test_documents_are_tokenized_by_it(f):
     keys = ("dataset_type=grain", f"grain_train_files={f}/jsonl.jsonl", COLUMN, "vocab_size=448")
     keys += (f"tokenizer_path={f}/one/tokenizer.json", "add_bos=False", "add_eos=False")
@@ -74,6 +87,7 @@ def test_documents_are_tokenized_by_it(f):
         ([*GRAIN, "tokenizer_type=bytes", "tokenizer_path=a.json"], ("=bytes", "=a.json")),
         (["tokenizer_path={f}/one"], ("tokenizer_path={f}/one", "dataset_type=text")),
         (["tokenizer_type=tiktoken"], ("tokenizer_type=tiktoken", "dataset_type=text")),
+        (["split_special_tokens=False"], ("split_special_tokens=False", "dataset_type=text")),
     ),
 )
 def test_refused_before_anything_is_read(keys, names, f):
@@ -108,6 +122,10 @@ def check(caught, names, f):
         (
             ["grain_train_files={f}/set_bytes", "tokenizer_path={f}/two"],
             ("tokenizer_path={f}/two", "{f}/set_bytes", "bytes"),
+        ),
+        (
+            ["grain_train_files={f}/set_one", "split_special_tokens=False"],
+            ("split_special_tokens=False", "{f}/set_one", "split_special_tokens=True"),
         ),
         (
             ["grain_train_files={f}/set_one", "tokenizer_type=sentencepiece"],

@@ -18,7 +18,7 @@ from maxramp.data.files import storage
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.errors import ConfigError
 
-FORMAT, VERSION, NAME = "maxramp prepared tokens", 2, "manifest.json"
+FORMAT, VERSION, NAME = "maxramp prepared tokens", 3, "manifest.json"
 
 _PRIME = 2**127 - 1
 _POINT = 0x1E3779B97F4A7C15F39CC0605CEDC834  # digits of the golden ratio
