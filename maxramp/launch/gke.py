@@ -167,7 +167,20 @@ def _jobsets(run: Run, launch: str) -> list[dict[str, Any]]:
 
 def _dump(manifest: dict[str, Any]) -> str:
     """YAML as Kubernetes reads it, which is 1.1: a run named "no" needs quotes."""
-    return yaml.safe_dump(manifest, sort_keys=False, width=100)
+    return yaml.dump(manifest, Dumper=_Manifest, sort_keys=False, width=100)
+
+
+class _Manifest(yaml.SafeDumper):
+    """Texts of several lines as blocks, in which they can be read."""
+
+
+def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
+
+
+_Manifest.add_representer(str, _as_block)
 
 
 def _config_file(run: Run) -> str:

@@ -86,6 +86,14 @@ def test_schemas(more):
     assert dropped(config_map["metadata"], metadata.to_dict()) == []
 
 
+def test_the_configuration_can_be_read_in_its_manifest():
+    """As a block, line by line, and the jobs read what it says."""
+    text = manifests()["config.yaml"]
+    assert "  config.yml: |\n    # model_name: default\n" in text and "\n    steps: 90\n" in text
+    config = yaml.safe_load(text)["data"]["config.yml"]
+    assert yaml.safe_load(config)["run_name"] == HARMLESS
+
+
 @pytest.mark.parametrize("path", [("spec", "replicas"), ("spec", "failurePolicy", "restarts")])
 def test_the_schema_check_can_fail(path):
     manifest = jobsets(manifests())[0]
