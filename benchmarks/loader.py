@@ -181,7 +181,7 @@ def step_eats() -> float:
     config = resolved()
     with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         ramp = RampupBatchManager(config.batch, 1)
-        rate = LearningRate.of(config.schedule, ramp)
+        rate = LearningRate.of(config.learning_rate, ramp)
         state = initial_state(config.recipe)
         shape = (1, ramp.stages[-1].global_batch_size, config.batch.max_target_length + 1)
         batch = Batch(jax.device_put(np.zeros(shape, np.int32), BATCH_ABS))

@@ -43,7 +43,7 @@ from maxramp.training.step import make_train_step
 
 config = resolve(load(sys.argv[1:]), 1, 1, 1)
 jax.set_mesh(mesh_lib.make_mesh(config.mesh))
-rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
 state = initial_state(config.recipe)
 shape = (1, int(config.batch.per_device_batch_size), config.batch.max_target_length + 1)
 batch = Batch(jax.device_put(jnp.zeros(shape, jnp.int32), BATCH_ABS))

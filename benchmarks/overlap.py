@@ -69,7 +69,7 @@ class Steps:
             programs = PolicyPrograms(
                 config.recipe,
                 config.policy,
-                LearningRate.of(config.schedule, self._ramp),
+                LearningRate.of(config.learning_rate, self._ramp),
                 state,
                 rollout,
                 ahead,

@@ -55,7 +55,7 @@ def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
     """Seconds to lower and to compile the step of a stage, and the lines of its program."""
     ramp = RampupBatchManager(config.batch, mesh.size)
     stage = ramp.stages[stage_index]
-    lower = lower_step(config.recipe, mesh, LearningRate.of(config.schedule, ramp))
+    lower = lower_step(config.recipe, mesh, LearningRate.of(config.learning_rate, ramp))
     start = time.perf_counter()
     lowered = lower(stage.gradient_accumulation_steps, stage.micro_batch_size)
     middle = time.perf_counter()

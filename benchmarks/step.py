@@ -59,7 +59,7 @@ def ours(size, batch, *keys):
     )
     config = resolve(config, 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config.mesh))
-    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     state = initial_state(config.recipe)
     step = make_train_step(config.recipe, rate)
     batch = Batch(jax.device_put(batch, BATCH_ABS))

@@ -118,11 +118,11 @@ def _run(begun: Start) -> int:
     job = begun.open_run(prompts.hash, first_weights.settled)
     if not job.has_steps:
         return job.end()
-    total_prompts = job.schedule.ramp.total_samples
+    total_prompts = job.span.ramp.total_samples
     check_enough(prompts, config.rollout, total_prompts)
     abstract = job.abstract_state()
     trainer = _trainer(job, abstract, prompts, tokenizer)
-    recipe, position = job.config.recipe, job.schedule.position
+    recipe, position = job.config.recipe, job.span.position
     return train(job, trainer, job.checkpoints.first_state(position, abstract, recipe))
 
 
@@ -130,7 +130,7 @@ def _trainer(
     job: Job, abstract: TrainState, prompts: Prompts, tokenizer: PromptTokenizer
 ) -> PolicyTrainer:
     """What takes the steps, with its programs announced to the compiler."""
-    config, output, schedule = job.config, job.output, job.schedule
+    config, output, span = job.config, job.output, job.span
     rewards = agreement.raise_everywhere(lambda: _rewards(config, job.closing))
     options = compiler_options(job.mesh.devices.flat[0].platform)
     ahead = Ahead(
@@ -151,17 +151,17 @@ def _trainer(
     programs = PolicyPrograms(
         config.recipe,
         config.policy,
-        LearningRate.of(config.schedule, schedule.ramp),
+        LearningRate.of(config.learning_rate, span.ramp),
         abstract,
         rollout,
         ahead,
         options,
     )
-    for stage in schedule.stages:
+    for stage in span.stages:
         programs.announce(stage)
     ahead.lower()
     corpus = Corpus((), (), prompts.description, prompts.hash)
-    output.say_start(corpus, abstract.model, config.model.dtype, schedule, job.changes)
+    output.say_start(corpus, abstract.model, config.model.dtype, span, job.changes)
     reference = None
     if config.policy.grpo_beta:
         reference = first_weights.load_reference(job, abstract.model)
@@ -192,12 +192,12 @@ def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
     Raises:
       TrainingError: the run cannot go on.
     """
-    output, checkpoints, schedule = job.output, job.checkpoints, job.schedule
-    ramp, first_step = schedule.ramp, schedule.first_step
+    output, checkpoints, span = job.output, job.checkpoints, job.span
+    ramp, first_step = span.ramp, span.first_step
     cpu.keep()
     checkpoints.start_saving()
     writers = output.open_files(ramp, first_step)
-    for step in schedule.steps():
+    for step in span.steps():
         stage = ramp.stage_at_step(step)
         try:
             state, metrics = trainer.step(state, stage, ramp.samples_before(step))
@@ -220,10 +220,10 @@ def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
         for write in writers:
             write(record)
         stopping = job.check()
-        last = stopping or done == schedule.last_step
+        last = stopping or done == span.last_step
         if checkpoints.is_due(done, ramp) or last:
             checkpoints.save(done, state, ramp, output.flush, last)
-        if stopping and done < schedule.last_step:
+        if stopping and done < span.last_step:
             trainer.raise_failure()  # which asked for the end
             output.say_stopped(step)
             return EXIT_PREEMPTED

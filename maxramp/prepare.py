@@ -158,19 +158,19 @@ def prepare(
             given.train_bpe, keys, output, files, manifest, allowed, _say
         )
         size = max(1, int(given.shard_megabytes * 1e6))
-        job = shards.plan(output, files, tokenizer, trained, size, given.deduplicate)
+        work = shards.plan(output, files, tokenizer, trained, size, given.deduplicate)
         if manifest:
-            _check_prepared(job, manifest, allowed)
-            shards.clean(job)  # where an earlier start was killed just before
+            _check_prepared(work, manifest, allowed)
+            shards.clean(work)  # where an earlier start was killed just before
             _say(f"{output} is prepared already")
         else:
-            there, size = len(job.finished()), sum(shard.size for shard in job.shards)
+            there, size = len(work.finished()), sum(shard.size for shard in work.shards)
             _say(
-                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(job.shards):,} "
+                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(work.shards):,} "
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
             with _progress(size) as show:
-                manifest = preparation.make(job, given.workers, allowed, show)
+                manifest = preparation.make(work, given.workers, allowed, show)
     _say(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
@@ -178,15 +178,17 @@ def prepare(
     _say_what_follows(output, manifest, tokenizer)
 
 
-def _check_prepared(job: shards.Job, manifest: dict[str, Any], allowed: BadRecords) -> None:
+def _check_prepared(
+    work: shards.Preparation, manifest: dict[str, Any], allowed: BadRecords
+) -> None:
     """Whether a set that is there already is the one that is asked for.
 
     Raises:
       ConfigError: it is another, or lacks more bad records than are allowed today.
     """
-    if manifest["source"] != job.source:
+    if manifest["source"] != work.source:
         raise ConfigError(
-            f"--output {job.output} holds a set of other inputs, or read in another way; give "
+            f"--output {work.output} holds a set of other inputs, or read in another way; give "
             "another folder, or remove it"
         )
     left_out = manifest.get("bad_records", 0)
@@ -195,7 +197,7 @@ def _check_prepared(job: shards.Job, manifest: dict[str, Any], allowed: BadRecor
     allowed.check(
         left_out,
         records,
-        f"--output {job.output} is prepared already and leaves out {there}, which "
+        f"--output {work.output} is prepared already and leaves out {there}, which "
         f"--max_bad_records {left_out} allows",
     )
 

@@ -76,9 +76,9 @@ def _run(begun: Start) -> int:
         config.reading,
         config.evaluation,
         corpus,
-        job.schedule.ramp,
+        job.span.ramp,
         expansion,
-        job.schedule.first_step,
+        job.span.first_step,
         job.checkpoints.shuffle,
     )
     job.closing.callback(loader.close)
@@ -101,15 +101,15 @@ def train(job: Job, loader: Loader, abstract: TrainState) -> int:
       ConfigError: load_parameters_path holds no such weights.
       TrainingError: the run cannot go on.
     """
-    config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
-    ramp, first_step = schedule.ramp, schedule.first_step
+    config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
+    ramp, first_step = span.ramp, span.first_step
     with contextlib.ExitStack() as closing:
         programs = Programs(
             config.recipe,
             loader.expansion,
-            LearningRate.of(config.schedule, ramp),
+            LearningRate.of(config.learning_rate, ramp),
             abstract,
-            stages=schedule.stages,
+            stages=span.stages,
             eval_rows=loader.eval_rows,
             packed=loader.corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
@@ -117,15 +117,13 @@ def train(job: Job, loader: Loader, abstract: TrainState) -> int:
             on_failure=job.preemption.ask,
         )
         closing.callback(programs.close)
-        output.say_start(loader.corpus, abstract.model, config.model.dtype, schedule, job.changes)
-        state = HeldState(checkpoints.first_state(schedule.position, abstract, config.recipe))
+        output.say_start(loader.corpus, abstract.model, config.model.dtype, span, job.changes)
+        state = HeldState(checkpoints.first_state(span.position, abstract, config.recipe))
         cpu.keep()
 
         checkpoints.start_saving()
         writers = output.open_files(ramp, first_step)
-        growth = Growth(
-            schedule, output.history(schedule), output.record_decision, output.write_plan
-        )
+        growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
         log = MetricsLog(
             config.run,
             training_flops_per_token(config.model),
@@ -136,7 +134,7 @@ def train(job: Job, loader: Loader, abstract: TrainState) -> int:
         profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
         closing.callback(profiler.close)
         no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
-        for step in schedule.steps():
+        for step in span.steps():
             growth.before(step)
             stage = ramp.stage_at_step(step)
             batch, data_seconds = loader.batch(step)
@@ -164,12 +162,12 @@ def train(job: Job, loader: Loader, abstract: TrainState) -> int:
                 log.log_eval(step, consumed, sums, by_batch)
 
             stopping = job.check()
-            last = stopping or done == schedule.last_step
+            last = stopping or done == span.last_step
             if checkpoints.is_due(done, ramp) or last:
                 log.flush()  # a state whose loss ends the run is never saved
                 checkpoints.save(done, state.tree, ramp, output.flush, last)
                 log.restart_clock()
-            if stopping and done < schedule.last_step:
+            if stopping and done < span.last_step:
                 programs.raise_failure()  # which asked for the end
                 output.say_stopped(step)
                 return EXIT_PREEMPTED

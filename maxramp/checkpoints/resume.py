@@ -87,7 +87,7 @@ def _listed(pairs: dict[str, tuple]) -> str:
 
 
 @dataclasses.dataclass
-class Schedule:
+class Span:
     """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`.
 
     Attributes:
@@ -163,7 +163,7 @@ def take_up(
     restart_passes: float,
     position: Checkpoint | None = None,
     recorded: Sequence[dict[str, Any]] = (),
-) -> Schedule:
+) -> Span:
     """The schedule of a job, from where its run stands.
 
     Args:
@@ -182,10 +182,10 @@ def take_up(
     origin, change = origin_of(batch, num_devices, position, recorded)
     ramp = RampupBatchManager(batch, num_devices, **origin)
     planned = RampupBatchManager(batch, usable=usable, restart_passes=restart_passes, **origin)
-    schedule = Schedule(position, ramp, planned, change, keys, num_devices)
+    span = Span(position, ramp, planned, change, keys, num_devices)
     if ramp.rungs:  # what the first decision of this job cannot change
-        ramp.settle(schedule.first_step + ladder.DELAY - 1)
-    return schedule
+        ramp.settle(span.first_step + ladder.DELAY - 1)
+    return span
 
 
 def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:

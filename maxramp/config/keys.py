@@ -50,7 +50,7 @@ class Config:
     reading: ReadingKeys
     objective: ObjectiveKeys
     optimizer: OptimizerKeys
-    schedule: LearningRateKeys
+    learning_rate: LearningRateKeys
     checkpoints: CheckpointKeys
     run: RunKeys
     evaluation: EvalKeys
@@ -92,16 +92,19 @@ class Config:
             getattr(self, name).check()
         notations.check(self.batch)
         alternatives.check_notation(self.values)
-        if self.batch.rampup_policy == "noise" and self.schedule.batch_size_lr_reference == "final":
+        if (
+            self.batch.rampup_policy == "noise"
+            and self.learning_rate.batch_size_lr_reference == "final"
+        ):
             raise ConfigError(
                 "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would "
                 "depend on a batch that is not decided yet; use initial, or leave it out"
             )
-        schedule_steps = self.schedule.learning_rate_schedule_steps
-        if self.batch.steps != -1 and schedule_steps > self.batch.steps:
+        curve_steps = self.learning_rate.learning_rate_schedule_steps
+        if self.batch.steps != -1 and curve_steps > self.batch.steps:
             raise ConfigError(
-                f"learning_rate_schedule_steps={schedule_steps} exceeds steps={self.batch.steps}; "
-                "the schedule would never end: lower it, or use -1 for all steps"
+                f"learning_rate_schedule_steps={curve_steps} exceeds steps={self.batch.steps}; "
+                "the learning rate would never reach its end: lower it, or use -1 for all steps"
             )
 
     @property

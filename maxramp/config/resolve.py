@@ -98,7 +98,7 @@ def _scaling(config: Config) -> dict[str, str]:
     return {
         name: choices[bool(config.batch.rampup_policy)]
         for name, choices in by_policy.items()
-        if getattr(config.schedule, name) == "auto"
+        if getattr(config.learning_rate, name) == "auto"
     }
 
 
@@ -114,7 +114,7 @@ def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, A
 def _pipeline(config: Config) -> dict[str, int]:
     """How many micro batches go through the pipeline, and how it cuts the layers."""
     batch, model = config.batch, config.model
-    stages, layers = batch.stages, model.base_num_decoder_layers
+    stages, layers = batch.pipeline_stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
     if stages > 1 and config.optimizer.log_gradient_noise_scale:
         given = "log_gradient_noise_scale=True"

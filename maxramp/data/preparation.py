@@ -24,7 +24,7 @@ from maxramp.data.bad_records import LIST, BadRecords, entry, listed
 from maxramp.data.files import prepared, storage
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import BadRecord, Record, RecordFile
-from maxramp.data.shards import Job, Shard, clean
+from maxramp.data.shards import Preparation, Shard, clean
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
 
 # Documents of a batch: so many characters or tokens, or so many documents.
@@ -35,12 +35,12 @@ _AHEAD = 2  # batches that wait for each helper
 
 
 def make(
-    job: Job, workers: int, allowed: BadRecords, show: Callable[[int, int, int], None]
+    work: Preparation, workers: int, allowed: BadRecords, show: Callable[[int, int, int], None]
 ) -> dict[str, Any]:
     """Makes the shards that are not there, and the manifest.
 
     Args:
-      job: from `shards.plan`.
+      work: from `shards.plan`.
       workers: processes at work.
       allowed: bad records.
       show: called several times a second with the documents and tokens made, and the bytes read.
@@ -49,56 +49,56 @@ def make(
       ConfigError: an input is wrong; no manifest is written.
       TrainingError: a worker was killed.
     """
-    done = job.finished()
+    done = work.finished()
     bad = [one for record in done.values() for one in record["bad"]]
     if bad and not allowed.share:
         allowed.check(len(bad), 0, listed(bad[0]))
-    left_out = [np.empty(0, np.int64)] * len(job.shards)
-    if job.deduplicate:
-        unhashed = [(shard,) for shard in job.shards if not _hashes(job, shard).exists()]
-        _run(job, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
-        left_out = duplicates.find([_hashes(job, shard) for shard in job.shards])
-    there = sum(shard.size for shard in job.shards if shard.name in done)
+    left_out = [np.empty(0, np.int64)] * len(work.shards)
+    if work.deduplicate:
+        unhashed = [(shard,) for shard in work.shards if not _hashes(work, shard).exists()]
+        _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
+        left_out = duplicates.find([_hashes(work, shard) for shard in work.shards])
+    there = sum(shard.size for shard in work.shards if shard.name in done)
     tasks = [
         (shard, numbers)
-        for shard, numbers in zip(job.shards, left_out, strict=True)
+        for shard, numbers in zip(work.shards, left_out, strict=True)
         if shard.name not in done
     ]
-    _run(job, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
-    return _finish(job, allowed, sum(map(len, left_out)))
+    _run(work, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
+    return _finish(work, allowed, sum(map(len, left_out)))
 
 
-def _finish(job: Job, allowed: BadRecords, repeated: int) -> dict[str, Any]:
+def _finish(work: Preparation, allowed: BadRecords, repeated: int) -> dict[str, Any]:
     """Writes the list of bad records and the manifest of shards that are all there."""
-    done = job.finished()
-    bad = [one for shard in job.shards for one in done[shard.name].pop("bad")]
+    done = work.finished()
+    bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     if bad:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
-        storage.write_whole(job.output / LIST, lines.encode())
+        storage.write_whole(work.output / LIST, lines.encode())
     else:
-        (job.output / LIST).unlink(missing_ok=True)
-    shards = [{"name": shard.name, **done[shard.name]} for shard in job.shards]
-    manifest = prepared.make_manifest(shards, _describe(job), job.dtype, job.source)
+        (work.output / LIST).unlink(missing_ok=True)
+    shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
+    manifest = prepared.make_manifest(shards, _describe(work), work.dtype, work.source)
     if bad:
         records = manifest["documents"] + repeated + len(bad)
         allowed.check(len(bad), records, listed(bad[0]))
         manifest["bad_records"] = len(bad)
-    if job.deduplicate:
+    if work.deduplicate:
         manifest["duplicates"] = repeated
     if not manifest["tokens"]:
         raise ConfigError(f"the inputs hold {manifest['documents']} documents and no tokens")
-    storage.write_whole(job.output / prepared.NAME, json.dumps(manifest, indent=1).encode())
-    clean(job)
+    storage.write_whole(work.output / prepared.NAME, json.dumps(manifest, indent=1).encode())
+    clean(work)
     return manifest
 
 
-def _describe(job: Job) -> dict[str, Any] | None:
+def _describe(work: Preparation) -> dict[str, Any] | None:
     """The tokenizer as the manifest has it, its file copied into the set."""
-    tokenizer = job.tokenizer
+    tokenizer = work.tokenizer
     if tokenizer is None:
         return None
-    name = tokenizer.copy_to(job.output)
-    trained = {"trained": job.trained} if job.trained else {}
+    name = tokenizer.copy_to(work.output)
+    trained = {"trained": work.trained} if work.trained else {}
     return (
         trained
         | {
@@ -112,7 +112,7 @@ def _describe(job: Job) -> dict[str, Any] | None:
 
 
 def _run(
-    job: Job,
+    work: Preparation,
     workers: int,
     allowed: BadRecords,
     task: Callable[..., None],
@@ -127,12 +127,12 @@ def _run(
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
     makers = max(1, min(workers, len(given)))
     largest = max((shard.size for shard, *_ in given), default=0)
-    helpers = min(workers // makers, largest // _WORTH_A_HELPER) if job.tokenizer else 0
+    helpers = min(workers // makers, largest // _WORTH_A_HELPER) if work.tokenizer else 0
     with concurrent.futures.ProcessPoolExecutor(
         makers,
         multiprocessing.get_context("spawn"),
         _start_worker,
-        (job, counts, allowed, helpers),
+        (work, counts, allowed, helpers),
     ) as pool:
         try:
             with _starting():
@@ -280,9 +280,9 @@ def _encode_ahead(batches: Iterator[list[Record]]) -> Iterator[tuple[np.ndarray,
         pool.shutdown(cancel_futures=True)
 
 
-def _hashes(job: Job, shard: Shard) -> Any:
+def _hashes(work: Preparation, shard: Shard) -> Any:
     """The file of the hashes of a shard's documents."""
-    return job.output / f"{shard.name}.{shard.source}.hashes"
+    return work.output / f"{shard.name}.{shard.source}.hashes"
 
 
 def _hash_shard(shard: Shard) -> None:

@@ -56,7 +56,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Preparation:
     """What is to be prepared."""
 
     output: pathlib.Path
@@ -99,7 +99,7 @@ def plan(
     trained: str,
     shard_size: int,
     deduplicate: bool,
-) -> Job:
+) -> Preparation:
     """The shards of a set: about `shard_size` bytes of input each, the same at every start.
 
     Args:
@@ -131,7 +131,7 @@ def plan(
             source = _hash(f"{shards[-1].source if shards else 'deduplicated'} {source}")
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
-    return Job(output, tokenizer, trained, deduplicate, dtype, tuple(shards))
+    return Preparation(output, tokenizer, trained, deduplicate, dtype, tuple(shards))
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
@@ -199,10 +199,10 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
                 os.unlink(mark.name)
 
 
-def clean(job: Job) -> None:
+def clean(work: Preparation) -> None:
     """Removes what the manifest has made superfluous, of what preparations wrote."""
-    kept = {f"{shard.name}.{suffix}" for shard in job.shards for suffix in ("bin", "idx")}
-    for path in list(job.output.iterdir()):
+    kept = {f"{shard.name}.{suffix}" for shard in work.shards for suffix in ("bin", "idx")}
+    for path in list(work.output.iterdir()):
         if _LEFT_OVER.fullmatch(path.name):
             path.unlink(missing_ok=True)
         elif _WRITTEN.fullmatch(path.name) and path.suffix == ".json" and _read_record(path):

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import decisions, folder
-from maxramp.checkpoints.resume import Schedule, take_up
+from maxramp.checkpoints.resume import Span, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -105,7 +105,7 @@ class Start:
         position = checkpoints.latest()
         changed = checkpoints.changes_since(position) if position else ""
         recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
-        schedule = take_up(
+        span = take_up(
             config.batch,
             config.checkpoints,
             jax.device_count(),
@@ -114,12 +114,10 @@ class Start:
             position,
             agreement.all_gather_json(recorded)[0],
         )
-        jump = rate_change(config.schedule, schedule.ramp, position) if position else ""
+        jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         changes = [f"keys     {changed}"] * bool(changed) + [f"rate     {jump}"] * bool(jump)
         begun = vars(self) | {"config": config}
-        return Job(
-            **begun, output=output, checkpoints=checkpoints, schedule=schedule, changes=changes
-        )
+        return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,19 +127,19 @@ class Job(Start):
     Attributes:
       output: the run's folder and display.
       checkpoints: reads and saves.
-      schedule: the steps, and the checkpoint that they go on from.
+      span: the steps of this job, and the checkpoint that they go on from.
       changes: what changed since that checkpoint, in lines.
     """
 
     output: Output
     checkpoints: Checkpoints
-    schedule: Schedule
+    span: Span
     changes: list[str]
 
     @property
     def has_steps(self) -> bool:
         """Whether there is a step to train for this job."""
-        return self.schedule.first_step < self.schedule.last_step
+        return self.span.first_step < self.span.last_step
 
     def abstract_state(self) -> TrainState:
         """The train state's shapes and shardings.
@@ -150,8 +148,8 @@ class Job(Start):
           ConfigError: they are not those of the checkpoint to go on from, or to start from.
         """
         abstract = abstract_state(self.config.recipe, self.mesh)
-        if self.schedule.position:
-            self.checkpoints.compare(self.schedule.position, abstract)
+        if self.span.position:
+            self.checkpoints.compare(self.span.position, abstract)
         elif path := self.config.checkpoints.load_parameters_path:
             self.checkpoints.check_parameters(place(path), abstract.model)
         return abstract
@@ -180,10 +178,10 @@ class Job(Start):
         Returns:
           0 for a finished run, EXIT_STAGE_END for one that another job goes on with.
         """
-        schedule = self.schedule
-        if schedule.last_step < schedule.ramp.total_steps:
-            self.output.write_next_stage(schedule)
+        span = self.span
+        if span.last_step < span.ramp.total_steps:
+            self.output.write_next_stage(span)
             return EXIT_STAGE_END
-        if schedule.first_step >= schedule.ramp.total_steps:
-            self.output.say_finished(schedule)
+        if span.first_step >= span.ramp.total_steps:
+            self.output.say_finished(span)
         return 0

@@ -55,7 +55,7 @@ class Experiment:
         self._row = batch.max_target_length
         origin, _ = origin_of(batch, batch.num_devices, self._position)
         ramp = RampupBatchManager(batch, batch.num_devices, **origin)
-        rate = LearningRate.of(config.schedule, ramp)
+        rate = LearningRate.of(config.learning_rate, ramp)
         self._rate = float(rate(self._first, self._batch))
         if not self._rate > 0:
             raise ConfigError(

@@ -37,7 +37,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     evidence = Evidence(config, noise, branch)
     batches, keys, limits = None, {}, list(evidence.limits)
     if evidence.measured:
-        batches, more = _fitted(evidence, planned, config.schedule.learning_rate)
+        batches, more = _fitted(evidence, planned, config.learning_rate.learning_rate)
         limits += more
         keys = _keys(batches, planned.total_samples)
     rows = planned.rows(batches)

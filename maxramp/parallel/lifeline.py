@@ -28,12 +28,12 @@ _MESSAGE = struct.Struct("!IB")  # a process and its exit status
 _SECRET_BYTES = 16
 _GRACE = 2.0  # seconds for a process to reach its own end once it knows of another's
 
-_job: "_Job | None" = None
+_peers: "_Peers | None" = None
 
 
 def watch() -> None:
     """Connects the processes of a job of several; jax.distributed has just been initialized."""
-    global _job
+    global _peers
     state = distributed.global_state
     if state.num_processes == 1:
         return
@@ -44,7 +44,7 @@ def watch() -> None:
         state.client.key_value_set(
             "maxramp/lifeline", f"{listener.getsockname()[1]} {secret.hex()}"
         )
-        _job = _Job(0, listener=listener, secret=secret, to_come=state.num_processes - 1)
+        _peers = _Peers(0, listener=listener, secret=secret, to_come=state.num_processes - 1)
         return
     port, secret = state.client.blocking_key_value_get("maxramp/lifeline", 60_000).split()
     try:
@@ -59,7 +59,7 @@ def watch() -> None:
             file=sys.stderr,
         )
         return
-    _job = _Job(state.process_id, link=link)
+    _peers = _Peers(state.process_id, link=link)
 
 
 def is_loopback(host: str) -> bool:
@@ -94,7 +94,7 @@ def leave(status: int) -> int:
     Returns:
       The status to end with: that of the first process that failed.
     """
-    return status if _job is None else _job.leave(status)
+    return status if _peers is None else _peers.leave(status)
 
 
 def end_now(status: int) -> NoReturn:
@@ -105,7 +105,7 @@ def end_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-class _Job:
+class _Peers:
     """The connections of this process: process 0's to all others, another's to process 0."""
 
     def __init__(

@@ -33,7 +33,7 @@ def make_plan(config: Config) -> dict[str, Any]:
     """
     config = with_nodes(config)
     run = PlannedRun.of(config, mesh_checker(config))
-    ramp, keys, schedule = run.ramp, run.config.batch, run.config.schedule
+    ramp, keys, rate = run.ramp, run.config.batch, run.config.learning_rate
     plan = ramp.to_json() | {
         "num_nodes": keys.num_nodes,
         "devices_per_node": keys.devices_per_node,
@@ -51,8 +51,8 @@ def make_plan(config: Config) -> dict[str, Any]:
     plan["totals"] = _totals(run)
     plan["adaptive"] = _bounds_of_ramp(ramp) if keys.rampup_policy == "noise" else None
     plan["smaller_bubble"] = _smaller_bubble(run.config, run.stages)
-    given = schedule.learning_rate is not None
-    plan["learning_rate"] = _curve(LearningRate.of(schedule, ramp), ramp) if given else None
+    given = rate.learning_rate is not None
+    plan["learning_rate"] = _curve(LearningRate.of(rate, ramp), ramp) if given else None
     return plan
 
 
@@ -86,7 +86,7 @@ def _on_devices(config: Config, stage: Stage) -> dict[str, Any]:
     here = resolve_planned(config, stage.devices)
     return {
         "memory_gib": estimate(here.recipe, here.mesh.sizes, stage),
-        "pipeline_bubble": pipeline_bubble(here.model, here.batch.stages),
+        "pipeline_bubble": pipeline_bubble(here.model, here.batch.pipeline_stages),
     }
 
 
@@ -147,7 +147,7 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
     The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
     """
-    count, model = config.batch.stages, config.model
+    count, model = config.batch.pipeline_stages, config.model
     if pipeline_bubble(model, count) <= SMALL_BUBBLE:
         return None
     fewest = (count - 1) * (1 / SMALL_BUBBLE - 1) / model.num_pipeline_repeats

@@ -64,7 +64,7 @@ class Pod:
             )
         return cls(
             config.recipe,
-            LearningRate.of(config.schedule, ramp),
+            LearningRate.of(config.learning_rate, ramp),
             mesh_lib.make_mesh(config.mesh, machine.devices),
             machine,
             config.planning.device_memory_gib,

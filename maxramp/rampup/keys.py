@@ -155,9 +155,9 @@ class BatchKeys(CurveKeys):
                 "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; "
                 "give one of them"
             )
-        if self._open_stages and self.nodes > 1 and self.node_schedule != "fixed":
+        if self._open_pipeline and self.nodes > 1 and self.node_schedule != "fixed":
             raise ConfigError(
-                f"{self._open_stages} makes other stages on other numbers of nodes, and "
+                f"{self._open_pipeline} makes other stages on other numbers of nodes, and "
                 f"node_schedule={self.node_schedule} takes any up to num_nodes={self.nodes}; give "
                 "the number of stages, or use node_schedule=fixed"
             )
@@ -184,12 +184,12 @@ class BatchKeys(CurveKeys):
         return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
 
     @property
-    def stages(self) -> int:
+    def pipeline_stages(self) -> int:
         """Stages of the pipeline; 1 = there is none."""
         return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
 
     @property
-    def _open_stages(self) -> str:
+    def _open_pipeline(self) -> str:
         """The key that leaves the stages open, with its value; empty where none does."""
         names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
         return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
@@ -201,17 +201,17 @@ class BatchKeys(CurveKeys):
         Raises:
           ConfigError: stages do not share them equally, or it is open how many there are.
         """
-        count, stages = self.num_pipeline_microbatches, self.stages
+        count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
         made = (
             f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
             f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism}"
         )
-        if self._open_stages:
+        if self._open_pipeline:
             raise ConfigError(
                 f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "
-                f"{self._open_stages} leaves their number open; give it"
+                f"{self._open_pipeline} leaves their number open; give it"
             )
         if stages == 1 and count > 1:
             raise ConfigError(

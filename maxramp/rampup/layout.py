@@ -97,7 +97,7 @@ def refusal(
     if keys.rows_multiple > 1:
         pipeline = (
             f" in multiples of {keys.rows_multiple} rows (num_pipeline_microbatches="
-            f"{keys.num_pipeline_microbatches} / {keys.stages} stages)"
+            f"{keys.num_pipeline_microbatches} / {keys.pipeline_stages} stages)"
         )
     stage = f"stage {index} with a global batch of {threshold.global_batch_size}"
     if not _rows_per_rank_limit(keys, threshold.rows_per_device) and not threshold.accumulation:
@@ -112,7 +112,7 @@ def refusal(
             f"stage {index}: {devices} devices do not divide into groups of {parallel} "
             f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
         )
-    axes = "data x stage x fsdp" if keys.stages > 1 else "data x fsdp"
+    axes = "data x stage x fsdp" if keys.pipeline_stages > 1 else "data x fsdp"
     groups = f" groups of {parallel}" if parallel > 1 else ""
     spread_over = f"{axes} = {ranks}{groups}{pipeline}"
     if threshold.rows_per_device:

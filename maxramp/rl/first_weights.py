@@ -117,7 +117,7 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
     Raises:
       ConfigError: they cannot be read, or are not those that the run stayed near to so far.
     """
-    config, checkpoints, position = job.config, job.checkpoints, job.schedule.position
+    config, checkpoints, position = job.config, job.checkpoints, job.span.position
     key, path = _key(config), path_of(config)
     weights = checkpoints.load_parameters(path, model)
     checkpoints.reference = fingerprint_of_weights(in_layer_order(weights))

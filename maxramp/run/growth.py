@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from maxramp.checkpoints.resume import Schedule
+from maxramp.checkpoints.resume import Span
 from maxramp.rampup import adaptive
 from maxramp.rampup.adaptive import Decision, Policy
 from maxramp.rampup.schedule import RampupBatchManager
@@ -18,20 +18,20 @@ class Growth:
 
     def __init__(
         self,
-        schedule: Schedule,
+        span: Span,
         history: Sequence[Record],
         decided: Callable[[Decision, RampupBatchManager], None],
         grown: Callable[[RampupBatchManager], None],
     ):
         """
         Args:
-          schedule: which grows.
+          span: which grows.
           history: records of the steps before this start, in order.
           decided: records a decision; it holds from when this returns.
           grown: told of the ramp that follows from it.
         """
-        self._schedule, self._decided, self._grown = schedule, decided, grown
-        self._policy = Policy(schedule.ramp.keys) if schedule.ramp.rungs else None
+        self._span, self._decided, self._grown = span, decided, grown
+        self._policy = Policy(span.ramp.keys) if span.ramp.rungs else None
         self._periods: dict[int, list[Record]] = {}  # the last ones
         for record in history:
             self(record)
@@ -50,32 +50,32 @@ class Growth:
         Called in the loop before `step` is read: the numbers of step - 2 are there, and a period
         that ended with them is decided on.
         """
-        ramp = self._schedule.ramp
+        ramp = self._span.ramp
         if not self._policy or (not ramp.rungs and ramp.settled_steps == ramp.total_steps):
             return
         if decision := self._policy.decide(ramp, step - 1, self._lower):
             self._decided(decision, ramp)  # before anything uses it
-            self._schedule.grow(decision.first_step)
+            self._span.grow(decision.first_step)
             self._grown(ramp)
         ahead = self._policy.settled_after(ramp, step - 1)
         ramp.settle(ahead if ramp.rungs else max(ahead, ramp.total_steps))
 
     def _lower(self, period: int) -> float:
-        factor = self._schedule.ramp.keys.rampup_noise_factor
+        factor = self._span.ramp.keys.rampup_noise_factor
         return adaptive.lower_bound(self._periods.get(period, []), factor)
 
 
-def recent(records: Sequence[Record], schedule: Schedule) -> list[Record]:
+def recent(records: Sequence[Record], span: Span) -> list[Record]:
     """Of the records before a start, those that the next decisions may rest on."""
-    ramp = schedule.ramp
+    ramp = span.ramp
     if not ramp.rungs:
         return []
     length = Policy(ramp.keys).period
-    first = ramp.samples_before(schedule.first_step) // length - 2
+    first = ramp.samples_before(span.first_step) // length - 2
     return [
         record
         for record in records
         if "norms_noise_signal" in record
-        and record["step"] < schedule.first_step
+        and record["step"] < span.first_step
         and adaptive.period_of(record, length) >= first
     ]

@@ -18,7 +18,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from maxramp.checkpoints import decisions
-from maxramp.checkpoints.resume import Schedule
+from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, TrainingError
@@ -195,12 +195,12 @@ class Output:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def history(self, schedule: Schedule) -> list[Record]:
+    def history(self, span: Span) -> list[Record]:
         """The records of earlier starts that decide how the ramp grows, the same everywhere."""
-        if not schedule.ramp.rungs:
+        if not span.ramp.rungs:
             return []
         records = agreement.raise_everywhere(self._records)
-        return agreement.all_gather_json(recent(records, schedule))[0]
+        return agreement.all_gather_json(recent(records, span))[0]
 
     def _records(self) -> list[Record]:
         try:
@@ -270,11 +270,11 @@ class Output:
         self.check()
         return self._kept.publish
 
-    def write_next_stage(self, schedule: Schedule) -> None:
+    def write_next_stage(self, span: Span) -> None:
         """Leaves next_stage.json for whoever starts the next job, and says so."""
         if not self._is_first:
             return
-        planned, step = schedule.planned, schedule.last_step
+        planned, step = span.planned, span.last_step
         stage = planned.stage_at_step(step)
         following = {
             "stage": stage.index,
@@ -305,11 +305,11 @@ class Output:
         corpus: Corpus,
         model: Decoder,
         dtype: str,
-        schedule: Schedule,
+        span: Span,
         changes: Sequence[str],
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
-        ramp, mesh = schedule.ramp, jax.sharding.get_mesh()
+        ramp, mesh = span.ramp, jax.sharding.get_mesh()
         kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
@@ -331,12 +331,12 @@ class Output:
             self.say(f"ramp     decided as the run goes on: batch {rungs}")
         if ramp.cut_short:
             self.say(f"ramp     {ramp.cut_short}")
-        if step := schedule.first_step:
+        if step := span.first_step:
             self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
         for line in changes:
             self.say(line)
-        if schedule.change:
-            self.say(f"change   {schedule.change}")
+        if span.change:
+            self.say(f"change   {span.change}")
 
     def say_stopped(self, step: int | None) -> None:
         """Says that a signal ended the run, and what is left of it.
@@ -354,11 +354,11 @@ class Output:
         )
         self.say(f"stopped by a signal after step {step}, {left}")
 
-    def say_finished(self, schedule: Schedule) -> None:
+    def say_finished(self, span: Span) -> None:
         """Says that there is nothing to do."""
         self.say(
-            f"{self.folder}: finished, {schedule.first_step} steps are done of "
-            f"{schedule.ramp.total_steps}; for a new run give another run_name, to go on more steps"
+            f"{self.folder}: finished, {span.first_step} steps are done of "
+            f"{span.ramp.total_steps}; for a new run give another run_name, to go on more steps"
         )
 
     def __enter__(self) -> "Output":

@@ -56,7 +56,7 @@ def test_precedence(tmp_path):
         11008,
     )  # the model file is above both
     assert config.model.head_dim == 32  # everywhere
-    assert config.schedule.learning_rate == 0.25
+    assert config.learning_rate.learning_rate == 0.25
 
 
 def test_model_name_on_the_command_line_wins(tmp_path):
@@ -150,7 +150,7 @@ def test_values_in_a_file(tmp_path):
         "max_num_checkpoints_to_keep: none\nmlp_activations:\n  - gelu\n  - linear\n"
     )
     config = load([str(path)])
-    assert config.schedule.learning_rate == 0.0003
+    assert config.learning_rate.learning_rate == 0.0003
     assert (config.batch.global_rampup_samples, config.batch.steps, config.run.run_name) == (
         10**6,
         10,

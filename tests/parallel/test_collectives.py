@@ -18,6 +18,6 @@ def test_one_device_sends_nothing(devices):
     config = make_config("log_gradient_noise_scale=True", devices=devices)
     mesh, ramp = make_mesh(config), RampupBatchManager(config.batch, devices)
     with jax.set_mesh(mesh):
-        lower = lower_step(config.recipe, mesh, LearningRate.of(config.schedule, ramp))
+        lower = lower_step(config.recipe, mesh, LearningRate.of(config.learning_rate, ramp))
         text = lower(2, 4 * devices).as_text()
     assert bool(re.search(SENDS, text)) == (devices > 1)

@@ -20,7 +20,7 @@ from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import Schedule, take_up
+from maxramp.checkpoints.resume import Span, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
@@ -232,21 +232,23 @@ def test_the_learning_rate_does_not_bend():
     curves = []
     for config in (ramped, constant):
         ramp = RampupBatchManager(config.batch)
-        curves.append(LearningRate.of(config.schedule, ramp)(jnp.arange(0, ramp.total_samples, 7)))
+        curves.append(
+            LearningRate.of(config.learning_rate, ramp)(jnp.arange(0, ramp.total_samples, 7))
+        )
     length = min(map(len, curves))
     # Lengths of the runs differ by less than a batch of 32 in 40000.
     assert (
         jnp.abs(curves[0][:length] - curves[1][:length]).max()
-        < 1e-2 * ramped.schedule.learning_rate
+        < 1e-2 * ramped.learning_rate.learning_rate
     )
 
 
 def test_learning_rate_by_steps_is_the_other_reading():
     config = make_config("learning_rate_by=steps", "steps=100", devices=1)
     ramp = RampupBatchManager(config.batch)
-    rate = LearningRate.of(config.schedule, ramp)
+    rate = LearningRate.of(config.learning_rate, ramp)
     constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
-    by_step = LearningRate.of(constant.schedule, RampupBatchManager(constant.batch))
+    by_step = LearningRate.of(constant.learning_rate, RampupBatchManager(constant.batch))
     for step in range(100):
         assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
 
@@ -254,7 +256,7 @@ def test_learning_rate_by_steps_is_the_other_reading():
 @pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
 def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
     config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
-    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
     assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
@@ -278,7 +280,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
-        rate = LearningRate.of(config.schedule, ramp)
+        rate = LearningRate.of(config.learning_rate, ramp)
         programs = Programs(
             config.recipe,
             Expansion(mesh, 1),
@@ -461,7 +463,7 @@ def standing(step: int, consumed_samples: int, stages: list[dict]) -> Checkpoint
     return Checkpoint(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
 
 
-def taken_up(schedule: str, position: Checkpoint | None) -> Schedule:
+def taken_up(schedule: str, position: Checkpoint | None) -> Span:
     config = make_config(
         f"step_batch_size_schedule={schedule}",
         "step_batch_size_unit=samples",

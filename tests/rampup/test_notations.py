@@ -384,7 +384,7 @@ def test_olmo_saves_the_published_steps():
     config = config.replace(devices_per_node=8)
     ramp = RampupBatchManager(config.batch)
     assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
-    assert config.schedule.batch_size_lr_scaling == "sqrt"
+    assert config.learning_rate.batch_size_lr_scaling == "sqrt"
 
 
 def loaded(*arguments):

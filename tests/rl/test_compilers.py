@@ -45,7 +45,7 @@ def test_compilers_take_every_program(topology):
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
         rollout = GeneratorRollout(config.rollout, 1.0, config.model, state.model, bytes_, {})
-        rate = LearningRate.of(config.schedule, ramp)
+        rate = LearningRate.of(config.learning_rate, ramp)
         programs = PolicyPrograms(config.recipe, config.policy, rate, state, rollout, None, {})
         found = programs.traced(ramp.stages[0].micro_batch_size * config.policy.num_generations)
         for (name, _), trace in found.items():

@@ -52,7 +52,7 @@ class Run:
             programs = PolicyPrograms(
                 config.recipe,
                 config.policy,
-                LearningRate.of(config.schedule, self.ramp),
+                LearningRate.of(config.learning_rate, self.ramp),
                 state,
                 rollout,
                 ahead,

@@ -30,7 +30,7 @@ POLICY = [
 ]
 
 
-def schedule_of(config, recorded=(), position=None, **changes):
+def span_of(config, recorded=(), position=None, **changes):
     keys = config.replace(**changes).checkpoints
     return take_up(config.batch, keys, 1, lambda n: True, 0.0, position, recorded)
 
@@ -46,9 +46,9 @@ def record(step, consumed, rows, scale):
     }
 
 
-def drive(schedule, folder, scale_of, history=(), until=None):
+def drive(span, folder, scale_of, history=(), until=None):
     """The loop: what is decided before each step, from the records of all but the last."""
-    ramp, pending, batches = schedule.ramp, None, {}
+    ramp, pending, batches = span.ramp, None, {}
 
     def write(decision, ramp):
         written.append(decision.to_json())
@@ -58,8 +58,8 @@ def drive(schedule, folder, scale_of, history=(), until=None):
         assert decisions.read(folder) == written
 
     written = decisions.read(folder)
-    growth = Growth(schedule, history, write, grown)
-    for step in schedule.steps():
+    growth = Growth(span, history, write, grown)
+    for step in span.steps():
         if step == until:
             break
         growth.before(step)
@@ -82,13 +82,13 @@ def test_a_restart_keeps_what_was_decided(tmp_path):
 
     whole = tmp_path / "whole"
     whole.mkdir()
-    expected = drive(schedule_of(config), whole, scale_of)
+    expected = drive(span_of(config), whole, scale_of)
     assert sorted(set(expected.values())) == [8, 16, 32]
     for killed in range(1, len(expected), 7):
         folder = tmp_path / str(killed)
         folder.mkdir()
-        got = drive(schedule_of(config), folder, scale_of, until=killed)
-        again = schedule_of(config, decisions.read(folder))
+        got = drive(span_of(config), folder, scale_of, until=killed)
+        again = span_of(config, decisions.read(folder))
         got |= drive(again, folder, lambda consumed: 0.0)  # whatever is measured now
         for decision in decisions.read(folder):
             step = decision["first_step"]
@@ -99,7 +99,7 @@ def test_a_restart_keeps_what_was_decided(tmp_path):
 def test_history_goes_on(tmp_path):
     """A start in the middle decides as the whole run does, from what its metrics hold."""
     config = make_config(*POLICY, "rampup_noise_factor=1.0", "rampup_latest=[]", devices=1)
-    expected = drive(schedule_of(config), tmp_path, lambda consumed: 20.0)
+    expected = drive(span_of(config), tmp_path, lambda consumed: 20.0)
     first = next(step for step, rows in expected.items() if rows == 16)
     (tmp_path / decisions.FILE).unlink()
 
@@ -107,19 +107,19 @@ def test_history_goes_on(tmp_path):
         step, consumed_samples = first - DELAY - 3, 8 * (first - DELAY - 3)
         path = tmp_path
         config = {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
-        stages = [schedule_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
+        stages = [span_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
 
-    schedule = schedule_of(config, position=Position)
+    span = span_of(config, position=Position)
     records = [record(k, 8 * (k + 1), 8, 20.0) for k in range(len(expected))]
-    history = recent(records, schedule)
+    history = recent(records, span)
     assert 0 < len(history) <= Position.step == history[-1]["step"] + 1
-    got = drive(schedule, tmp_path, lambda consumed: 20.0, history)
+    got = drive(span, tmp_path, lambda consumed: 20.0, history)
     assert got == {step: rows for step, rows in expected.items() if step >= Position.step}
 
 
 def position_of(config, step, folder):
     """A checkpoint of a run, as far as a schedule reads one."""
-    ramp = schedule_of(config, decisions.read(folder)).ramp
+    ramp = span_of(config, decisions.read(folder)).ramp
 
     class Position:
         path = folder
@@ -140,49 +140,49 @@ def test_a_run_begins_to_decide_in_its_middle(tmp_path, ladder):
     before = make_config("global_batch_size=8", "total_samples=2400", devices=1)
     given = f"rampup_ladder={ladder}", "rampup_noise_factor=1.0", "rampup_latest=[]"
     config = make_config(*POLICY, *given, devices=1)
-    schedule = schedule_of(config, position=position_of(before, 103, tmp_path))
-    batches = drive(schedule, tmp_path, lambda consumed: 50.0)
+    span = span_of(config, position=position_of(before, 103, tmp_path))
+    batches = drive(span, tmp_path, lambda consumed: 50.0)
     assert min(batches) == 103 and list(dict.fromkeys(batches.values())) == ladder
-    assert schedule.ramp.samples_before(schedule.last_step) >= 2400
+    assert span.ramp.samples_before(span.last_step) >= 2400
 
 
 def test_another_run_goes_on_with_a_ladder_of_its_own(tmp_path):
     """What the first one had decided binds the second above its own first rung."""
     first = make_config(*POLICY, devices=1)
-    drive(schedule_of(first), tmp_path, lambda consumed: 1.0)
+    drive(span_of(first), tmp_path, lambda consumed: 1.0)
     middle, last = (d["first_step"] for d in decisions.read(tmp_path))
     config = make_config(*POLICY, "rampup_ladder=[16,32,64]", "rampup_latest=[]", devices=1)
-    begun = schedule_of(config, position=position_of(first, middle + 3, tmp_path)).ramp
+    begun = span_of(config, position=position_of(first, middle + 3, tmp_path)).ramp
     assert [s.global_batch_size for s in begun.stages] == [16, 32]
-    late = schedule_of(config, position=position_of(first, last + 3, tmp_path)).ramp
+    late = span_of(config, position=position_of(first, last + 3, tmp_path)).ramp
     assert [s.global_batch_size for s in late.stages + late.rungs] == [32, 64]
     other = make_config(*POLICY, "rampup_ladder=[16,24]", "rampup_latest=[]", devices=1)
     taken = rf"taken the batches \[16, 32\].*checkpoint {tmp_path}"
     with pytest.raises(ConfigError, match=taken):
-        schedule_of(other, position=position_of(first, last + 3, tmp_path))
+        span_of(other, position=position_of(first, last + 3, tmp_path))
 
 
 def test_a_decision_that_needs_other_nodes_ends_the_job(tmp_path):
     keys = [*POLICY, "num_nodes=2", "devices_per_node=1", "node_time_tolerance=0.01"]
     config = make_config(*keys, "per_device_batch_size=8", "min_nodes=1", devices=2)
-    schedule = schedule_of(config, stop_at_node_change=True)
-    nodes = [s.nodes for s in schedule.planned.stages + schedule.planned.rungs]
+    span = span_of(config, stop_at_node_change=True)
+    nodes = [s.nodes for s in span.planned.stages + span.planned.rungs]
     assert nodes[0] == 1 < nodes[-1]
     last = nodes.index(2)
-    drive(schedule, tmp_path, lambda consumed: 1.0)
-    end = schedule.ramp.stages[last].first_step
-    assert schedule.last_step == end < schedule.ramp.total_steps
-    assert schedule.planned.stage_at_step(end).nodes == 2
-    assert [s.index for s in schedule.stages] == list(range(last))
+    drive(span, tmp_path, lambda consumed: 1.0)
+    end = span.ramp.stages[last].first_step
+    assert span.last_step == end < span.ramp.total_steps
+    assert span.planned.stage_at_step(end).nodes == 2
+    assert [s.index for s in span.stages] == list(range(last))
 
 
 def test_decisions_of_another_ladder_or_torn(tmp_path):
     config = make_config(*POLICY, devices=1)
     with pytest.raises(ConfigError, match=r"taken the batches \[8, 24\]"):
-        schedule_of(config, [{"first_sample": 80, "global_batch_size": 24}])
+        span_of(config, [{"first_sample": 80, "global_batch_size": 24}])
     taken = {"first_sample": 80, "global_batch_size": 16, "previous_batch_size": 4}
     with pytest.raises(ConfigError, match=r"ladder=\[8, 16, 32\].*taken the batches \[4, 16\]"):
-        schedule_of(config, [taken])  # the batch would fall before sample 80
+        span_of(config, [taken])  # the batch would fall before sample 80
     wrong = [(80, "16")], [("80", 16)], [(-8, 16)], [(80, 16), (80, 32)], [(80.0, 16)]
     found = [
         {"decisions": [{"first_sample": n, "global_batch_size": size} for n, size in pairs]}
@@ -229,7 +229,7 @@ def test_metrics_that_cannot_be_read_end_every_process(tmp_path):
     output._records = functools.partial(Output._records, output)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"metrics.jsonl: Is a directory"):
-        Output.history(output, schedule_of(make_config(*POLICY, devices=1)))
+        Output.history(output, span_of(make_config(*POLICY, devices=1)))
 
 
 @pytest.mark.slow

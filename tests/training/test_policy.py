@@ -77,7 +77,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     """The metrics and the weights after a step on the batch in so many parts."""
     config = config_of(*keys, devices=devices)
     mesh = make_mesh(config)
-    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch, devices))
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch, devices))
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = functools.partial(
         train_step,

@@ -66,7 +66,7 @@ def initial_state(config):
 
 @functools.cache
 def compiled_step(config):
-    rate = LearningRate.of(config.schedule, RampupBatchManager(config.batch))
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     return jax.jit(make_train_step(config.recipe, rate))
 
 
