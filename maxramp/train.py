@@ -79,7 +79,6 @@ def _run(begun: Start) -> int:
         job.span.ramp,
         expansion,
         job.span.first_step,
-        job.checkpoints.shuffle,
     )
     job.closing.callback(loader.close)
     return train(job, loader, job.abstract_state())

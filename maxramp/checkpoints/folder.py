@@ -64,7 +64,6 @@ class Checkpoint:
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
-    shuffle: str = "added"  # one of data.order.SHUFFLES; those from before it was kept added seeds
 
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
@@ -236,15 +235,9 @@ def read(path: Place) -> Checkpoint:
 def _read(path: Place) -> Checkpoint:
     values = _json(path / _METADATA).get("custom_metadata") or {}
     there = sizes(path)
-    # Earlier versions wrote files.json after the folder had its name, and could be killed before.
-    # Without it, what a rename file by file would have left behind tells whether all are there.
-    if _FILES not in there and unfinished(path).exists():
-        raise TornError(f"{_FILES}: missing, and {unfinished(path).name} is there too")
-    if _FILES not in there and not renames(path):
-        raise TornError(f"{_FILES}: missing")
-    wanted = _json(path / _FILES) if _FILES in there else {}
+    wanted = _json(path / _FILES)
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
-    if not (isinstance(values, dict) and fields - {"shuffle"} <= values.keys()):
+    if not (isinstance(values, dict) and fields <= values.keys()):
         raise ConfigError(
             f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
         )
@@ -254,7 +247,7 @@ def _read(path: Place) -> Checkpoint:
             raise TornError(f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
-    values = {name: values[name] for name in fields & values.keys()}
+    values = {name: values[name] for name in fields}
     return Checkpoint(path=path, **values | {"config": json.loads(values["config"])})
 
 

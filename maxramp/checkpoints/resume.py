@@ -60,13 +60,8 @@ def changes_since(
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
     if hash_of_tokens(checkpoint.corpus_hash) != hash_of_tokens(corpus_hash):
         refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
-    else:
-        if checkpoint.corpus_hash != corpus_hash:  # checkpoints from before the key lack it
-            refused[_SEPARATE] = not values[_SEPARATE], values[_SEPARATE]
-        if checkpoint.config.get("tokenizer_type") == "bytes":
-            # Bytes have no file: a path beside them used to be ignored, and the data is the same.
-            for name in ("tokenizer_type", "tokenizer_path"):
-                refused.pop(name, None)
+    elif checkpoint.corpus_hash != corpus_hash:
+        refused[_SEPARATE] = not values[_SEPARATE], values[_SEPARATE]
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(

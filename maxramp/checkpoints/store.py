@@ -26,7 +26,6 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.timer import Timer
 from maxramp.commandline import clock_in
-from maxramp.data.order import SHUFFLE
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.folders.kvstore import QUIET
 from maxramp.folders.place import Place, check_writable, is_near, place
@@ -44,8 +43,6 @@ class Checkpoints:
     """The checkpoints of a run's folder.
 
     Attributes:
-      shuffle: how the run's shuffles are seeded, one of `data.order.SHUFFLES`; every checkpoint
-        keeps it, and a run stays with the one that it began with.
       reference: fingerprint of the weights that the run stays near to, "" for none; every
         checkpoint keeps it.
     """
@@ -68,7 +65,7 @@ class Checkpoints:
         """
         self._keys, self._folder, self._warn = keys, folder.absolute(), warn
         self._corpus_hash, self._values = corpus_hash, values
-        self.shuffle, self.reference = SHUFFLE, ""
+        self.reference = ""
         self._is_first = jax.process_index() == 0
         self._torn: list[int] = []
         self._last_good: int | None = None
@@ -98,9 +95,7 @@ class Checkpoints:
                 return self._read(self._folder / str(newest))
             return self._read(folder_lib.find(place(self._keys.load_full_state_path)))
 
-        checkpoint = agreement.raise_everywhere(read)
-        self.shuffle = checkpoint.shuffle
-        return checkpoint
+        return agreement.raise_everywhere(read)
 
     def changes_since(self, checkpoint: Checkpoint) -> str:
         """What this start changes against a checkpoint, as `resume.changes_since`."""
@@ -279,7 +274,6 @@ class Checkpoints:
             config=dict(self._values),
             versions=versions(),
             reference=self.reference,
-            shuffle=self.shuffle,
         )
         error, prepared = self._prepare(prepare)
         if any(agreement.all_gather_json(error is not None)):

@@ -14,7 +14,7 @@ import jax
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.data.order import SHUFFLE, EvalBatches, RunRows, StepBatches
+from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.data.shared_ramp import SharedRamp
@@ -40,7 +40,6 @@ class Loader:
         ramp: RampupBatchManager,
         expansion: Expansion,
         first_step: int,
-        shuffle: str = SHUFFLE,
     ):
         """
         Args:
@@ -51,13 +50,12 @@ class Loader:
           ramp: which of them a step takes.
           expansion: which processes read them.
           first_step: the step whose batch comes first.
-          shuffle: how the run's shuffles are seeded, one of `order.SHUFFLES`.
 
         Raises:
           ConfigError: the run needs more rows than there are.
         """
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
-        rows = RunRows(corpus.train, data.num_epoch, seed, shuffle)
+        rows = RunRows(corpus.train, data.num_epoch, seed)
         self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
         self._check_enough()
         self._reading, self._ramp = reading, ramp

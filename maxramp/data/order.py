@@ -88,41 +88,27 @@ def _whole_shares(weights: Sequence[float]) -> list[int]:
     return [share // common for share in shares]
 
 
-def _hashed(seed: int, part: int, epoch: int) -> int:
-    """A seed of its own for every shuffle of every run."""
+def _seed_of_shuffle(seed: int, part: int, epoch: int) -> int:
+    """A seed of its own, of 32 bits, for every shuffle of every run."""
 
     def digest(*numbers: int) -> int:
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest())
 
-    # The first shuffle of seed 0 keeps the seed it had when seeds were added.
+    # The first shuffle of seed 0 is Grain's of seed 0.
     return digest(seed, part, epoch) ^ digest(0, 0, 0)
-
-
-def _added(seed: int, part: int, epoch: int) -> int:
-    """The next epoch, part and seed repeat each other's shuffles: for runs that began so."""
-    return (seed + part + epoch) % 2**32
-
-
-# How a shuffle's seed (32 bits) is made of data_shuffle_seed, the part's number and the epoch.
-# Checkpoints keep the name (`Checkpoint.shuffle`), and a run stays with the one that it began with.
-SHUFFLES = {"hashed": _hashed, "added": _added}
-SHUFFLE = "hashed"  # of runs that begin
 
 
 class RunRows:
     """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions."""
 
-    def __init__(
-        self, parts: Sequence[Any], num_epoch: int, seed: int | None, shuffle: str = SHUFFLE
-    ):
+    def __init__(self, parts: Sequence[Any], num_epoch: int, seed: int | None):
         """
         Args:
           parts: with `name`, `weight` and `items`, rows with random access.
           num_epoch: how often a part's rows are used, at most.
           seed: of the order; None = in the order of the data.
-          shuffle: one of SHUFFLES.
         """
-        self._parts, self._seed, self._shuffle = parts, seed, shuffle
+        self._parts, self._seed = parts, seed
         self._mixture = Interleaving([part.weight for part in parts])
         self._length, _ = self.length(num_epoch)
 
@@ -140,7 +126,7 @@ class RunRows:
         items = self._parts[part].items
         epoch, place = divmod(index, len(items))
         if self._seed is not None:
-            seed = SHUFFLES[self._shuffle](self._seed, part, epoch)
+            seed = _seed_of_shuffle(self._seed, part, epoch)
             place = index_shuffle(place, max_index=len(items) - 1, seed=seed, rounds=4)
         return items[place]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from jax.experimental import multihost_utils
 
 from maxramp.checkpoints import decisions
@@ -24,7 +23,7 @@ from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.folders.place import place, write_whole
 from maxramp.folders.run_folder import follow, take
-from maxramp.keys.yamlfile import dump, parse
+from maxramp.keys.yamlfile import parse
 from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import agreement
@@ -392,11 +391,8 @@ def _is_our_config(path: pathlib.Path) -> bool:
     """Whether a config.yml is as a run wrote it, down to the last byte."""
     try:
         header, _, text = path.read_text(encoding="utf-8").partition("\n")
-        if f"{header}\n" == _HEADER.format(zlib.crc32(text.encode())):
-            return True
-        # Earlier versions wrote this line instead; below it, a person's comments and spelling show.
-        return header.startswith("# model_name: ") and text == dump(parse(text))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return f"{header}\n" == _HEADER.format(zlib.crc32(text.encode()))
+    except (OSError, UnicodeDecodeError):
         return False
 
 

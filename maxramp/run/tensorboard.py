@@ -12,7 +12,6 @@ import struct
 import time
 from typing import Any, BinaryIO
 
-from maxramp.data.files.storage import write_whole
 from maxramp.run.metrics import Record
 
 _OURS = ".maxramp."  # in the names of event files: other programs may write beside them
@@ -171,25 +170,8 @@ def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
 
 
 def _cut(folder: pathlib.Path, first: int) -> None:
-    """Cuts the events from `first` on off the files of earlier starts, and groups their tags.
-
-    Files from before tags had groups are written anew, so that a run has one curve for a number.
-    """
-    for path in folder.glob("events.out.tfevents.*"):
-        events = read_events(path)
-        if not (_OURS in path.name or folder.name == _BY_SAMPLE or _is_ours(events)):
-            continue
-        kept = [(event, end) for event, end in events if event.step < first]
-        values = [value for event, _ in kept for value in event.summary.value]
-        if any(value.tag in TAGS for value in values):
-            for value in values:
-                value.tag = TAGS.get(value.tag, value.tag)
-            write_whole(path, b"".join(_framed(event) for event, _ in kept))
-            continue
+    """Cuts the events from `first` on off the files of earlier starts."""
+    for path in folder.glob(f"events.out.tfevents.*{_OURS}*"):
+        ends = [end for event, end in read_events(path) if event.step < first]
         with path.open("r+b") as file:
-            file.truncate(max((end for _, end in kept), default=0))
-
-
-def _is_ours(events: list[tuple[Any, int]]) -> bool:
-    """Whether a run wrote these events; earlier versions did not mark the file's name."""
-    return any(v.tag == "consumed_samples" for event, _ in events for v in event.summary.value)
+            file.truncate(max(ends, default=0))

@@ -5,7 +5,6 @@ restart trains again it leaves out, and on the same devices that is the same.
 """
 
 import contextlib
-import hashlib
 import pathlib
 import secrets
 import threading
@@ -106,7 +105,5 @@ def _id_of(folder: pathlib.Path) -> str:
     if path.exists():
         return path.read_text().strip()
     made = secrets.token_hex(8)
-    if (folder / "wandb").exists():  # earlier releases made it from the path
-        made = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()
     write_whole(path, f"{made}\n".encode())
     return made

@@ -4,13 +4,11 @@ import errno
 import os
 import pathlib
 
-import grain
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, make_mesh, numpy_fingerprint, run
+from conftest import make_config, make_mesh
 
-from maxramp.checkpoints import folder as folder_lib
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
 from maxramp.data.relay import Expansion
@@ -19,7 +17,6 @@ from maxramp.data.texts import _find_files
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.metrics import read_records
 
 
 @pytest.fixture
@@ -153,34 +150,6 @@ def test_an_epoch_holds_every_row_once(texts):
     assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
     other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
     assert not np.array_equal(other, rows[: len(other)])
-
-
-@pytest.mark.slow
-def test_an_old_run_keeps_its_order(texts, tmp_path, cache_dir):
-    """A checkpoint from before shuffles were named goes on with added seeds, and says so itself."""
-    keys = (f"text_files={texts}", "data_shuffle_seed=3", "per_device_batch_size=8")
-    keys += ("enable_rampup_batch_size=False", "eval_interval=-1", "learning_rate_schedule_steps=1")
-    folder = tmp_path / "run" / "checkpoints"
-
-    def train(steps):
-        where = (f"base_output_directory={tmp_path}", "run_name=run", f"jax_cache_dir={cache_dir}")
-        done = run(BASE, *TINY, *keys, *where, f"steps={steps}")
-        assert done.returncode == 0, done.stderr
-        records = read_records(tmp_path / "run" / "metrics.jsonl")
-        return [record["batch_fingerprint"] for record in records]
-
-    rows = open_corpus(make_config(*keys, "steps=4", devices=1).data).train[0].items
-    added = grain.MapDataset.source(range(len(rows))).shuffle(seed=3)
-    expected = []
-    for first in range(0, 32, 8):
-        batch = np.array([rows[added[i]] for i in range(first, first + 8)])
-        expected.append("".join(f"{word:08x}" for word in numpy_fingerprint(batch)))
-    assert not set(train(2)) & set(expected)
-    assert folder_lib.read(folder / "2").shuffle == "hashed"
-    metadata = folder / "2" / "_CHECKPOINT_METADATA"
-    metadata.write_text(metadata.read_text().replace('"shuffle"', '"nothing"'))
-    assert train(4)[2:] == expected[2:]
-    assert folder_lib.read(folder / "4").shuffle == "added"
 
 
 def iter_rows(source):

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, environment, make_config
 
 from maxramp.data.corpus import Part
-from maxramp.data.order import SHUFFLE, Interleaving, RunRows
+from maxramp.data.order import Interleaving, RunRows
 from maxramp.data.prefetch import ReadAhead
 from maxramp.errors import ConfigError, TrainingError
 
@@ -72,9 +72,9 @@ def test_every_epoch_of_every_part_is_whole_and_shuffled_anew():
 PARTS = [Part(name, 1, list(range(1000 * i, 1000 * i + 997))) for i, name in enumerate("abc")]
 
 
-def orders(seed, shuffle=SHUFFLE, num_epoch=3):
+def orders(seed, num_epoch=3):
     """The order of every epoch of every part, as numbers of its items."""
-    rows = RunRows(PARTS, num_epoch, seed, shuffle)
+    rows = RunRows(PARTS, num_epoch, seed)
     read = np.array([rows[i] for i in range(len(rows))])
     return [
         tuple(read[read // 1000 == part][epoch * 997 : (epoch + 1) * 997] % 1000)
@@ -89,17 +89,6 @@ def test_no_shuffle_is_another_one():
     assert len({order for seed in seeds for order in orders(seed)}) == 9 * len(seeds)
     grains = grain.MapDataset.source(range(997)).shuffle(seed=0)
     assert orders(0)[0] == tuple(grains[i] for i in range(997))
-
-
-def test_runs_that_added_seeds_keep_their_order():
-    """That of Grain's shuffle, which adds the epoch, with the part's number added to the seed."""
-    for seed in (0, 3, 2**32 - 2):
-        expected = []
-        for part in range(3):
-            rows = grain.MapDataset.source(range(997)).shuffle(seed=(seed + part) % 2**32).repeat(3)
-            expected += [tuple(rows[e * 997 + i] for i in range(997)) for e in range(3)]
-        assert orders(seed, "added") == expected
-    assert len({*orders(0, "added"), *orders(1, "added")}) == 6  # of 18
 
 
 class Elements:

@@ -1,6 +1,5 @@
 """tokenizer_type and tokenizer_path: used, refused or announced, never ignored without a word."""
 
-import json
 import shutil
 
 import numpy as np
@@ -9,8 +8,6 @@ from conftest import BASE, make_config
 from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp import prepare
-from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import changes_since
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.data.files import prepared
@@ -181,18 +178,3 @@ def test_refused_by_prepare(arguments, names, f, tmp_path, capfd):
     assert line.startswith("error: ") and line.count("\n") == 1
     for name in names:
         assert name.replace("{f}", str(f)) in line, line
-
-
-def test_old_runs_go_on(f):
-    """They wrote tokenizer_type=bytes beside a path that had no effect; equal data, equal run."""
-    keys = ("dataset_type=grain", f"grain_train_files={f}/set_one", "vocab_size=448")
-    path = f"tokenizer_path={f}/one"
-    config = make_config(*keys, path)
-    before = json.loads(json.dumps(dict(config.values))) | {"tokenizer_type": "bytes"}
-    old = Checkpoint(f, 4, 32, [], "data", before, {})
-    assert "tokenizer_type=bytes (now huggingface)" in changes_since(
-        old, config.values, (), "data", {}
-    )
-    assert "tokenizer_path" in changes_since(old, make_config(*keys).values, (), "data", {})
-    with pytest.raises(ConfigError, match="tokenizer_type=bytes"):
-        changes_since(old, config.values, (), "other data", {})
