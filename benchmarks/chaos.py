@@ -178,7 +178,8 @@ class Job:
             asked = self.storage.requests[self._asked :]
             return any("ocdbt" in r and r[:3] in ("POS", "PUT") for r in asked)
         folder = self.folder / "checkpoints"
-        return any(p.suffix == folder_lib.UNFINISHED for p in folder.iterdir())
+        numbers = [path for path in folder.iterdir() if folder_lib.is_step(path.name)]
+        return any(not (path / folder_lib.FILE).exists() for path in numbers)
 
     def running(self) -> bool:
         return all(process.poll() is None for process in self.processes)

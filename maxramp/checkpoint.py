@@ -76,8 +76,8 @@ def ls(path: Place) -> int:
         )
         before = checkpoint
     folder = folder_lib.find(path).parent
-    others = (p for p in folder.iterdir() if not folder_lib.is_step(p.name))
-    for other in sorted(p for p in others if p.name != MARK):
+    listed = {MARK, *map(str, folder_lib.steps_in(folder))}
+    for other in sorted(p for p in folder.iterdir() if p.name not in listed):
         print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
     return 0
 
@@ -150,11 +150,11 @@ def _checkpoints(path: Place) -> list[Place]:
 
 
 def _described(path: Place) -> str:
-    return {
-        folder_lib.UNFINISHED: "a save that is going on, or was killed",
-        folder_lib.TORN: "torn, moved aside by a restart",
-        folder_lib.DELETING: "being removed",
-    }.get(path.suffix, "not a checkpoint")
+    if path.suffix == folder_lib.TORN:
+        return "torn, moved aside by a restart"
+    if folder_lib.is_step(path.name):
+        return f"no {folder_lib.FILE}: a save that is going on, or what a kill left"
+    return "not a checkpoint"
 
 
 def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:

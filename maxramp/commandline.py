@@ -5,7 +5,6 @@ import itertools
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -75,11 +74,6 @@ def count(number: int, noun: str) -> str:
     """A number of things: "1 process", "4 processes", "1 node"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
-
-
-def clock_in(seconds: float) -> str:
-    """The time of day so many seconds from now: "14:05:59"."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
 def short(number: float) -> str:

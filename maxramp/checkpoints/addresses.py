@@ -15,7 +15,7 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxramp.folders.kvstore import spec_of
-from maxramp.folders.place import ObjectPath, Place, is_near
+from maxramp.folders.place import ObjectPath
 from maxramp.keys.section import is_object_storage
 
 
@@ -30,19 +30,7 @@ class _Path(PosixGPath):
         return self.name != "_CHECKPOINT_DELETION" and super().exists()
 
 
-# Orbax writes into the folder that it is given: `folder.commit` makes it count.
-_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-_UNSEEN = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
-
-
-def saving_context(path: Place) -> ocp.Context:
-    """How Orbax saves to a path: with a storage, no request is made before the arrays are copied.
-
-    That a checkpoint of this number is not there is known from `latest`.
-    """
-    if is_near(path):
-        return ocp.Context(atomicity_options=_IN_PLACE)
-    return ocp.Context(atomicity_options=_IN_PLACE, file_options=_UNSEEN)
+UNSEEN = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
 
 
 def teach() -> None:

@@ -1,11 +1,12 @@
-"""The arrays of a checkpoint: which there are of a state, and reading them."""
+"""The arrays of a checkpoint: which there are of a state, writing and reading them with Orbax."""
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from maxramp.checkpoints import addresses
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
-from maxramp.folders.place import Place
+from maxramp.folders.place import Place, is_near
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.training.state import TrainState
 
@@ -37,6 +38,9 @@ _DISK_ERRORS = (
 )
 
 _BATCH_BYTES = 1 << 28
+
+# Orbax writes into the folder that it is given: `folder.commit` makes it count.
+_IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 # Keys that decide which arrays there are, of what shape and dtype.
 _ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
@@ -75,7 +79,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
       ConfigError: names the first parameter that differs, and the keys that make it so.
     """
     items = abstract if isinstance(abstract, dict) else items_of(abstract)
-    with reading(checkpoint.path):
+    with _reading(checkpoint.path):
         stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
     there, wanted = _leaves(stored, items), _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
@@ -100,24 +104,51 @@ def reason_of(error: BaseException) -> str:
     return text[:200] or type(error).__name__
 
 
-class reading:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line.
+def save(path: Place, state: TrainState) -> Callable[[], None]:
+    """Copies a state from the devices, and writes it in threads of Orbax.
 
-    Too little memory is no fault of the checkpoint, and is raised as it is.
+    An array of all layers is stored by layer, so that reading one reads no other. With an object
+    storage nothing is asked before the arrays are copied: that there is no checkpoint of this
+    number is known.
+
+    Returns:
+      What waits until the arrays are written on all processes.
     """
+    options = {"array_options": ocp.options.ArrayOptions()}
+    options["array_options"].saving.scoped_storage_options_creator = _storage_of
+    if not is_near(path):
+        options["file_options"] = addresses.UNSEEN
+    with ocp.Context(atomicity_options=_IN_PLACE, **options):
+        return ocp.save_checkpointables_async(os.fspath(path), items_of(state)).result
 
-    def __init__(self, path: Place):
-        self._path = path
 
-    def __enter__(self):
-        return self
+def _storage_of(path: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+    if "layers" not in _path(path).split("."):
+        return None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
 
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception) and not is_out_of_memory(error):
-            raise ConfigError(
-                f"{self._path}: cannot be read: {reason_of(error)}; move it away to go on from "
-                "the one before"
-            ) from None
+
+def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a checkpoint, with the shapes, dtypes and shardings of `abstract`, by name.
+
+    Raises:
+      ConfigError: they cannot be read; too little memory is raised as it is.
+    """
+    with _reading(path):
+        return ocp.load_checkpointables(os.fspath(path), abstract)
+
+
+@contextlib.contextmanager
+def _reading(path: Place) -> Iterator[None]:
+    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{path}: cannot be read: {reason_of(error)}; move it away to go on from the one before"
+        ) from None
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:

@@ -1,22 +1,16 @@
-"""What a checkpoint folder holds, read without JAX and without devices.
+"""What a checkpoint's folder holds, read without JAX and without devices.
 
 checkpoints/
-  100/                       100 steps done; `store` gives it this name when it is whole
-    _CHECKPOINT_METADATA     Orbax's; custom_metadata in it is what `store` put there
-    files.json               the size of every other file, written after them
-    model/ optimizer/        the arrays
-  150.orbax-checkpoint-tmp/  a save that is going on, or was killed
-  50.deleting/               an old checkpoint that is being removed
-  120.torn/                  what a restart found damaged and moved aside
+  100/                100 steps done
+    model/ optimizer/ _CHECKPOINT_METADATA   the arrays, as Orbax writes them
+    checkpoint.json   where the run stood, and the size of every other file
+  120.torn/           what a restart found damaged and moved aside
 
-An object storage renames nothing: there the arrays are in 150/ at once, files.json comes last and
-goes first, and a number without it is no checkpoint. The other names hold a mark alone, which says
-that 150/ may be removed as long as it has no files.json.
+checkpoint.json is written last and removed first, on a disk and in an object storage: a number
+without it is a save that goes on or was killed, or what a removal left, and no checkpoint.
 """
 
-import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import re
@@ -27,24 +21,21 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
 from maxramp.folders.place import (
     Place,
-    is_folder,
     is_near,
-    make_folder,
     move_tree,
     place,
     remove_tree,
-    renames,
     sizes,
+    sizes_of,
     write_whole,
 )
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 
-UNFINISHED = ".orbax-checkpoint-tmp"
+FILE = "checkpoint.json"
 TORN = ".torn"
-DELETING = ".deleting"
-_METADATA = "_CHECKPOINT_METADATA"
-_FILES = "files.json"
+_FORMAT = 1  # of the file: a later version can tell
+_ARRAYS = ("model", "optimizer", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
 
 
@@ -84,136 +75,76 @@ class Checkpoint:
             if name in there and there[name] != here[name]
         }
 
-    def metadata(self) -> dict[str, Any]:
-        """What Orbax keeps with the arrays."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["path"]
-        return values | {"config": json.dumps(self.config)}  # as text: it may hold any type
-
 
 def is_step(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint: the number of its steps."""
+    """Whether a folder of this name is a checkpoint's: the number of its steps."""
     return _STEP.fullmatch(name) is not None
 
 
 def steps_in(folder: Place) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if is_step(p.name) and _may_be_one(p))
+    return sorted(int(path.name) for path in _numbers(folder) if _is_committed(path))
 
 
-def _may_be_one(path: Place) -> bool:
-    """Whether a folder with a number for a name is no run's: a run may be called 2024."""
-    return path.is_dir() and not is_folder(path / "checkpoints")
+def _numbers(folder: Place) -> list[Place]:
+    return [p for p in folder.iterdir() if is_step(p.name)] if folder.is_dir() else []
 
 
-def unfinished(path: Place) -> Place:
-    """What is there as long as a checkpoint is not whole."""
-    return path.with_name(f"{path.name}{UNFINISHED}")
+def _is_committed(path: Place) -> bool:
+    try:
+        return (path / FILE).exists()
+    except PermissionError:
+        return True  # `read` says that it may not be looked into
 
 
-def never_counted(path: Place) -> bool:
-    """Whether the files of a torn checkpoint are those of a save that never was whole.
-
-    In a storage, a save that was killed at once has not even left its mark. Orbax writes its
-    metadata last, so where that is there somebody has removed files.json, or never copied one.
-    """
-    if unfinished(path).exists():
-        return True
-    return not (renames(path) or (path / _FILES).exists() or (path / _METADATA).exists())
-
-
-def unfinished_arrays(path: Place) -> Place:
-    """Where the arrays of a checkpoint are written that is not whole yet."""
-    return unfinished(path) if renames(path) else path
-
-
-def begin(path: Place) -> None:
-    """Notes that a save has begun, where its arrays do not say so by their place.
-
-    Raises:
-      OSError: it cannot be noted.
-    """
-    if not renames(path):
-        make_folder(unfinished(path))
-
-
-def commit(path: Place) -> None:
+def commit(checkpoint: Checkpoint) -> None:
     """Makes a checkpoint count whose arrays are all written.
 
     Raises:
       OSError: it does not count.
     """
-    write_sizes(unfinished_arrays(path))  # before it has its name: not every rename is at once
-    if renames(path):
-        unfinished(path).rename(path)
-    else:
-        remove_tree(unfinished(path))
+    values = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
+    del values["path"]
+    values = {"format": _FORMAT, "files": sizes(checkpoint.path)} | values
+    write_whole(checkpoint.path / FILE, json.dumps(values).encode())
 
 
 def remove(path: Place) -> None:
-    """Removes a checkpoint so that a kill leaves no half of it that counts.
+    """Removes a checkpoint; after a kill, what is left of it does not count.
 
     Raises:
       OSError: it is still there.
     """
-    gone = path.with_name(f"{path.name}{DELETING}")
-    if renames(path):
-        path.rename(gone)
-        remove_tree(gone)
-    else:
-        make_folder(gone)
-        (path / _FILES).unlink()
-        _remove_marked(path, gone)
-
-
-def discard(path: Place) -> None:
-    """Removes what a save that failed has written; in a storage, unless it counts after all."""
-    remove_tree(unfinished(path)) if renames(path) else _remove_unless_whole(path)
+    (path / FILE).unlink()
+    remove_tree(path)
 
 
 def set_aside(path: Place) -> None:
-    """Gives a torn checkpoint another name; in a storage, leaves killed saves to the next function.
+    """Gives a torn checkpoint another name.
 
     Raises:
       OSError: it is still there.
     """
-    if not renames(path) and unfinished(path).exists():
-        return
     again = (f"{path.name}-{n}{TORN}" for n in itertools.count(2))
     names = itertools.chain([f"{path.name}{TORN}"], again)
     move_tree(path, next(aside for aside in map(path.with_name, names) if not aside.exists()))
 
 
-def remove_leftovers(folder: Place) -> None:
-    """Removes the parts of saves and removals that failed or were killed; none is going on."""
-    for path in folder.iterdir():
-        if path.suffix in (UNFINISHED, DELETING) and is_step(path.stem):
-            checkpoint = path.with_name(path.stem)
-            if renames(path):
-                remove_tree(path)
-            elif path.suffix == UNFINISHED:
-                _remove_unless_whole(checkpoint)
-            else:
-                _remove_marked(checkpoint, path)
+def discard(path: Place) -> None:
+    """Removes what a save or a removal left that failed or was killed.
+
+    What holds anything else than arrays of ours is somebody's, and stays.
+    """
+    if path.is_dir() and not _is_committed(path):
+        names = {inner.name for inner in path.iterdir()}
+        if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):
+            remove_tree(path)
 
 
-def _remove_unless_whole(path: Place) -> None:
-    """Removes what a save has written to a storage, unless it was its commit that got no answer."""
-    with contextlib.suppress(OSError):
-        if (path / _FILES).exists():
-            remove_tree(unfinished(path))
-        else:
-            _remove_marked(path, unfinished(path))
-
-
-def _remove_marked(path: Place, mark: Place) -> None:
-    """Removes a folder of a storage and then the mark that says that it may be removed."""
-    with contextlib.suppress(OSError):
-        remove_tree(path)
-        if not path.exists():
-            remove_tree(mark)
+def discard_all(folder: Place) -> None:
+    """Does so with all that a folder of checkpoints holds; no save is going on."""
+    for path in _numbers(folder):
+        discard(path)
 
 
 def read(path: Place) -> Checkpoint:
@@ -221,34 +152,29 @@ def read(path: Place) -> Checkpoint:
 
     Raises:
       TornError: a file is missing, too short or damaged.
-      ConfigError: it is a checkpoint of another program, or cannot be looked at.
+      ConfigError: another version wrote it, or it cannot be looked at.
     """
     try:
-        return _read(path)
+        values = _json(path / FILE)
+        if values.get("format") != _FORMAT:
+            raise ConfigError(
+                f"{path}: not a checkpoint of this version of maxramp; move it away, or take "
+                "another run_name"
+            )
+        there = sizes_of(path, values["files"])
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; give this user the right to read it, or take "
             "another run_name"
         ) from None
-
-
-def _read(path: Place) -> Checkpoint:
-    values = _json(path / _METADATA).get("custom_metadata") or {}
-    there = sizes(path)
-    wanted = _json(path / _FILES)
-    fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
-    if not (isinstance(values, dict) and fields <= values.keys()):
-        raise ConfigError(
-            f"{path}: not a checkpoint of maxramp; move it away, or take another run_name"
-        )
-    for name, size in wanted.items():
+    for name, size in values["files"].items():
         if there.get(name, -1) < size:
             shown = f"{there[name]} bytes of {size}" if name in there else "missing"
             raise TornError(f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
-        raise TornError(f"{_METADATA}: it is checkpoint {values['step']}, under another number")
-    values = {name: values[name] for name in fields}
-    return Checkpoint(path=path, **values | {"config": json.loads(values["config"])})
+        raise TornError(f"{FILE}: it is checkpoint {values['step']}, under another number")
+    fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
+    return Checkpoint(path=path, **{name: values[name] for name in fields})
 
 
 def _json(path: Place) -> dict[str, Any]:
@@ -267,19 +193,6 @@ def _json(path: Place) -> dict[str, Any]:
     return value
 
 
-def write_sizes(path: Place) -> None:
-    """Notes the size of every file of a checkpoint that is whole.
-
-    Raises:
-      OSError: it is not whole, as somebody has removed files, or the sizes cannot be written.
-    """
-    there = sizes(path)
-    if _METADATA not in there:
-        raise OSError(errno.EIO, "files are missing", str(path))
-    there.pop(_FILES, None)
-    write_whole(path / _FILES, json.dumps(there).encode())
-
-
 def find(path: Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a checkpoints or run folder.
 
@@ -290,7 +203,7 @@ def find(path: Place) -> Place:
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
-    if is_step(path.name) and _may_be_one(path):
+    if is_step(path.name) and _is_committed(path):
         return path
     hint = ""
     if not path.exists() and re.fullmatch(

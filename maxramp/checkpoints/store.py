@@ -5,38 +5,29 @@ samples, the stages, the configuration, what identifies the data) stands beside 
 `folder` reads it.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.addresses import saving_context
-from maxramp.checkpoints.arrays import compare, items_of, reading, reason_of
-from maxramp.checkpoints.background import Patience, agreed_reason, in_thread, raiser
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.saves import Saves
 from maxramp.checkpoints.timer import Timer
-from maxramp.commandline import clock_in
-from maxramp.errors import ConfigError, PeerLostError, TrainingError
-from maxramp.folders.kvstore import QUIET
-from maxramp.folders.place import Place, check_writable, is_near, place
+from maxramp.errors import ConfigError
+from maxramp.folders.place import Place, is_near, place
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import agreement, processes
+from maxramp.parallel import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
-
-_LAST = 60.0  # seconds that a run which fails waits for a storage
-_END = 300.0  # and that the end of another run waits for one that takes nothing of a save
 
 
 class Checkpoints:
@@ -68,12 +59,7 @@ class Checkpoints:
         self.reference = ""
         self._is_first = jax.process_index() == 0
         self._torn: list[int] = []
-        self._last_good: int | None = None
-        self._failed_in_a_row = 0
-        self._given_up: set[int] = set()  # saves to a storage, which threads may still write
-        self._late: int | None = None
-        self._waits = is_near(self._folder)  # for a save that goes on when the next is due
-        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._saves = Saves(self._folder, keys.max_failed_saves, warn)
         self._timer: Timer | None = None
 
     def latest(self) -> Checkpoint | None:
@@ -86,7 +72,7 @@ class Checkpoints:
             off: a start from nothing would overwrite what belongs to them.
         """
         newest = agreement.all_gather_json(agreement.raise_everywhere(self._newest_whole))[0]
-        self._last_good = None if newest < 0 else newest
+        self._saves.newest = None if newest < 0 else newest
         if newest < 0 and not self._keys.load_full_state_path:
             return None
 
@@ -117,8 +103,7 @@ class Checkpoints:
                 folder_lib.read(path)
             except folder_lib.TornError as error:
                 self._torn.append(step)
-                if not folder_lib.never_counted(path):
-                    reason = reason or f"{path} is torn ({error})"
+                reason = reason or f"{path} is torn ({error})"
             else:
                 if reason:
                     self._warn(f"{reason}; going on from the checkpoint before it, {step}")
@@ -140,7 +125,7 @@ class Checkpoints:
 
     def compare(self, checkpoint: Checkpoint, abstract: Any) -> None:
         """Refuses a checkpoint whose arrays are not those of `abstract`, as `arrays.compare`."""
-        compare(checkpoint, abstract, self._values)
+        arrays.compare(checkpoint, abstract, self._values)
 
     def restore(self, checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
         """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
@@ -148,10 +133,8 @@ class Checkpoints:
         Raises:
           ConfigError: the arrays cannot be read.
         """
-        with reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), items_of(abstract))
-        state = TrainState(model=loaded["model"], **loaded["optimizer"])
-        state = in_stage_order(state)
+        loaded = arrays.load(checkpoint.path, arrays.items_of(abstract))
+        state = in_stage_order(TrainState(model=loaded["model"], **loaded["optimizer"]))
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
         if (high << 32) + low != checkpoint.consumed_samples:
             raise ConfigError(
@@ -190,9 +173,7 @@ class Checkpoints:
           ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
         checkpoint = self.check_parameters(path, model)
-        with reading(checkpoint.path):
-            loaded = ocp.load_checkpointables(os.fspath(checkpoint.path), {"model": model})["model"]
-        return in_stage_order(loaded)
+        return in_stage_order(arrays.load(checkpoint.path, {"model": model})["model"])
 
     def check_parameters(self, path: Place, model: Decoder) -> Checkpoint:
         """The checkpoint that a path means, whose weights are those of an abstract model.
@@ -211,7 +192,7 @@ class Checkpoints:
             return
         for step in self._torn:
             folder_lib.set_aside(self._folder / str(step))
-        folder_lib.remove_leftovers(self._folder)  # last: they tell which are half renamed
+        folder_lib.discard_all(self._folder)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -251,20 +232,11 @@ class Checkpoints:
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
-        if not self._keys.enable_checkpointing:
+        if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
             return
-        if not (last or self._waits or self._is_save_decided()):
-            self._note_late(step)
+        self._saves.settle()
+        if step == self._saves.newest:
             return
-        patience = None
-        if last and not self._waits:
-            patience = Patience(
-                _END, lambda clock: self._say_waiting(f"{clock} if the storage takes nothing")
-            )
-        self._finish_save(patience=patience)
-        if step == self._last_good:
-            return
-        self._given_up.discard(step)
         checkpoint = Checkpoint(
             path=self._folder / str(step),
             step=step,
@@ -275,91 +247,56 @@ class Checkpoints:
             versions=versions(),
             reference=self.reference,
         )
-        error, prepared = self._prepare(prepare)
-        if any(agreement.all_gather_json(error is not None)):
-            writing = raiser(error or OSError("the first process cannot write"))
-        else:
-            try:
-                with saving_context(checkpoint.path):
-                    writing = ocp.save_checkpointables_async(
-                        os.fspath(folder_lib.unfinished_arrays(checkpoint.path)),
-                        items_of(in_layer_order(state)),
-                        custom_metadata=checkpoint.metadata(),
-                    ).result
-            except Exception as raised:  # by the part that does not run in the background
-                writing = raiser(raised)
+        write = self._writer(checkpoint, state, prepare)
         self._timer.stop()
-        self._saving = step, in_thread(lambda: self._write(checkpoint.path, writing, prepared))
+        self._saves.begin(step, write)
         if last or not self._keys.async_checkpointing:
-            self._finish_save(last, patience)
+            self._saves.settle(last)
 
-    def _prepare(
-        self, prepare: Callable[[], Callable[[], None]]
-    ) -> tuple[OSError | None, Callable[[], None]]:
-        """What `prepare` raises, or else what stands in the way of a file; and what it returns."""
-        prepared: Callable[[], None] = lambda: None  # noqa: E731
+    def _writer(
+        self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
+        """Copies a state, and returns what writes it and makes the checkpoint count."""
+        failure, prepared, written = None, None, None
         try:
             prepared = prepare()
-            if self._is_first:
-                check_writable(self._folder)
         except OSError as error:
-            return error, prepared
-        return None, prepared
+            failure = error
+        if any(agreement.all_gather_json(failure is not None)):
+            failure = failure or OSError("the first process cannot write")
+        else:
+            try:
+                written = arrays.save(checkpoint.path, in_layer_order(state))
+            except Exception as error:  # of the part that does not run in the background
+                failure = error
 
-    def _write(
-        self, path: Place, writing: Callable[[], None], prepared: Callable[[], None]
-    ) -> None:
-        """Waits for the files of a checkpoint, in the background, and removes old checkpoints."""
-        try:
-            if self._is_first:
-                with contextlib.suppress(OSError):  # a restart then sets aside what it would remove
-                    folder_lib.begin(path)
-            writing()
-            if not self._is_first:
-                return
-            prepared()
-            if int(path.name) not in self._given_up:
-                folder_lib.commit(path)
-                self._tidy()
-        finally:
-            self._timer.start()
+        def write() -> None:
+            try:
+                if failure:
+                    raise failure
+                written()
+                if self._is_first:
+                    prepared()
+                    folder_lib.commit(checkpoint)
+                    self._tidy()
+            except BaseException:
+                if self._is_first and is_near(self._folder):  # else it may be another run's by now
+                    with contextlib.suppress(OSError):
+                        folder_lib.discard(checkpoint.path)  # for room
+                raise
+            finally:
+                self._timer.start()
+
+        return write
 
     def _tidy(self) -> None:
         """Removes what no restart needs; where that fails, the next save tries it again."""
         try:
-            there = folder_lib.steps_in(self._folder) if self._given_up else []
-            for step in self._given_up.intersection(there):
-                folder_lib.discard(self._folder / str(step))
-            folder_lib.remove_leftovers(self._folder)
+            folder_lib.discard_all(self._folder)
             for old in self._not_kept():
                 folder_lib.remove(self._folder / str(old))
         except OSError as error:
-            self._warn(f"old checkpoints could not be removed: {reason_of(error)}")
-
-    def _note_late(self, step: int) -> None:
-        """Says once for every save that others are left out as long as it goes on."""
-        slow = self._saving[0] if self._saving else None
-        if self._is_first and slow != self._late:
-            self._warn(
-                f"{self._folder / str(slow)} is still being written: no checkpoint after step "
-                f"{step}, and none until it is done"
-            )
-            self._late = slow
-
-    def _say_waiting(self, until: str) -> None:
-        """Says what the end of the run waits for."""
-        if self._is_first:
-            self._warn(
-                f"{self._folder}: the last checkpoint is still being written; the run ends when it "
-                f"is there, or at {until}"
-            )
-
-    def _is_save_decided(self) -> bool:
-        """Whether no process still writes the last save, or one has failed: it is over for all."""
-        done = self._saving is None or self._saving[1].done()
-        failed = done and self._saving is not None and self._saving[1].exception() is not None
-        states = agreement.all_gather_json([done, failed])
-        return all(done for done, _ in states) or any(failed for _, failed in states)
+            self._warn(f"old checkpoints could not be removed: {arrays.reason_of(error)}")
 
     def _not_kept(self) -> list[int]:
         """The newest max_num_checkpoints_to_keep stay, and the first of every keep_period."""
@@ -388,55 +325,13 @@ class Checkpoints:
         Raises:
           TrainingError: max_failed_saves saves in a row have failed.
         """
-        if self._saving and jax.process_count() == 1 and self._saving[1].done():
-            self._finish_save()
-
-    def _finish_save(self, last: bool = False, patience: Patience | None = None) -> None:
-        """Waits until a save is done on every process, or has failed, as `agreed_reason`."""
-        if self._saving is None:
-            return
-        (step, saving), self._saving = self._saving, None
-        reason = agreed_reason(saving, patience)
-        if not reason:
-            self._last_good, self._failed_in_a_row = step, 0
-            return
-        processes.leave_threads_behind()
-        if not self._waits:  # the folder may be another run's by now: it goes after the next save
-            self._given_up.add(step)
-        elif self._is_first:  # for room; what other threads still write goes after the next save
-            folder_lib.discard(self._folder / str(step))
-        self._failed_in_a_row += 1
-        most = self._keys.max_failed_saves
-        stands = (
-            "there is none before it"
-            if self._last_good is None
-            else f"checkpoint {self._last_good} stands"
-        )
-        line = f"{self._folder / str(step)} was not saved: {reason}; {stands}"
-        if last or self._failed_in_a_row >= most:
-            raise TrainingError(
-                f"{line}; make room or mend the storage and start again"
-                + ("" if last else f" (max_failed_saves={most} in a row have failed)")
-            )
-        self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of max_failed_saves={most})")
+        self._saves.check()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits until this process has written; with a lost peer it never would have."""
-        if self._saving is None or isinstance(error, PeerLostError):
-            return  # the last save of a run that comes to its end was waited for
-        step, saving = self._saving
-        if self._waits:
-            concurrent.futures.wait([saving])
-        elif concurrent.futures.wait([saving], QUIET).not_done:
-            self._say_waiting(clock_in(_LAST - QUIET))
-            concurrent.futures.wait([saving], _LAST - QUIET)
-        failed = saving.exception() if saving.done() else TimeoutError("the storage is slow")
-        if failed:
-            processes.leave_threads_behind()
-            self._warn(f"{self._folder / str(step)} was not saved: {reason_of(failed)}")
+        self._saves.close(error)
 
 
 def versions() -> dict[str, str]:

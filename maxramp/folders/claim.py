@@ -85,10 +85,6 @@ class Claim:
                     timeout=TIMEOUT
                 )
 
-    def abandon(self) -> None:
-        """Renews it no more, and asks nobody: whoever comes next waits until it has gone silent."""
-        self._ending.set()
-
     def _keep(self) -> None:
         while not self._ending.wait(_BEAT):
             try:

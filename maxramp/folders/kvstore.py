@@ -9,7 +9,6 @@ from typing import Any
 from maxramp.folders.place import ObjectPath
 
 TIMEOUT = 60.0  # seconds that an answer may take
-QUIET = 2.0  # seconds that the end of a run waits for a storage without a word
 
 
 def spec_of(folder: ObjectPath) -> dict[str, Any]:
@@ -38,15 +37,6 @@ def open_store(folder: ObjectPath) -> Any:
 
     with storing(folder):
         return tensorstore.KvStore.open(spec_of(folder)).result(timeout=TIMEOUT)
-
-
-def bytes_written() -> int:
-    """How much storages have taken of this process so far, as TensorStore counts it."""
-    import tensorstore  # takes a while
-
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
-    taken = [metric for metric in metrics if metric["name"].endswith("/bytes_written")]
-    return sum(value["value"] for metric in taken for value in metric["values"])
 
 
 @contextlib.contextmanager

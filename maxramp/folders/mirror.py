@@ -5,7 +5,6 @@ An object cannot be appended to, and a storage may be away for an hour. So the s
 the thread sends those that have changed: every now and then, and before a checkpoint counts.
 """
 
-import concurrent.futures
 import contextlib
 import errno
 import json
@@ -17,10 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from maxramp.commandline import clock_in
 from maxramp.errors import TrainingError
 from maxramp.folders.claim import Claim
-from maxramp.folders.kvstore import QUIET
 from maxramp.folders.place import ObjectPath
 from maxramp.folders.process import is_gone, this_process
 
@@ -60,9 +57,7 @@ class Mirror:
         self._sent: dict[str, tuple[int, int]] = {}  # modified when, and its size
         if claim:
             self._fetch()
-        self._wanted = threading.Condition()
-        self._waiting: list[concurrent.futures.Future] = []
-        self._ended = self._failing = False
+        self._sending, self._ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:
@@ -74,52 +69,38 @@ class Mirror:
         if self._claim:
             self._claim.check()
 
-    def publish(self, seconds: float | None = None) -> None:
+    def publish(self) -> None:
         """Sends all that is written by now, and makes sure that the folder still is the run's.
-
-        Args:
-          seconds: to wait at most.
 
         Raises:
           OSError: the storage has not taken everything; it is tried again later.
           TrainingError: another run has taken the folder.
         """
-        done: concurrent.futures.Future = concurrent.futures.Future()
-        with self._wanted:
-            self._waiting.append(done)
-            self._wanted.notify()
-        done.result(seconds)
+        with self._sending:
+            if self._claim:
+                self._claim.renew()
+            self._send()
 
     def close(self) -> None:
         """Sends what is left, and removes the folder here unless that cannot be done."""
-        deadline, patience, left = time.monotonic() + _LAST, QUIET, None
+        self._ended.set()
+        deadline, left = time.monotonic() + _LAST, None
         while True:
             try:
-                self.publish(max(1.0, patience))
+                self.publish()
                 left = None
-            except TrainingError as error:
-                left, deadline = error, 0.0
-            except OSError as error:  # a timeout is one
+            except (OSError, TrainingError) as error:
                 left = error
-            before, patience = patience, deadline - time.monotonic()
-            if left is None or patience < 0 or not self.here.is_dir():
+            if not isinstance(left, OSError) or time.monotonic() > deadline:
                 break
-            if before == QUIET:
-                until = clock_in(patience)
-                self._warn(f"{self._folder}: the last files are still being sent, until {until}")
             time.sleep(1)
-        with self._wanted:
-            self._ended = True
-            self._wanted.notify()
         if left:
             (self._root / _OWNER).unlink(missing_ok=True)  # so that no start removes it
             kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
             self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
         else:
             shutil.rmtree(self._root, ignore_errors=True)
-        if self._claim and left:  # by a storage that gives no answer, or another run
-            self._claim.abandon()
-        elif self._claim:
+        if self._claim:
             with contextlib.suppress(OSError):
                 self._claim.release()
 
@@ -138,32 +119,25 @@ class Mirror:
                 self._sent[name] = _state(file)
 
     def _work(self) -> None:
-        pause = _PERIOD
-        while True:
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._waiting or self._ended, pause)
-                waiting, self._waiting = self._waiting, []
-                if self._ended and not waiting:
-                    return
-            began, failure = time.monotonic(), None
+        pause, failing = _PERIOD, False
+        while not self._ended.wait(pause):
+            began = time.monotonic()
             try:
-                self._send()
-            except Exception as error:  # whoever waits must learn of it, whatever it is
-                failure = error
-            if isinstance(failure, OSError) and not self._failing:
-                self._warn(f"{_text(failure)}; it is tried again, and the run goes on")
-            self._failing = failure is not None
-            for future in waiting:
-                future.set_exception(failure) if failure else future.set_result(None)
-            pause = _PERIOD if failure else max(_PERIOD, _SHARE * (time.monotonic() - began))
+                self.publish()
+                failing = False
+            except TrainingError:
+                return  # `check` says so
+            except OSError as error:
+                if not failing:
+                    self._warn(f"{_text(error)}; it is tried again, and the run goes on")
+                failing = True
+            pause = _PERIOD if failing else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _send(self) -> None:
         """Sends the files that have changed, and removes there what the run has removed here.
 
         Whoever cleans the system's temporary folder removes nothing there.
         """
-        if self._claim:
-            self._claim.renew()
         kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
         if not kept.exists():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))

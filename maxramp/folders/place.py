@@ -10,7 +10,7 @@ import fnmatch
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from maxramp.data.files import storage
@@ -203,11 +203,6 @@ def is_folder(path: Place) -> bool:
     return path.is_dir() if isinstance(path, ObjectPath) else os.path.isdir(path)
 
 
-def renames(path: Place) -> bool:
-    """Whether a folder there can be given another name at once."""
-    return not isinstance(path, ObjectPath)
-
-
 def is_near(path: Place) -> bool:
     """Whether the loop can wait for what is done there: a storage may be away for an hour."""
     return not isinstance(path, ObjectPath)
@@ -232,20 +227,19 @@ def sizes(folder: Place) -> dict[str, int]:
         start = len(f"{folder.bucket}/{folder.key}/")
         names = [name for name in found if name[start:].rstrip("/") == name[start:] != ""]
         return {name[start:]: found[name]["size"] for name in names}
+    names = (os.path.join(root, name) for root, _, files in os.walk(folder) for name in files)
+    return sizes_of(folder, [os.path.relpath(name, folder) for name in names])
+
+
+def sizes_of(folder: Place, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those of these files that are in a folder."""
+    if isinstance(folder, ObjectPath):
+        return sizes(folder)
     found = {}
-    for root, folders, files in os.walk(folder, onerror=_unless_gone, followlinks=True):
-        path = pathlib.Path(root)
-        above = {os.path.realpath(p) for p in (path, *path.parents)}  # where a link may lead back
-        folders[:] = [name for name in folders if os.path.realpath(path / name) not in above]
-        for path in (pathlib.Path(root, name) for name in files):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found[str(path.relative_to(folder))] = path.stat().st_size
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found[name] = (folder / name).stat().st_size
     return found
-
-
-def _unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def write_whole(path: Place, data: bytes) -> None:

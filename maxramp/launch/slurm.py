@@ -48,7 +48,8 @@ note() {  # event, exit status or null: a line of chain.jsonl
 
 newest() {  # steps done in the newest checkpoint; 0 before the first
     local steps
-    steps=$(ls "$folder/checkpoints" 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)
+    steps=$(cd "$folder/checkpoints" 2>/dev/null && ls -d [0-9]*/checkpoint.json 2>/dev/null |
+        cut -d / -f 1 | grep -x '[0-9]*' | sort -n | tail -n 1)
     echo "${steps:-0}"
 }
 before=$(newest)

@@ -11,15 +11,16 @@ import threading
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from conftest import BASE, TINY, make_config, make_mesh, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.arrays import reading, stored_arrays
+from maxramp.checkpoints.arrays import load, stored_arrays
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
-from maxramp.config.load import load
+from maxramp.config.load import load as load_config
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -152,13 +153,28 @@ def test_what_stands_beside_the_arrays(saved_folder):
     assert saved.stages == [stage.to_json() for stage in saved_folder.ramp.stages]
     assert saved.stage()["global_batch_size"] == 16 and saved.corpus_hash == "data"
     assert saved.versions["jax"] == jax.__version__
-    # Read without Orbax, it is what Orbax keeps.
-    kept = ocp.checkpointables_metadata(saved.path).custom_metadata
-    assert json.loads(kept["config"]) == saved.config
-    assert {k: kept[k] for k in ("step", "consumed_samples")} == {
-        "step": 12,
-        "consumed_samples": saved.consumed_samples,
-    }
+
+
+def test_reading_one_layer_reads_no_other(tmp_path):
+    """As TensorStore counts the bytes that it reads; on a mesh that splits a layer, too."""
+    keys = ("base_num_decoder_layers=4", "base_mlp_dim=1024", "ici_tensor_parallelism=2")
+    state = first_state(*keys)
+    folder = Folder(tmp_path / "c", config_of(*keys)).save(12, state=state)
+
+    def bytes_read() -> int:
+        name = "/tensorstore/kvstore/file/bytes_read"
+        return tensorstore.experimental_collect_matching_metrics(name)[0]["values"][0]["value"]
+
+    base = {"driver": "ocdbt", "base": f"file://{folder.path}/12/model/"}
+    keys = tensorstore.KvStore.open(base).result().list().result()
+    (found,) = [key for key in keys if key.endswith(b"mlp.up_DF.value/zarr.json")]
+    where = base | {"path": found.decode().removesuffix("zarr.json")}
+    weights_LDF = tensorstore.open({"driver": "zarr3", "kvstore": where}, open=True).result()
+    before = bytes_read()
+    layer_DF = weights_LDF[1].read().result()
+    cost = bytes_read() - before
+    np.testing.assert_array_equal(layer_DF, np.asarray(state.model.layers.mlp.up_DF[...])[1])
+    assert 0.5 * layer_DF.nbytes < cost < 1.5 * layer_DF.nbytes
 
 
 def test_the_weights_alone(saved_folder, tmp_path):
@@ -227,33 +243,27 @@ def test_only_its_own_are_removed(copied):
 
 
 def test_what_a_kill_left_is_removed(copied):
-    (copied / f"14{folder_lib.UNFINISHED}" / "model").mkdir(parents=True)
-    (copied / "8").rename(copied / f"8{folder_lib.DELETING}")
-    mine = [f"notes{folder_lib.DELETING}", "012", "\N{SUPERSCRIPT TWO}", "13"]
+    (copied / "14" / "model").mkdir(parents=True)
+    (copied / "8" / folder_lib.FILE).unlink()  # as a removal begins
+    mine = ["notes", "012", "\N{SUPERSCRIPT TWO}", "13"]
     for name in mine[:-1]:
         (copied / name).mkdir()
     (copied / mine[-1]).write_text("a file")
     folder = Folder(copied, config_of())
     assert folder.restore()[0].step == 12
-    assert len(list(copied.iterdir())) == 7, "not before a start is certain"
+    assert len(list(copied.iterdir())) == 7 and not folder.said, "not before a start is certain"
     folder.checkpoints.start_saving()
     assert {p.name for p in copied.iterdir()} == {"12", *mine}
 
 
-def test_minutes_count_from_the_end_of_a_save(tmp_path, monkeypatch):
+def test_minutes_count_from_the_end_of_a_save(tmp_path):
     """However long the files take: no save is due while one is written."""
     folder = Folder(tmp_path / "c", config := config_of("checkpoint_period_minutes=1e-9"))
-    go_on, write_sizes = threading.Event(), folder_lib.write_sizes
-
-    def slow(path):
-        go_on.wait(60)
-        write_sizes(path)
-
-    monkeypatch.setattr(folder_lib, "write_sizes", slow)
+    go_on = threading.Event()
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=False)
+        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: go_on.wait(60), last=False)
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
         checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=True)  # waits
@@ -277,11 +287,10 @@ DAMAGE = {
     "arrays deleted": lambda path: largest(path / "model").unlink(),
     "index deleted": lambda path: (path / "model" / "manifest.ocdbt").unlink(),
     "a part deleted": lambda path: shutil.rmtree(path / "optimizer"),
-    "metadata truncated": lambda path: truncate(path / "_CHECKPOINT_METADATA"),
-    "metadata emptied": lambda path: (path / "_CHECKPOINT_METADATA").write_text(""),
-    "metadata deleted": lambda path: (path / "_CHECKPOINT_METADATA").unlink(),
-    "list of files truncated": lambda path: truncate(path / "files.json"),
-    "everything in it deleted": lambda path: [shutil.rmtree(path), path.mkdir()],
+    "Orbax's metadata truncated": lambda path: truncate(path / "_CHECKPOINT_METADATA"),
+    "Orbax's metadata deleted": lambda path: (path / "_CHECKPOINT_METADATA").unlink(),
+    "metadata truncated": lambda path: truncate(path / folder_lib.FILE),
+    "metadata emptied": lambda path: (path / folder_lib.FILE).write_text(""),
 }
 
 
@@ -315,37 +324,30 @@ def test_what_was_moved_aside_stays(copied):
     assert sorted(p.name for p in copied.iterdir()) == ["12-2.torn", "12.torn", "8"]
 
 
-def test_a_checkpoint_renamed_file_by_file(copied):
-    """As on object storage mounted as a file system: killed on the way, it was never saved."""
+@pytest.mark.parametrize("kept", ["model", "model optimizer", "all"])
+def test_a_kill_in_a_save_stops_no_restart(copied, kept):
+    """At any moment, also after Orbax was done and where there is no checkpoint before it."""
     shutil.rmtree(copied / "8")
-    whole, partly = copied / "12", copied / f"12{folder_lib.UNFINISHED}"
-    names = sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
-    whole.rename(partly)
-    config = config_of()
-
-    def found():
-        with jax.set_mesh(make_mesh(config)):
-            return Folder(copied, config).checkpoints.latest()
-
-    assert found() is None
-    for name in names[:-1]:
-        (whole / name).parent.mkdir(parents=True, exist_ok=True)
-        (partly / name).rename(whole / name)
-        assert found() is None, name
-    (partly / names[-1]).rename(whole / names[-1])
-    assert found().step == 12
-
-
-def test_a_half_renamed_checkpoint_is_put_aside(copied):
-    partly = copied / f"12{folder_lib.UNFINISHED}"
-    partly.mkdir()
-    (copied / "12" / "model").rename(partly / "model")
+    (copied / "12" / folder_lib.FILE).unlink()
+    for path in (copied / "12").iterdir():
+        if kept != "all" and path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     folder = Folder(copied, config_of())
     with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest().step == 8
+        assert folder.checkpoints.latest() is None
     folder.checkpoints.start_saving()
-    assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
-    assert not folder.said, "as of any save that was killed"
+    assert not list(copied.iterdir()) and not folder.said
+
+
+def test_arrays_that_were_moved_and_linked(copied, tmp_path):
+    """To a disk with more room, where a link leads to the run: from there, too, it is whole."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    copied.rename(run / "checkpoints")
+    (run / "checkpoints" / "12" / "model").rename(disk)
+    (run / "checkpoints" / "12" / "model").symlink_to(disk)
+    (disk / "run").symlink_to(run)
+    assert folder_lib.read(folder_lib.find(disk / "run")).step == 12
 
 
 def test_a_checkpoint_under_another_number(copied, capsys):
@@ -358,11 +360,17 @@ def test_a_checkpoint_under_another_number(copied, capsys):
     assert command.main(["verify", str(copied / "20")]) == 1
 
 
-@pytest.mark.parametrize("name, content", [("files.json", "[]"), ("_CHECKPOINT_METADATA", "[1]")])
-def test_json_that_is_no_object(copied, name, content):
-    (copied / "12" / name).write_text(content)
-    with pytest.raises(folder_lib.TornError, match=f"{name}: not an object"):
+def test_json_that_is_no_object(copied):
+    (copied / "12" / folder_lib.FILE).write_text("[]")
+    with pytest.raises(folder_lib.TornError, match=f"{folder_lib.FILE}: not an object"):
         folder_lib.read(copied / "12")
+
+
+def test_another_version(copied):
+    values = json.loads((copied / "12" / folder_lib.FILE).read_text())
+    (copied / "12" / folder_lib.FILE).write_text(json.dumps(values | {"format": 2}))
+    with pytest.raises(ConfigError, match="12: not a checkpoint of this version of maxramp"):
+        Folder(copied, config_of()).checkpoints.latest()
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
@@ -370,11 +378,11 @@ def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     monkeypatch.chdir(copied)  # for another user, the folders above are closed
-    pathlib.Path("12/_CHECKPOINT_METADATA").chmod(0o600)
+    pathlib.Path("12", folder_lib.FILE).chmod(0o600)
     copied.chmod(0o755)
     os.seteuid(65534)
     try:
-        with pytest.raises(ConfigError, match="12/_CHECKPOINT_METADATA: Permission denied; give"):
+        with pytest.raises(ConfigError, match="12/checkpoint.json: Permission denied; give"):
             folder_lib.read(pathlib.Path("12"))
     finally:
         os.seteuid(0)
@@ -411,8 +419,8 @@ def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
     """Nobody shall move a checkpoint away because a device was too small for it."""
     path = folder_lib.find(saved_folder.path)
     monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
-    with pytest.raises(MemoryError), reading(path):
-        ocp.load_checkpointables(path)
+    with pytest.raises(MemoryError):
+        load(path, {})
     with pytest.raises(MemoryError):
         list(stored_arrays(path))
 
@@ -425,8 +433,11 @@ def test_a_clock_that_does_not_fit(copied):
 
 def test_another_programs_checkpoint(tmp_path):
     ocp.save_checkpointables(tmp_path / "c" / "5", {"state": {"w": np.zeros(3)}})
-    with pytest.raises(ConfigError, match="not a checkpoint of maxramp"):
-        Folder(tmp_path / "c", config_of()).checkpoints.latest()
+    folder = Folder(tmp_path / "c", config_of())
+    with jax.set_mesh(make_mesh(folder.config)):
+        assert folder.checkpoints.latest() is None
+    folder.checkpoints.start_saving()
+    assert (tmp_path / "c" / "5" / "state").is_dir()  # it stays
 
 
 # --- What may change -----------------------------------------------------------------------------
@@ -530,7 +541,7 @@ def test_another_programs_checkpoint_does_not_hide_the_others(copied, capsys):
     ocp.save_checkpointables(copied / "10", {"state": {"w": np.zeros(3)}})
     assert command.main(["ls", str(copied)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    states = ["complete", "not a checkpoint of maxramp", "complete"]
+    states = ["complete", "complete", "10: no checkpoint.json"]
     assert all(state in line for state, line in zip(states, lines, strict=True)), lines
 
 
@@ -579,7 +590,7 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
 )
 def test_keys_that_make_no_sense(keys, names):
     with pytest.raises(ConfigError) as refused:
-        load([BASE, *keys])
+        load_config([BASE, *keys])
     line = str(refused.value)
     assert len(line.splitlines()) == 1 and all(name in line for name in names), line
 

@@ -1,6 +1,5 @@
 """What the command makes of folders, by what stands beside a checkpoint's arrays."""
 
-import json
 import os
 import pathlib
 
@@ -8,7 +7,7 @@ import pytest
 from conftest import make_config
 
 from maxramp import checkpoint as command
-from maxramp.checkpoints.folder import Checkpoint, steps_in
+from maxramp.checkpoints.folder import Checkpoint, commit, steps_in
 from maxramp.rampup.schedule import RampupBatchManager
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
@@ -19,10 +18,8 @@ def write(path, step, *arguments):
     config = make_config(*RAMP, *arguments)
     ramp = RampupBatchManager(config.batch)
     stages = [stage.to_json() for stage in ramp.stages]
-    saved = Checkpoint(path, step, ramp.samples_before(step), stages, "", dict(config.values), {})
     path.mkdir(parents=True)
-    metadata = {"custom_metadata": saved.metadata()}
-    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
+    commit(Checkpoint(path, step, ramp.samples_before(step), stages, "", dict(config.values), {}))
 
 
 def test_what_is_gone_while_it_is_listed(tmp_path, monkeypatch, capsys):

@@ -1,22 +1,17 @@
 """What must not happen to the objects of a storage, whoever fails: without a server."""
 
-import concurrent.futures
-import json
 import shutil
 import threading
 import time
 
 import pytest
-import tensorstore
 from conftest import BASE, make_config
 
-from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.background import Patience, agreed_reason, in_thread
-from maxramp.checkpoints.folder import Checkpoint, steps_in
+from maxramp.checkpoints.folder import steps_in
+from maxramp.checkpoints.saves import Saves
 from maxramp.checkpoints.store import Checkpoints
-from maxramp.checkpoints.timer import Timer
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
 from maxramp.folders.place import make_folder, place, remove_tree, sizes, write_whole
 
@@ -58,7 +53,7 @@ class Held:
     def renew(self):
         pass
 
-    check = release = abandon = renew
+    check = release = renew
 
 
 @pytest.fixture
@@ -129,7 +124,7 @@ def test_no_answer_is_no_empty_folder(client, monkeypatch):
     """Or a run would start anew because its storage is away."""
     folder = place("gs://bucket/run/checkpoints")
     assert steps_in(folder) == []
-    write_whole(folder / "4" / "files.json", b"{}")
+    write_whole(folder / "4" / "checkpoint.json", b"{}")
     assert steps_in(folder) == [4]
 
     def away(path, **kwargs):
@@ -141,98 +136,35 @@ def test_no_answer_is_no_empty_folder(client, monkeypatch):
             ask(folder)
 
 
-def test_files_removed_under_a_save_do_not_count(client):
-    """As by the former owner of the folder."""
-    path = place("gs://bucket/run/checkpoints/4")
-    folder_lib.begin(path)
-    write_whole(path / "_CHECKPOINT_METADATA", b"{}")
-    folder_lib.discard(path)
-    write_whole(path / "model" / "d", b"22")
-    with pytest.raises(OSError, match="files are missing"):
-        folder_lib.commit(path)
-    assert set(sizes(path)) == {"model/d"}
+def test_a_kill_in_a_save_stops_no_restart(client):
+    """Of a storage as of a disk: nothing ever counted, and nothing of it stays."""
+    folder, warnings = place("gs://bucket/run/checkpoints"), []
+    for name in ("model/d", "_CHECKPOINT_METADATA"):
+        write_whole(folder / "4" / name, b"{}")
+    checkpoints = Checkpoints(make_config().checkpoints, folder, "", {}, warnings.append)
+    assert checkpoints.latest() is None
+    checkpoints.start_saving()
+    assert sizes(folder) == {} and not warnings
 
 
-def test_a_failed_save_is_removed_when_the_next_one_counts(client):
-    """Not before, when the folder may be another run's; and its thread commits nothing."""
-    folder = place("gs://bucket/run/checkpoints")
-    config = make_config("max_failed_saves=9")
-    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, [].append)
-    checkpoints._timer = Timer(-1)
-
-    def save(step, hold=None, fails=False):
-        def write():
-            write_whole(folder / str(step) / "_CHECKPOINT_METADATA", b"{}")
-            assert hold is None or hold.wait(60)
-            if fails:
-                raise OSError("away")
-
-        writing = in_thread(lambda: checkpoints._write(folder / str(step), write, lambda: None))
-        checkpoints._saving = step, writing
-        return writing
-
-    save(4, fails=True)
-    checkpoints._finish_save()
-    assert (folder / "4").exists()
-    go_on = threading.Event()
-    late = save(8, go_on)
-    checkpoints._given_up.add(8)  # as when another process failed
-    save(12)
-    checkpoints._finish_save()
-    assert {p.name for p in folder.iterdir()} == {"12"}
+def test_a_slow_save_lets_the_next_ones_out(client):
+    """Until it is done; and one that has failed is told of by the next."""
+    folder, warnings = place("gs://bucket/run/checkpoints"), []
+    saves, go_on = Saves(folder, 9, warnings.append), threading.Event()
+    saves.begin(4, lambda: go_on.wait(60))
+    assert saves.is_late(8) and saves.is_late(12)
+    (line,) = warnings
+    assert "checkpoints/4 is still being written: no checkpoint after step 8" in line
     go_on.set()
-    late.result()
-    assert not (folder / "8" / "files.json").exists()
+    saves.settle()
+    assert saves.newest == 4 and not saves.is_late(16)
 
+    def fail():
+        raise OSError("away")
 
-def test_a_kill_in_the_first_save_stops_no_restart(client):
-    """Also before its mark is there: nothing ever counted, and what there is stays."""
-    folder = place("gs://bucket/run/checkpoints")
-    write_whole(folder / "4" / "model" / "d", b"1")
-    config, warnings = make_config(), []
-
-    def start():
-        checkpoints = Checkpoints(config.checkpoints, folder, "", {}, warnings.append)
-        assert checkpoints.latest() is None
-        checkpoints.start_saving()
-
-    start()
-    assert set(sizes(folder)) == {"4.torn/model/d"} and not warnings
-    write_whole(folder / "4" / "files.json", b"{}")  # this one did count
-    with pytest.raises(ConfigError, match="4 is torn .* no checkpoint before it is whole"):
-        start()
-
-
-def test_a_checkpoint_that_was_copied_without_its_files_json(client):
-    """By a person: it is no save that was killed, and nothing is passed over without a word."""
-    folder = place("gs://bucket/run/checkpoints")
-    config, warnings = make_config(), []
-    write_whole(folder / "8" / "_CHECKPOINT_METADATA", b'{"custom_metadata": {}}')
-    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, warnings.append)
-    with pytest.raises(ConfigError, match="8 is torn .files.json: missing.*put the file back"):
-        checkpoints.latest()
-    saved = Checkpoint(folder / "4", 4, 64, [], "", {}, {})
-    metadata = json.dumps({"custom_metadata": saved.metadata()}).encode()
-    write_whole(folder / "4" / "_CHECKPOINT_METADATA", metadata)
-    folder_lib.commit(folder / "4")
-    assert checkpoints.latest().step == 4
-    (line,) = warnings
-    assert "8 is torn (files.json: missing); going on from the checkpoint before it, 4" in line
-
-
-def test_the_end_says_that_it_still_sends(client, monkeypatch):
-    monkeypatch.setattr("maxramp.folders.mirror.QUIET", 0.1)
-    warnings, go_on = [], threading.Event()
-    mirror = mirror_of("gs://bucket/run", warnings.append)
-    (mirror.here / "late").write_bytes(b"1")
-    write = client.pipe_file
-    slow = lambda path, data, **more: go_on.wait(10) and write(path, data)  # noqa: E731
-    monkeypatch.setattr(client, "pipe_file", slow)
-    threading.Timer(1.5, go_on.set).start()
-    mirror.close()
-    (line,) = warnings
-    assert "gs://bucket/run: the last files are still being sent, until" in line
-    assert (place("gs://bucket/run") / "late").is_file()
+    saves.begin(20, fail)
+    saves.settle()
+    assert "20 was not saved: away; checkpoint 4 stands; the run goes on" in warnings[1]
 
 
 def test_a_glob_of_a_storage(client, tmp_path):
@@ -283,54 +215,3 @@ def test_the_records_are_sent_last(client, monkeypatch):
     mirror.publish()
     assert len(sent) == 4 and sent[-1] == "gs://bucket/run/metrics.jsonl"
     mirror.close()
-
-
-def test_the_end_does_not_wait_for_a_storage_that_takes_nothing(client, tmp_path, monkeypatch):
-    """However long it waits for one that is slow; and it says what it waits for."""
-    never, ended = concurrent.futures.Future(), threading.Event()
-    store = tensorstore.KvStore.open(f"file://{tmp_path}/").result()
-
-    def write_slowly():
-        for number in range(25):
-            store.write(str(number), b"1").result()
-            time.sleep(0.1)
-        ended.set()
-
-    threading.Thread(target=write_slowly).start()
-    monkeypatch.setattr("maxramp.checkpoints.background.QUIET", 0.3)
-    said = []
-    reason = agreed_reason(never, patience := Patience(2.0, said.append))
-    assert reason == "the storage has taken nothing for 2 seconds"
-    assert ended.is_set() and len(said) == 1
-    since = patience._since
-    assert agreed_reason(never, patience) == reason and patience._since == since  # the same end
-    config, folder = make_config(), place("gs://bucket/run/checkpoints")
-    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, print)
-    checkpoints._saving = 8, never
-    with pytest.raises(TrainingError, match="8 was not saved: the storage has taken nothing"):
-        checkpoints._finish_save(last=True, patience=Patience(0.1, said.append))
-
-
-def test_a_save_that_failed_elsewhere_is_no_late_one(client, monkeypatch):
-    """Orbax lets the other processes wait for it for 20 minutes."""
-    config, folder = make_config(), place("gs://bucket/run/checkpoints")
-    checkpoints = Checkpoints(config.checkpoints, folder, "", {}, print)
-    checkpoints._saving = 8, concurrent.futures.Future()
-    for other, decided in (([True, False], False), ([True, True], True)):
-        gather = lambda own, other=other: [own, other]  # noqa: E731
-        monkeypatch.setattr("maxramp.checkpoints.store.agreement.all_gather_json", gather)
-        assert checkpoints._is_save_decided() is decided
-
-
-def test_links_are_followed_but_not_back_up(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "array").write_bytes(b"12345")
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    for name in ("d", "e"):  # two ways to one folder, both in a checkpoint's list of files
-        (folder / name).symlink_to(tmp_path / "elsewhere")
-    (folder / "up").symlink_to("..")
-    (folder / "gone").symlink_to("nowhere")
-    found = sizes(folder)
-    assert found["d/array"] == found["e/array"] == 5
-    assert not [name for name in found if name.count("/") > 2]

@@ -3,6 +3,7 @@
 import pytest
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
 from maxramp.folders.mirror import Mirror
 from maxramp.folders.place import (
@@ -72,37 +73,34 @@ def test_names(folder):
 
 
 def test_only_whole_checkpoints_count(storage, tmp_path):
-    """files.json is written last and goes first; what nobody marked is not removed."""
+    """checkpoint.json is written last and goes first; what is somebody's is not removed."""
     folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
-    for step in (4, 8, 12, 16):
-        folder_lib.begin(folder / str(step))
-        write_whole(folder / str(step) / "_CHECKPOINT_METADATA", b'{"custom_metadata": {}}')
-    write_whole(folder / "20" / "of" / "others", b"")
-    assert folder_lib.steps_in(folder) == [4, 8, 12, 16, 20]
-    with pytest.raises(folder_lib.TornError, match="16.orbax-checkpoint-tmp is there too"):
-        folder_lib.read(folder / "16")
     for step in (4, 8, 12):
-        folder_lib.commit(folder / str(step))
-    with pytest.raises(ConfigError, match="not a checkpoint of maxramp"):
-        folder_lib.read(folder / "8")  # whole, and somebody else's
-    folder_lib.begin(folder / "12")  # as if its commit had got no answer
-    folder_lib.set_aside(folder / "16")
-    folder_lib.set_aside(folder / "20")
+        write_whole(folder / str(step) / "model" / "d", b"22")
+    write_whole(folder / "16" / "of" / "others", b"")
+    for step in (4, 8):
+        folder_lib.commit(Checkpoint(folder / str(step), step, 8 * step, [], "", {}, {}))
+    assert folder_lib.steps_in(folder) == [4, 8]
+    assert folder_lib.read(folder_lib.find(folder)).consumed_samples == 64
+    (folder / "8" / "model" / "d").unlink()
+    with pytest.raises(folder_lib.TornError, match="model/d: missing"):
+        folder_lib.read(folder / "8")
+    folder_lib.set_aside(folder / "8")
     folder_lib.remove(folder / "4")
-    folder_lib.remove_leftovers(folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["12", "20.torn", "8"]
-    assert (folder / "20.torn" / "of" / "others").is_file()
+    folder_lib.discard_all(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["16", "8.torn"]
+    assert (folder / "16" / "of" / "others").is_file()
 
 
 def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
     """No answer is no answer: a restart must not go back to an older checkpoint for it."""
     folder = place(f"{storage.address}/{tmp_path.name}/checkpoints")
-    write_whole(folder / "4" / "_CHECKPOINT_METADATA", b"{}")
+    write_whole(folder / "4" / folder_lib.FILE, b"{}")
     away(403)
     with pytest.raises((OSError, ConfigError)):
         folder_lib.read(folder / "4")
     for ask in (folder_lib.steps_in, folder_lib.find):
-        with pytest.raises(OSError):
+        with pytest.raises((OSError, ConfigError)):
             ask(folder)
 
 
@@ -140,7 +138,6 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
         again.publish()
     again.close()
     away(0)
-    assert len(warnings) == 3 and "still being sent, until" in warnings[1]
-    assert str(again.here) in warnings[2]
+    assert str(again.here) in warnings[-1]
     assert (again.here / "late").read_bytes() == b"late"  # nothing is lost
     remove_tree(again.here.parent)

@@ -73,9 +73,7 @@ def calm(tmp_path_factory, cache_dir, storage):
 
 def committed(run):
     """The newest checkpoint that counts, 0 without one."""
-    steps = folder_lib.steps_in(run / "checkpoints")
-    there = [s for s in steps if (run / "checkpoints" / str(s) / "files.json").exists()]
-    return max(there, default=0)
+    return max(folder_lib.steps_in(run / "checkpoints"), default=0)
 
 
 def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
@@ -118,8 +116,8 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
     assert status == 0 and "      120 " in printed and printed.count("complete") == len(steps)
     status, printed = checkpoint("verify")
     assert status == 0 and f"{run}/checkpoints/120: complete" in printed
-    metadata = json.loads((run / "checkpoints" / "120" / "files.json").read_bytes())
-    data = max(metadata, key=metadata.get)
+    files = json.loads((run / "checkpoints" / "120" / folder_lib.FILE).read_bytes())["files"]
+    data = max(files, key=files.get)
     torn = run / "checkpoints" / "120"
     for part in data.split("/"):
         torn = torn / part

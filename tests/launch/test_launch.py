@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -17,7 +16,7 @@ import time
 import pytest
 from conftest import BASE, ROOT, TINY, command, environment, run
 
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
@@ -259,8 +258,7 @@ def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict])
     """A checkpoint as far as a launcher reads it."""
     path = folder / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    metadata = Checkpoint(path, step, consumed, stages, "", {}, {}).metadata()
-    (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
+    commit(Checkpoint(path, step, consumed, stages, "", {}, {}))
 
 
 def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):

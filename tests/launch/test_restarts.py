@@ -4,7 +4,6 @@ The jobs are real processes that end as they are told; `test_launch` and `test_s
 that train.
 """
 
-import json
 import os
 import pathlib
 import re
@@ -15,7 +14,7 @@ import time
 import pytest
 from conftest import BASE, TINY
 
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.launch import local, slurm
@@ -53,7 +52,7 @@ echo >> started
 n=$(wc -l < started)
 set -- $(sed -n "${n}p" script) $(tail -n 1 script)
 [ "$2" = - ] || mkdir -p "x/checkpoints/$2"
-[ "$2" = - ] || sed "s/@STEP@/$2/" metadata > "x/checkpoints/$2/_CHECKPOINT_METADATA"
+[ "$2" = - ] || sed "s/@STEP@/$2/" metadata > "x/checkpoints/$2/checkpoint.json"
 echo "$1" >> ended
 exit "$1"
 """
@@ -69,8 +68,9 @@ class Scripted(Run):
 def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
     lines = [f"{status} {'-' if step is NO else step}\n" for status, step in entries]
     (folder / "script").write_text("".join(lines))
-    saved = Checkpoint(pathlib.Path(), 1, 2, [], "", {}, {})
-    metadata = json.dumps({"custom_metadata": saved.metadata()})
+    (folder / "saved").mkdir()
+    commit(Checkpoint(folder / "saved", 1, 2, [], "", {}, {}))
+    metadata = (folder / "saved" / "checkpoint.json").read_text()
     (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
     line = [BASE, *CONFIG, f"base_output_directory={folder}"]
     return Scripted.of(load(line), line)
@@ -174,7 +174,9 @@ def test_a_time_limit_that_comes_before_any_progress_counts(checkpoint, restarts
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     if checkpoint:
-        (run.folder / "checkpoints" / str(checkpoint)).mkdir(parents=True)
+        path = run.folder / "checkpoints" / str(checkpoint)
+        path.mkdir(parents=True)
+        commit(Checkpoint(path, checkpoint, 2, [], "", {}, {}))
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 1
     os.killpg(process.pid, signal.SIGKILL)  # the sleep

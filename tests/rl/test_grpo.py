@@ -1,6 +1,5 @@
 """`python -m maxramp.grpo`: the weights it begins with, its restarts, and what it refuses."""
 
-import json
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, command, environment, run
 
 from maxramp import grpo
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
@@ -170,9 +169,7 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
 def checkpoint(run, step, **config):
     path = run / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    kept = Checkpoint(path, step, step, [], "", config, {})
-    text = json.dumps({"custom_metadata": kept.metadata()})
-    (path / "_CHECKPOINT_METADATA").write_text(text)
+    commit(Checkpoint(path, step, step, [], "", config, {}))
     return path
 
 

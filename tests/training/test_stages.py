@@ -59,7 +59,8 @@ jax.stages.Lowered.compile = fail
 AT_ITS_END = """
             import pathlib, time
             (folder,) = (word for word in sys.argv if word.startswith("base_output_directory="))
-            while not pathlib.Path(folder.split("=")[1], "r", "checkpoints", "60").exists():
+            saved = pathlib.Path(folder.split("=")[1], "r", "checkpoints", "60")
+            while not (saved / "checkpoint.json").exists():
                 time.sleep(0.1)
 """
 
