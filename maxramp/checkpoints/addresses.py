@@ -51,4 +51,4 @@ def _store(path: str) -> dict[str, Any]:
     if path.startswith("gs://"):
         return _store_of_google(path)
     # A name as Orbax gives it: of a folder, or what a folder's name begins with.
-    return spec_of(ObjectPath(path)) | {"path": path.split("/", 3)[3]}
+    return spec_of(ObjectPath.of(path)) | {"path": path.split("/", 3)[3]}

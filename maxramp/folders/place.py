@@ -5,6 +5,7 @@ and a folder is what the names of objects begin with. So a folder that is there 
 """
 
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import os
@@ -20,62 +21,45 @@ from maxramp.keys.section import is_object_storage
 MARK = ".folder"  # an object that makes a folder of an object storage be there
 
 
+@dataclasses.dataclass(frozen=True, order=True)
 class ObjectPath:
     """An address in an object storage, with the part of pathlib.Path that such a storage has.
 
     Whatever goes wrong is an OSError, as on a disk.
     """
 
-    def __init__(self, address: str, kind: str = ""):
-        """
-        Args:
-          address: scheme://bucket/name.
-          kind: "file" or "directory", where a listing has just told.
-        """
+    scheme: str  # gs or s3
+    parts: tuple[str, ...]  # the bucket, and what the names of its objects are made of
+    kind: str = dataclasses.field(default="", compare=False)  # where a listing has just told it
+
+    @classmethod
+    def of(cls, address: str) -> Self:
+        """The path of scheme://bucket/name."""
         scheme, _, name = address.partition("://")
-        parts = [part for part in name.split("/") if part]
-        self._scheme, self._parts, self._kind = scheme, parts, kind
+        return cls(scheme, tuple(part for part in name.split("/") if part))
 
     def __str__(self) -> str:
-        return f"{self._scheme}://{'/'.join(self._parts)}"
+        return f"{self.scheme}://{'/'.join(self.parts)}"
 
-    def __repr__(self) -> str:
-        return f"ObjectPath({str(self)!r})"
+    __fspath__ = __str__
 
-    def __fspath__(self) -> str:
-        return str(self)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectPath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    def __lt__(self, other: Self) -> bool:
-        return str(self) < str(other)
-
-    def __truediv__(self, name: str) -> Self:
-        return type(self)(f"{self}/{name}")
-
-    @property
-    def scheme(self) -> str:
-        """gs or s3."""
-        return self._scheme
+    def __truediv__(self, name: str | os.PathLike) -> Self:
+        return type(self).of(f"{self}/{os.fspath(name)}")
 
     @property
     def bucket(self) -> str:
         """The bucket's name."""
-        return self._parts[0]
+        return self.parts[0]
 
     @property
     def key(self) -> str:
         """What the names of the bucket's objects call it."""
-        return "/".join(self._parts[1:])
+        return "/".join(self.parts[1:])
 
     @property
     def name(self) -> str:
         """The last part."""
-        return self._parts[-1]
+        return self.parts[-1]
 
     @property
     def suffix(self) -> str:
@@ -90,23 +74,17 @@ class ObjectPath:
     @property
     def parent(self) -> Self:
         """Without the last part; of a bucket, itself."""
-        return type(self)(f"{self._scheme}://{'/'.join(self._parts[:-1] or self._parts)}")
+        return type(self)(self.scheme, self.parts[:-1] or self.parts)
 
     def with_name(self, name: str) -> Self:
         """With another last part."""
         return self.parent / name
 
-    def expanduser(self) -> Self:
-        """Itself."""
-        return self
-
     def absolute(self) -> Self:
         """Itself."""
         return self
 
-    def resolve(self) -> Self:
-        """Itself."""
-        return self
+    expanduser = resolve = absolute
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder comes with what is written to it."""
@@ -125,8 +103,8 @@ class ObjectPath:
 
     def _found(self) -> str:
         """The kind: file or directory, "" for neither; whoever gets no answer learns of it."""
-        if self._kind:
-            return self._kind
+        if self.kind:
+            return self.kind
         try:
             with _asking(self) as store:  # not isdir: to some clients no answer is a no
                 return store.info(str(self))["type"]
@@ -140,7 +118,7 @@ class ObjectPath:
         for entry in found:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if name and entry["name"].rstrip("/") != f"{self.bucket}/{self.key}".rstrip("/"):
-                yield type(self)(f"{self}/{name}", entry["type"])
+                yield dataclasses.replace(self / name, kind=entry["type"])
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """What is below it by a pattern of each part, such as */branch.json; no ** among them."""
@@ -182,7 +160,7 @@ Place = pathlib.Path | ObjectPath
 def place(text: str | os.PathLike) -> Place:
     """The place that a text names."""
     text = os.fspath(text)
-    return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text)
+    return ObjectPath.of(text) if is_object_storage(text) else pathlib.Path(text)
 
 
 def home_of(text: str | os.PathLike) -> Place:

@@ -5,15 +5,12 @@ after it. glibc passes blocks of that size on to the system, which clears every 
 is touched: a third of a step's time. Kept, the same pages serve every step.
 """
 
-import contextlib
 import ctypes
 import functools
 import mmap
 import os
-import pathlib
 import sys
 import threading
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -60,67 +57,16 @@ def prepare(size: int) -> None:
     """Has the pages of a later step of `size` bytes cleared, in a thread of its own.
 
     Call it in the main thread between two steps: what is free there is where that step will be.
-    A step of more than an eighth of the memory that the process may have is left to the system as
-    it was: before glibc 2.39 a step may move in the heap, which then holds its memory more than
-    once.
+    A step of more than an eighth of the machine's memory is left to the system as it was: before
+    glibc 2.39 a step may move in the heap, which then holds its memory more than once.
     """
     if not (libc := _libc()):
         return
-    if size > memory_limit() // 8:
+    if size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 8:
         libc.mallopt(_M_MMAP_MAX, _GLIBC_MMAP_MAX)
     elif block := libc.malloc(size):
         libc.free(block)
         threading.Thread(target=_populate, args=(libc, block, size), daemon=True).start()
-
-
-def memory_limit(proc: str = "/proc/self") -> int:
-    """Bytes that the process may have: the machine's, or less where a container or a job has less.
-
-    The kernel ends a process that takes more than its control group's limit, or that of any group
-    around it (cgroups(7): memory.max of version 2, memory.limit_in_bytes of version 1). Groups that
-    are not mounted here, such as those outside of a container, cannot be read.
-
-    Args:
-      proc: the process's folder in /proc.
-    """
-    limits = [os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE]
-    for path, name in _limit_files(pathlib.Path(proc)):
-        with contextlib.suppress(OSError, ValueError):  # the topmost has none; "max" is no number
-            limits.append(int((path / name).read_text()))
-    return min(limits)
-
-
-def _limit_files(proc: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-    """The folders of the process's control group and of those around it, and their limit's file.
-
-    Lines of cgroup are `0::/path` (version 2) and `number:controller,...:/path` (version 1), lines
-    of mountinfo `... root mount-point options ... - type source options` (proc_pid_mountinfo(5)).
-    """
-    try:
-        groups = (proc / "cgroup").read_text().splitlines()
-        mounts = (proc / "mountinfo").read_text().splitlines()
-    except OSError:  # no control groups
-        return
-    path_of = {}
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        path_of |= dict.fromkeys(controllers.split(","), path)
-    for line in mounts:
-        mount, _, system = line.partition(" - ")
-        kind, *_, options = system.split()
-        if kind == "cgroup2":
-            path, name = path_of.get("", "/"), "memory.max"
-        elif kind == "cgroup" and "memory" in options.split(","):
-            path, name = path_of.get("memory", "/"), "memory.limit_in_bytes"
-        else:
-            continue
-        root, top = mount.split()[3:5]
-        # A container may see its own group mounted as the topmost one.
-        inside = os.path.relpath(path, root)
-        folder = pathlib.Path(top) if inside.startswith("..") else pathlib.Path(top, inside)
-        while folder.is_relative_to(top):
-            yield folder, name
-            folder = folder.parent
 
 
 def _populate(libc: ctypes.CDLL, block: int, size: int) -> None:

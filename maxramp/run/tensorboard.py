@@ -6,6 +6,7 @@ While a disk is full, what could not be written waits in memory, as that of metr
 """
 
 import contextlib
+import os
 import pathlib
 import platform
 import struct
@@ -14,7 +15,6 @@ from typing import Any, BinaryIO
 
 from maxramp.run.metrics import Record
 
-_OURS = ".maxramp."  # in the names of event files: other programs may write beside them
 _BY_SAMPLE = "over_samples"
 _GROUPS = {
     "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
@@ -51,7 +51,7 @@ _BUFFER_BYTES = 8192  # of events that are written together
 
 
 class TensorBoardWriter:
-    """A writer of records. What earlier starts wrote past the first step is cut off.
+    """A writer of records. TensorBoard hides what earlier starts wrote past the first step.
 
     TensorBoard shows the tags in groups: learning/loss, batch/stage, speed/tokens_per_second.
     """
@@ -125,12 +125,13 @@ class _Events:
     def _open(self) -> BinaryIO:
         from tensorboardX.proto import event_pb2
 
-        _cut(self._folder, self._first)
         now = time.time()
-        name = f"events.out.tfevents.{int(now)}.{platform.node()}{_OURS}{self._first}"
+        name = f"events.out.tfevents.{int(now)}.{platform.node()}.{os.getpid()}"
         file = (self._folder / name).open("ab", buffering=0)
         version = event_pb2.Event(wall_time=now, file_version="brain.Event:2")
-        self._unwritten = _framed(version) + self._unwritten
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        started = event_pb2.Event(wall_time=now, step=self._first, session_log=start)
+        self._unwritten = _framed(version) + _framed(started) + self._unwritten
         return file
 
     def close(self) -> None:
@@ -148,30 +149,3 @@ def _framed(event: Any) -> bytes:
     length = struct.pack("<Q", len(data))
     checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
     return length + next(checksums) + data + next(checksums)
-
-
-def read_events(path: pathlib.Path) -> list[tuple[Any, int]]:
-    """Every event of an event file and where it ends in the file, in order, up to a torn one."""
-    from google.protobuf.message import DecodeError
-    from tensorboardX.proto import event_pb2
-
-    data, start, found = path.read_bytes(), 0, []
-    while start + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, start)
-        end = start + 12 + length + 4
-        if end > len(data):
-            break
-        try:
-            found.append((event_pb2.Event.FromString(data[start + 12 : end - 4]), end))
-        except DecodeError:
-            break
-        start = end
-    return found
-
-
-def _cut(folder: pathlib.Path, first: int) -> None:
-    """Cuts the events from `first` on off the files of earlier starts."""
-    for path in folder.glob(f"events.out.tfevents.*{_OURS}*"):
-        ends = [end for event, end in read_events(path) if event.step < first]
-        with path.open("r+b") as file:
-            file.truncate(max(ends, default=0))

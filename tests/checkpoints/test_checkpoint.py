@@ -20,7 +20,6 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.arrays import load, stored_arrays
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
-from maxramp.config.load import load as load_config
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -571,28 +570,6 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
         assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
     assert folder_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
-
-
-@pytest.mark.parametrize(
-    "keys, names",
-    [
-        (["allow_changed=[lerning_rate]"], ["allow_changed", "lerning_rate", "corpus"]),
-        (["allow_changed=corpus"], ["allow_changed=corpus", "a list"]),
-        (["load_parameters_path=a", "load_full_state_path=b"], ["load_parameters_path=a", "=b"]),
-        (["checkpoint_keep_period=100"], ["checkpoint_keep_period=100", "max_num_checkpoints"]),
-        (["checkpoint_period=0"], ["checkpoint_period=0"]),
-        (["checkpoint_period_samples=-2"], ["checkpoint_period_samples=-2"]),
-        (["checkpoint_period_minutes=0"], ["checkpoint_period_minutes=0"]),
-        (["hang_timeout_seconds=0"], ["hang_timeout_seconds=0"]),
-        (["max_failed_saves=0"], ["max_failed_saves=0"]),
-        (["skip_bad_steps=-1"], ["skip_bad_steps=-1"]),
-    ],
-)
-def test_keys_that_make_no_sense(keys, names):
-    with pytest.raises(ConfigError) as refused:
-        load_config([BASE, *keys])
-    line = str(refused.value)
-    assert len(line.splitlines()) == 1 and all(name in line for name in names), line
 
 
 def test_nowhere_to_go_on_from(tmp_path, cache_dir):

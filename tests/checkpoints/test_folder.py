@@ -4,10 +4,12 @@ import os
 import pathlib
 
 import pytest
-from conftest import make_config
+from conftest import BASE, make_config
 
 from maxramp import checkpoint as command
 from maxramp.checkpoints.folder import Checkpoint, commit, steps_in
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
@@ -67,3 +69,25 @@ def test_a_checkpoint_that_may_not_be_looked_into_is_one(tmp_path, monkeypatch):
         assert steps_in(pathlib.Path()) == [15]
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [
+        (["allow_changed=[lerning_rate]"], ["allow_changed", "lerning_rate", "corpus"]),
+        (["allow_changed=corpus"], ["allow_changed=corpus", "a list"]),
+        (["load_parameters_path=a", "load_full_state_path=b"], ["load_parameters_path=a", "=b"]),
+        (["checkpoint_keep_period=100"], ["checkpoint_keep_period=100", "max_num_checkpoints"]),
+        (["checkpoint_period=0"], ["checkpoint_period=0"]),
+        (["checkpoint_period_samples=-2"], ["checkpoint_period_samples=-2"]),
+        (["checkpoint_period_minutes=0"], ["checkpoint_period_minutes=0"]),
+        (["hang_timeout_seconds=0"], ["hang_timeout_seconds=0"]),
+        (["max_failed_saves=0"], ["max_failed_saves=0"]),
+        (["skip_bad_steps=-1"], ["skip_bad_steps=-1"]),
+    ],
+)
+def test_keys_that_make_no_sense(keys, names):
+    with pytest.raises(ConfigError) as refused:
+        load([BASE, *keys])
+    line = str(refused.value)
+    assert len(line.splitlines()) == 1 and all(name in line for name in names), line

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 
+import events
 import numpy as np
 import pytest
 import yaml
@@ -18,7 +19,6 @@ from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.run.tensorboard import read_events
 from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
@@ -131,7 +131,7 @@ def test_the_output_folder(uninterrupted):
     assert config["steps"] == 460 and config["run_name"] == "a run"
     assert (folder / "ramp.png").read_bytes().startswith(b"\x89PNG")
     for path in (folder / "tensorboard").rglob("events*"):
-        tags = {value.tag for event, _ in read_events(path) for value in event.summary.value}
+        tags = {value.tag for event in events.read(path) for value in event.summary.value}
         assert tags and all(re.match("(learning|batch|speed)/", tag) for tag in tags), tags
     assert [line.split(":")[0] for line in done.stdout.splitlines() if line[:6] == "stage "] == [
         f"stage {i} (of 0 to 3)" for i in range(4)
