@@ -47,7 +47,7 @@ def start(address, cache_dir, storage, *more, module="train"):
 
 
 def finish(process):
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=500)
     assert process.returncode == 0, printed
     return printed
 
@@ -56,7 +56,7 @@ def records(run):
     return [{k: r.get(k) for k in SAME} for r in read_records(run / "metrics.jsonl")]
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -108,7 +108,7 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
             env=environment() | storage.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -137,11 +137,11 @@ def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
     first = start(address, cache_dir, storage, "steps=100000", "checkpoint_period=-1")
     wait_until(lambda: any("metrics.jsonl" in r for r in storage.requests[since:]))
     second = start(address, cache_dir, storage)
-    printed, _ = second.communicate(timeout=60)
+    printed, _ = second.communicate(timeout=300)
     assert second.returncode == 2 and "is in use by process" in printed
     lock = json.dumps({"owner": "somebody else"}).encode()
     (address / "run" / ".lock").write_bytes(lock)
-    printed, _ = first.communicate(timeout=60)
+    printed, _ = first.communicate(timeout=300)
     assert first.returncode == 1 and "was taken over by somebody else" in printed
     assert (address / "run" / ".lock").read_bytes() == lock
 
@@ -157,7 +157,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     time.sleep(6)
     away(0)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=500)
     assert process.returncode == 76, printed
     if status == 403:
         assert "was not saved" in printed or "it is tried again" in printed
