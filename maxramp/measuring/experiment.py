@@ -207,7 +207,10 @@ class Experiment:
           ConfigError: they differ.
         """
         path, here = self._folder / _KEYS, sorted(self._keys)
-        before = json.loads(path.read_bytes()) if path.exists() else here
+        try:
+            before = json.loads(path.read_bytes()) if path.exists() else here
+        except ValueError:
+            raise ConfigError(f"{path}: not as maxramp.branch wrote it; move it away") from None
         if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
             raise ConfigError(
                 f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
