@@ -29,6 +29,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.scoring import Scorer
 from maxramp.rl.tasks import brevity
 from maxramp.rl.trainer import PolicyTrainer
 from maxramp.training.ahead import Ahead
@@ -76,22 +77,24 @@ class Steps:
                 {},
             )
             programs.announce(self._ramp.stages[0])
-            self._state = initial_state(config.recipe)
             self._trainer = PolicyTrainer(
                 programs,
                 config.rollout,
                 Sums(10, 0),
-                tokenizer,
-                rewards,
+                None,
+                Scorer(config.rollout, config.policy.num_generations, rollout, tokenizer, rewards),
+                initial_state(config.recipe),
                 initial_state(config.recipe).model,
                 lambda: None,
                 lambda: False,
             )
 
     def step(self) -> dict:
+        begin = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            self._state, record = self._trainer.step(self._state, self._ramp.stages[0], 0)
-        return record
+            taken = self._trainer.step(0, self._ramp.stages[0], 0)
+        read = jax.device_get(taken.shown)
+        return taken.measured(read, begin, time.perf_counter())
 
 
 def main() -> None:

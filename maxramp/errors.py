@@ -25,6 +25,10 @@ class TrainingError(RuntimeError):
     """Why a run that had started must stop, in one line. Programs exit with status 1."""
 
 
+class StepError(TrainingError):
+    """Every process of the job finds that a step cannot be taken: the state before it stands."""
+
+
 class NotFiniteError(TrainingError):
     """Weights or losses are no numbers: a state that is not worth saving."""
 

@@ -25,30 +25,24 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.corpus import Corpus
-from maxramp.errors import (
-    EXIT_PREEMPTED,
-    ConfigError,
-    NotFiniteError,
-    TrainingError,
-    report,
-)
+from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
+from maxramp.job.loop import train
 from maxramp.job.start import Job, Start, start
-from maxramp.parallel import agreement, cpu
+from maxramp.parallel import agreement
 from maxramp.parallel.processes import run
 from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.scoring import Scorer
 from maxramp.rl.trainer import PolicyTrainer
-from maxramp.run.metrics import check_numbers, of_batch
 from maxramp.run.preemption import Preemption
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options
-from maxramp.training.state import TrainState
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -109,28 +103,35 @@ def _run(begun: Start) -> int:
             f"answer ends before max_completion_length={config.rollout.max_completion_length} "
             "tokens; begin with weights that were trained with add_eos=True"
         )
-    prompts = agreement.raise_everywhere(lambda: _prompts(config, tokenizer))
-    if len(hashes := {*agreement.all_gather_json(prompts.hash)}) > 1:
-        raise ConfigError(
-            f"prompt_file={config.rollout.prompt_file}: {len(hashes)} different files on the "
-            "processes of the job; give all of them the same one"
-        )
+    opened = agreement.raise_everywhere(lambda: _prompts(config, tokenizer))
+    prompts, held_out = opened["prompt_file"], opened.get("eval_prompt_file")
+    for name, of_key in opened.items():
+        if len(hashes := {*agreement.all_gather_json(of_key.hash)}) > 1:
+            raise ConfigError(
+                f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
+                "the job; give all of them the same one"
+            )
     job = begun.open_run(prompts.hash, first_weights.settled)
     if not job.has_steps:
         return job.end()
-    total_prompts = job.span.ramp.total_samples
-    check_enough(prompts, config.rollout, total_prompts)
-    abstract = job.abstract_state()
-    trainer = _trainer(job, abstract, prompts, tokenizer)
-    recipe, position = job.config.recipe, job.span.position
-    return train(job, trainer, job.checkpoints.first_state(position, abstract, recipe))
+    check_enough(prompts, config.rollout, job.span.ramp.total_samples)
+    return train(job, _trainer(job, tokenizer, prompts, held_out))
+
+
+def _prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, Prompts]:
+    """The prompts of the run, and those that are held out, by their key."""
+    opened = open_prompts(config.rollout)
+    for name, prompts in opened.items():
+        check_lengths(name, prompts, tokenizer, config.rollout, config.model)
+    return opened
 
 
 def _trainer(
-    job: Job, abstract: TrainState, prompts: Prompts, tokenizer: PromptTokenizer
+    job: Job, tokenizer: PromptTokenizer, prompts: Prompts, held_out: Prompts | None
 ) -> PolicyTrainer:
     """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
+    abstract = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(config, job.closing))
     options = compiler_options(job.mesh.devices.flat[0].platform)
     ahead = Ahead(
@@ -162,78 +163,19 @@ def _trainer(
     ahead.lower()
     corpus = Corpus((), (), prompts.description, prompts.hash)
     output.say_start(corpus, abstract.model, config.model.dtype, span, job.changes)
-    reference = None
-    if config.policy.grpo_beta:
-        reference = first_weights.load_reference(job, abstract.model)
+    beta = config.policy.grpo_beta
+    reference = first_weights.load_reference(job, abstract.model) if beta else None
     return PolicyTrainer(
         programs,
         config.rollout,
         prompts,
-        tokenizer,
-        rewards,
+        held_out,
+        Scorer(config.rollout, config.policy.num_generations, rollout, tokenizer, rewards),
+        job.checkpoints.first_state(span.position, abstract, config.recipe),
         reference,
         job.watchdog.beat,
         job.is_asked_to_stop,
     )
-
-
-def train(job: Job, trainer: PolicyTrainer, state: TrainState) -> int:
-    """Trains the steps of a job, on the set mesh.
-
-    Args:
-      job: the run's folder, and which steps of it.
-      trainer: takes the steps.
-      state: before the first one.
-
-    Returns:
-      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
-      saved).
-
-    Raises:
-      TrainingError: the run cannot go on.
-    """
-    output, checkpoints, span = job.output, job.checkpoints, job.span
-    ramp, first_step = span.ramp, span.first_step
-    cpu.keep()
-    checkpoints.start_saving()
-    writers = output.open_files(ramp, first_step)
-    for step in span.steps():
-        stage = ramp.stage_at_step(step)
-        try:
-            state, metrics = trainer.step(state, stage, ramp.samples_before(step))
-        except NotFiniteError:  # nothing that is worth saving
-            raise
-        except TrainingError:  # of a reward, or a program: every process comes here
-            if step > first_step:
-                checkpoints.save(step, state, ramp, output.flush, last=True)
-            raise
-        if metrics is None:
-            if step > first_step:
-                checkpoints.save(step, state, ramp, output.flush, last=True)
-            trainer.raise_failure()  # which asked for the end
-            output.say_stopped(step - 1 if step > first_step else None)
-            return EXIT_PREEMPTED
-        done, consumed = step + 1, ramp.samples_before(step + 1)
-        # A state whose loss ends the run is never saved.
-        check_numbers(job.config.run, step, metrics)
-        record = {**of_batch(step, stage, consumed), **metrics}
-        for write in writers:
-            write(record)
-        stopping = job.check()
-        last = stopping or done == span.last_step
-        if checkpoints.is_due(done, ramp) or last:
-            checkpoints.save(done, state, ramp, output.flush, last)
-        if stopping and done < span.last_step:
-            trainer.raise_failure()  # which asked for the end
-            output.say_stopped(step)
-            return EXIT_PREEMPTED
-    return job.end()
-
-
-def _prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
-    prompts = open_prompts(config.rollout)
-    check_lengths(prompts, tokenizer, config.rollout, config.model)
-    return prompts
 
 
 def _rewards(config: Config, closing: contextlib.ExitStack) -> Rewards | None:

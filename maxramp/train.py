@@ -24,9 +24,9 @@ if __name__ == "__main__":  # before the imports that take a second
     except (ConfigError, OSError) as error:
         sys.exit(report(error))
 
-import contextlib
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,14 @@ from maxramp.config.load import load
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
-from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError, report
+from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.job.loop import train
 from maxramp.job.start import Job, Start, start
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import cpu
 from maxramp.parallel.processes import run
-from maxramp.run.growth import Growth
-from maxramp.run.metrics import MetricsLog
+from maxramp.rampup.schedule import Stage
+from maxramp.run.metrics import Record, Taken, of_sums
 from maxramp.run.preemption import Preemption
-from maxramp.run.profiling import Profiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
@@ -81,96 +80,99 @@ def _run(begun: Start) -> int:
         job.span.first_step,
     )
     job.closing.callback(loader.close)
-    return train(job, loader, job.abstract_state())
+    return train(job, Pretrainer(job, loader, job.abstract_state()))
 
 
-def train(job: Job, loader: Loader, abstract: TrainState) -> int:
-    """Trains the steps of a job, on the set mesh.
+class Pretrainer:
+    """Takes the steps of next-token prediction on rows of text, on the set mesh."""
 
-    Args:
-      job: the run's folder, and which steps of it.
-      loader: the batches of these steps.
-      abstract: the train state's shapes and shardings, those of the checkpoint.
+    def __init__(self, job: Job, loader: Loader, abstract: TrainState):
+        """Announces the programs of every stage, and makes or restores the state meanwhile.
 
-    Returns:
-      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
-      saved).
+        Args:
+          job: the run's folder, and which steps of it.
+          loader: the batches of these steps.
+          abstract: the train state's shapes and shardings, those of the checkpoint.
 
-    Raises:
-      ConfigError: load_parameters_path holds no such weights.
-      TrainingError: the run cannot go on.
-    """
-    config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
-    ramp, first_step = span.ramp, span.first_step
-    with contextlib.ExitStack() as closing:
-        programs = Programs(
+        Raises:
+          ConfigError: load_parameters_path holds no such weights.
+        """
+        config, span, say = job.config, job.span, job.output.say
+        self._keys, self._loader = config.evaluation, loader
+        self._row_tokens = config.model.max_target_length
+        self._flops_per_token = training_flops_per_token(config.model)
+        self._programs = Programs(
             config.recipe,
             loader.expansion,
-            LearningRate.of(config.learning_rate, ramp),
+            LearningRate.of(config.learning_rate, span.ramp),
             abstract,
             stages=span.stages,
             eval_rows=loader.eval_rows,
             packed=loader.corpus.packed,
             memory_limit=device_memory(config.planning.device_memory_gib),
-            say=output.say,
+            say=say,
             on_failure=job.preemption.ask,
         )
-        closing.callback(programs.close)
-        output.say_start(loader.corpus, abstract.model, config.model.dtype, span, job.changes)
-        state = HeldState(checkpoints.first_state(span.position, abstract, config.recipe))
-        cpu.keep()
+        job.closing.callback(self._programs.close)
+        dtype = config.model.dtype
+        job.output.say_start(loader.corpus, abstract.model, dtype, span, job.changes)
+        first = job.checkpoints.first_state(span.position, abstract, config.recipe)
+        self._held = HeldState(first)
+        self._no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
 
-        checkpoints.start_saving()
-        writers = output.open_files(ramp, first_step)
-        growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
-        log = MetricsLog(
-            config.run,
-            training_flops_per_token(config.model),
-            config.model.max_target_length,
-            [growth, *writers],
-        )
-        closing.callback(log.close)
-        profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
-        closing.callback(profiler.close)
-        no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
-        for step in span.steps():
-            growth.before(step)
-            stage = ramp.stage_at_step(step)
-            batch, data_seconds = loader.batch(step)
-            try:
-                train_step, compile_seconds = programs.train_step(stage)
-            except TrainingError:  # every process comes here before the same step
-                if step > first_step:
-                    log.flush()
-                    checkpoints.save(step, state.tree, ramp, output.flush, last=True)
-                raise
-            with profiler.before(step):
-                state.arrays, metrics = train_step(state.arrays, batch)
-            done, consumed = step + 1, ramp.samples_before(step + 1)
-            programs.lower_ahead()
-            log.log_step(step, stage, consumed, metrics, data_seconds, compile_seconds)
+    @property
+    def state(self) -> TrainState:
+        """The state after the steps that were taken."""
+        return self._held.tree
 
-            if config.evaluation.is_due(done, ramp.total_steps):
-                by_batch = config.evaluation.log_eval_batches
-                sums = [] if by_batch else [no_sums]
-                eval_step, _ = programs.eval_step()
-                model = state.tree.model
-                for eval_batch in loader.eval_batches():
-                    before = no_sums if by_batch else sums.pop()
-                    sums.append(eval_step(model, before, eval_batch))
-                log.log_eval(step, consumed, sums, by_batch)
+    def step(self, step: int, stage: Stage, first_sample: int) -> Taken:
+        """Hands the batch of step `step` to the train step of its stage.
 
-            stopping = job.check()
-            last = stopping or done == span.last_step
-            if checkpoints.is_due(done, ramp) or last:
-                log.flush()  # a state whose loss ends the run is never saved
-                checkpoints.save(done, state.tree, ramp, output.flush, last)
-                log.restart_clock()
-            if stopping and done < span.last_step:
-                programs.raise_failure()  # which asked for the end
-                output.say_stopped(step)
-                return EXIT_PREEMPTED
-        return job.end()
+        Raises:
+          StepError: its program does not compile.
+        """
+        batch, data_seconds = self._loader.batch(step)
+        train_step, compile_seconds = self._programs.train_step(stage)
+        self._held.arrays, shown = train_step(self._held.arrays, batch)
+        self._programs.lower_ahead()
+
+        def measured(read: dict[str, Any], begin: float, end: float) -> Record:
+            seconds, tokens = end - begin, stage.global_batch_size * self._row_tokens
+            flops = tokens * self._flops_per_token / stage.devices
+            targets = int(read["target_tokens"])
+            high, low = (int(word) for word in read["batch_fingerprint"])
+            return {
+                "consumed_tokens": first_sample * self._row_tokens + tokens,
+                "target_tokens": targets,
+                "step_seconds": seconds,
+                "data_seconds": data_seconds,
+                "compile_seconds": compile_seconds,
+                "tokens_per_second": tokens / seconds,
+                "target_tokens_per_second": targets / seconds,
+                "tflops_per_device": flops / seconds / 1e12,
+                "batch_fingerprint": f"{high:08x}{low:08x}",
+            }
+
+        return Taken(shown, measured)
+
+    def evaluate(self, stage: Stage) -> Taken:
+        """Adds up the cross-entropy and the targets of held-out rows, or of each batch of them."""
+        by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
+        sums = [] if by_batch else [no_sums]
+        eval_step, _ = self._programs.eval_step()
+        model = self.state.model
+        for batch in self._loader.eval_batches():
+            sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
+
+        return of_sums(sums, by_batch)
+
+    def raise_failure(self) -> None:
+        """Says why a program that was compiled ahead did not compile, if there is one.
+
+        Raises:
+          TrainingError: there is one.
+        """
+        self._programs.raise_failure()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from maxramp.training.keys import (
 
 # Sections that one of the programs that train reads, and the other does not.
 OF_ONE_PROGRAM = {
-    "train": ("data", "reading", "objective", "evaluation", "profiling"),
+    "train": ("data", "reading", "objective", "evaluation"),
     "grpo": ("policy", "rollout"),
 }
 

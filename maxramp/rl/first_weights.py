@@ -73,7 +73,9 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     of_weights = {name: there[name] for name in (*_MODEL, *_DATA) if name in there}
     if other := _other_sizes(config, there):
         note(f"{weights} has {other}; these sizes are taken")
-    config = config.replace(**of_weights, eval_interval=-1)  # there is no text to hold out
+    if not config.rollout.eval_prompt_file:
+        of_weights["eval_interval"] = -1
+    config = config.replace(**of_weights)
     config.check()
     return config
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, above_zero, at_least, uint32
+from maxramp.keys.section import Keys, above_zero, at_least, positive_or_open, uint32
 
 _MOST_SECONDS = 2e6  # that the system can wait: 2^31 ms
 
@@ -15,6 +15,9 @@ class RolloutKeys(Keys):
     """What is asked, how it is answered, and what the answers are worth."""
 
     prompt_file: str
+    eval_prompt_file: str
+    eval_interval: int = positive_or_open()
+    log_answers: int = at_least(0)
     sums_below: int = at_least(2)
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool

@@ -28,7 +28,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """All prompts of a run, in its order."""
+    """Prompts in their order."""
 
     hash: str
     description: str
@@ -55,11 +55,12 @@ class Sums:
 class FilePrompts:
     """The lines of a JSON lines file, pass after pass, each pass in a random order of its own."""
 
-    def __init__(self, path: str, seed: int | None):
+    def __init__(self, path: str, seed: int | None, key: str = "prompt_file"):
         """
         Args:
           path: of the file; lines are objects with "prompt" and, if there is one, "answer".
           seed: of the orders; None = as they stand in the file.
+          key: whose value the path is.
 
         Raises:
           ConfigError: it cannot be read, or a line is no such object.
@@ -69,11 +70,11 @@ class FilePrompts:
             data = pathlib.Path(path).expanduser().read_bytes()
         except (OSError, RuntimeError, ValueError) as error:  # no such user, no path
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"prompt_file={path}: cannot be read: {reason}") from None
+            raise ConfigError(f"{key}={path}: cannot be read: {reason}") from None
         lines = [(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
-        self._prompts = [_parse(path, number, line) for number, line in lines]
+        self._prompts = [_parse(f"{key}={path}: line {number}", line) for number, line in lines]
         if not self._prompts:
-            raise ConfigError(f"prompt_file={path}: holds no prompt; write one object a line")
+            raise ConfigError(f"{key}={path}: holds no prompt; write one object a line")
         self.hash = f"{hashlib.blake2b(data, digest_size=8).hexdigest()}-{seed}"
         self.description = f"{path}: {count(len(lines), 'prompt')}"
         self.texts = [prompt.text for prompt in self._prompts]
@@ -89,23 +90,25 @@ class FilePrompts:
         return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
 
 
-def open_prompts(keys: RolloutKeys) -> Prompts:
-    """The prompts of a run, in its order.
+def open_prompts(keys: RolloutKeys) -> dict[str, Prompts]:
+    """The prompts of a run, and those that are held out where there are any, by their key.
 
     Raises:
       ConfigError: the file cannot be read, or a line of it is no prompt.
     """
-    if not keys.prompt_file:
-        return Sums(keys.sums_below, keys.data_shuffle_seed)
-    return FilePrompts(
-        keys.prompt_file, keys.data_shuffle_seed if keys.enable_data_shuffling else None
-    )
+    found: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
+    if keys.prompt_file:
+        seed = keys.data_shuffle_seed if keys.enable_data_shuffling else None
+        found["prompt_file"] = FilePrompts(keys.prompt_file, seed)
+    if keys.eval_prompt_file:
+        found["eval_prompt_file"] = FilePrompts(keys.eval_prompt_file, None, "eval_prompt_file")
+    return found
 
 
 def check_lengths(
-    prompts: Prompts, tokenizer: PromptTokenizer, keys: RolloutKeys, model: ModelKeys
+    name: str, prompts: Prompts, tokenizer: PromptTokenizer, keys: RolloutKeys, model: ModelKeys
 ) -> None:
-    """Checks that every prompt and its answer fit into a row.
+    """Checks that every prompt of the key `name` and its answer fit into a row.
 
     Raises:
       ConfigError: one does not.
@@ -114,7 +117,7 @@ def check_lengths(
     for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
         if not len(tokens):
             raise ConfigError(
-                f"prompt_file={keys.prompt_file}: {shortened(text)} has no tokens; leave it "
+                f"{name}={getattr(keys, name)}: {shortened(text)} has no tokens; leave it "
                 "out, or use add_bos=True"
             )
         if len(tokens) > room:
@@ -145,8 +148,7 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
         )
 
 
-def _parse(path: str, number: int, line: bytes) -> Prompt:
-    where = f"prompt_file={path}: line {number}"
+def _parse(where: str, line: bytes) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

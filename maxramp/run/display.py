@@ -1,5 +1,6 @@
 """What a person sees of a run: a live line on a terminal, plain lines elsewhere."""
 
+import json
 import sys
 import time
 
@@ -7,6 +8,10 @@ from maxramp.commandline import count
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import Record
+
+# What an evaluation gives, and what it is on.
+_HELD_OUT = {"eval_loss": "held-out text", "eval_reward": "held-out prompts"}
+_TEXTS = ("prompt", "answer")
 
 
 def describe_stage(stage: Stage, last: int, steps: int) -> str:
@@ -56,7 +61,7 @@ class Display:
         # the first and the last loss.
         self._steps_done, self._tokens, self._targets, self._seconds = 0, 0, 0, 0.0
         self._result, self._first, self._last = "loss", 0.0, 0.0
-        self._eval_loss: float | None = None
+        self._held_out = ""  # the last evaluation
 
     def start(self, ramp: RampupBatchManager) -> None:
         """Shows the live line, on a terminal; records of steps of `ramp` follow."""
@@ -86,11 +91,13 @@ class Display:
 
     def __call__(self, record: Record) -> None:
         """Shows a record."""
-        if "eval_loss" in record:
-            self._eval_loss = record["eval_loss"]
+        if "eval_seconds" in record:
+            name, what = next((k, v) for k, v in _HELD_OUT.items() if k in record)
+            self._held_out = f", {record[name]:.4f} on {what}"
             self.say(
-                f"step {record['step']:>6}  loss on held-out text {record['eval_loss']:.4f} "
-                f"({record['eval_tokens']} tokens in {duration(record['eval_seconds'])})"
+                f"step {record['step']:>6}  {name.removeprefix('eval_')} on {what} "
+                f"{record[name]:.4f} ({record['eval_tokens']} tokens in "
+                f"{duration(record['eval_seconds'])})"
             )
             return
         if record.get("bad_steps"):
@@ -124,8 +131,15 @@ class Display:
             self._progress.update(
                 self._task, completed=record["consumed_samples"], description=line
             )
-        elif record["step"] % self._log_period == 0 or record["step"] == self._ramp.total_steps - 1:
+        is_shown = record["step"] % self._log_period == 0
+        is_shown |= record["step"] == self._ramp.total_steps - 1
+        if self._progress is None and is_shown:
             self.say(line.rstrip())
+        for answer in record.get("answers", []) if is_shown else []:
+            shown = {name: json.dumps(answer[name], ensure_ascii=False) for name in _TEXTS}
+            self.say(
+                f"answer   reward {answer['reward']:.4g}: {shown['prompt']} -> {shown['answer']}"
+            )
 
     def close(self) -> None:
         """Takes the live line away."""
@@ -139,10 +153,9 @@ class Display:
         end = "done     "
         if (done := self._last_step + 1) < self._ramp.total_steps:
             end = f"so far   {done:,} of {count(self._ramp.total_steps, 'step')}; this start: "
-        held_out = "" if self._eval_loss is None else f", {self._eval_loss:.4f} on held-out text"
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
             f"{end}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
             f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
-            f"{self._last:.4f}{held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+            f"{self._last:.4f}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

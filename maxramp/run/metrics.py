@@ -8,6 +8,7 @@ is already queued.
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -27,30 +28,43 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
+_OF_BATCH = (
+    "stage",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A step or an evaluation that was handed to the devices; its numbers come when it is done.
+
+    Attributes:
+      shown: its numbers, on the devices.
+      measured: called when they are there, in another thread than the loop's, with them and with
+        when its work began and ended (`time.perf_counter`): what else there is to record. What it
+        names takes the place of the number of that name.
+    """
+
+    shown: Any
+    measured: Callable[[Any, float, float], Record]
+
 
 class MetricsLog:
     """Turns what steps return into records and hands them to the writers, in order.
 
-    `step_seconds` is the time from the end of the step before (or of an evaluation, a save or the
-    start-up) to the end of this one, waiting for data and compiles included.
+    A step takes from the end of the step before (or of an evaluation, a save or the start-up) to
+    its own end, waiting for data and compiles included.
     """
 
-    def __init__(
-        self,
-        keys: RunKeys,
-        flops_per_token: float,
-        max_target_length: int,
-        writers: Sequence[Callable[[Record], None]],
-    ):
+    def __init__(self, keys: RunKeys, writers: Sequence[Callable[[Record], None]]):
         """
         Args:
           keys: which records end the run.
-          flops_per_token: of a training step.
-          max_target_length: tokens of a row.
           writers: what every record goes to.
         """
         self._keys, self._writers = keys, writers
-        self._flops_per_token, self._row_tokens = flops_per_token, max_target_length
         self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._last_end = time.perf_counter()
@@ -61,89 +75,37 @@ class MetricsLog:
         """What was done since the last record (a save, say) does not count as part of a step."""
         self._last_end = time.perf_counter()
 
-    def log_step(
-        self,
-        step: int,
-        stage: Stage,
-        consumed_samples: int,
-        metrics: dict[str, jax.Array],
-        data_seconds: float,
-        compile_seconds: float,
-    ) -> None:
-        """Takes over the metrics of a step just dispatched, and waits for those of the one before.
+    def log_step(self, step: int, stage: Stage, consumed_samples: int, taken: Taken) -> None:
+        """Takes over a step just dispatched, and waits for the record of the one before.
 
         Args:
           step: 0-based.
           stage: the step's.
           consumed_samples: after the step.
-          metrics: from `train_step`.
-          data_seconds: what the loop waited for this step's rows.
-          compile_seconds: what the loop waited for this step's program.
+          taken: every scalar of it is recorded under its name.
 
         Raises:
           TrainingError: the step before had a loss that ends the run.
         """
 
-        def finish(read: dict[str, Any], seconds: float) -> Record:
-            skipped = {"bad_steps": int(read["bad_steps"])} if "bad_steps" in read else {}
+        def record(read: dict[str, Any], begin: float, end: float) -> Record:
             check_numbers(self._keys, step, read)
-            high, low = (int(word) for word in read["batch_fingerprint"])
-            tokens = stage.global_batch_size * self._row_tokens
-            targets = int(read["target_tokens"])
-            flops = tokens * self._flops_per_token / stage.devices
             return {
                 **of_batch(step, stage, consumed_samples),
-                "consumed_tokens": consumed_samples * self._row_tokens,
-                "target_tokens": targets,
-                "loss": float(read["loss"]),
-                "grad_norm": float(read["grad_norm"]),
-                "learning_rate": float(read["learning_rate"]),
-                "step_seconds": seconds,
-                "data_seconds": data_seconds,
-                "compile_seconds": compile_seconds,
-                "tokens_per_second": tokens / seconds,
-                "target_tokens_per_second": targets / seconds,
-                "tflops_per_device": flops / seconds / 1e12,
-                "batch_fingerprint": f"{high:08x}{low:08x}",
-                **{name: float(value) for name, value in read.items() if "noise_" in name},
-            } | skipped
+                **{name: value.item() for name, value in read.items() if not np.ndim(value)},
+                **taken.measured(read, begin, end),
+            }
 
-        self._push(metrics, finish)
+        self._push(taken.shown, record)
 
-    def log_eval(
-        self,
-        step: int,
-        consumed_samples: int,
-        sums: Sequence[tuple[jax.Array, jax.Array]],
-        by_batch: bool,
-    ) -> None:
-        """Takes over an evaluation just dispatched, after step `step`.
+    def log_eval(self, step: int, consumed_samples: int, taken: Taken) -> None:
+        """Takes over an evaluation just dispatched, after step `step`."""
 
-        Args:
-          step: the last before it.
-          consumed_samples: before it.
-          sums: cross-entropy and target tokens: of all batches, or one pair of each.
-          by_batch: whether there is one of each, to be logged.
-        """
+        def record(read: Any, begin: float, end: float) -> Record:
+            at = {"step": step, "consumed_samples": consumed_samples}
+            return {**at, **taken.measured(read, begin, end), "eval_seconds": end - begin}
 
-        def finish(read: list[tuple[Any, Any]], seconds: float) -> Record:
-            batches = {}
-            if not by_batch:
-                cross_entropy, tokens = read[0]
-            else:  # added here, so that each batch keeps all digits
-                of_batches = np.asarray(read, np.float64)
-                cross_entropy, tokens = of_batches.sum(0)
-                for name, column in zip(("cross_entropy", "tokens"), of_batches.T, strict=True):
-                    batches[f"eval_batch_{name}"] = column.tolist()
-            return {
-                "step": step,
-                "consumed_samples": consumed_samples,
-                "eval_loss": float(cross_entropy / tokens),
-                "eval_tokens": int(tokens),
-                "eval_seconds": seconds,
-            } | batches
-
-        self._push(list(sums), finish)
+        self._push(taken.shown, record)
 
     def flush(self) -> None:
         """Waits for everything that is pending: the device has then done all that was asked."""
@@ -155,28 +117,28 @@ class MetricsLog:
             self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _push(self, arrays: Any, finish: Callable) -> None:
-        self._pending.append(self._reader.submit(self._record, arrays, finish))
+    def _push(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
+        self._pending.append(self._reader.submit(self._write, shown, record))
         self._wait(keep=1)
 
     def _wait(self, keep: int) -> None:
         while len(self._pending) > keep:
             self._pending.popleft().result()
 
-    def _record(self, arrays: Any, finish: Callable) -> None:
-        read = jax.device_get(arrays)
+    def _write(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
+        read = jax.device_get(shown)
         now = time.perf_counter()  # the step's end, whatever the loop waits for meanwhile
         with self._writing:
             if self._ended:
                 return
             try:
-                record = finish(read, now - self._last_end)
+                made = record(read, self._last_end, now)
             except TrainingError:
                 self._ended = True
                 raise
             self._last_end = now
             for write in self._writers:
-                write(record)
+                write(made)
 
 
 def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
@@ -195,6 +157,40 @@ def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
         "global_batch_size": stage.global_batch_size,
         "consumed_samples": consumed_samples,
     }
+
+
+def of_sums(sums: Sequence[tuple[jax.Array, jax.Array]], by_batch: bool) -> Taken:
+    """An evaluation that was just dispatched.
+
+    Args:
+      sums: cross-entropy and target tokens: of all batches, or one pair of each.
+      by_batch: whether there is one of each, to be recorded.
+    """
+
+    def measured(read: list[tuple[Any, Any]], begin: float, end: float) -> Record:
+        of_batches = np.asarray(read, np.float64)  # added here, so that each keeps all digits
+        cross_entropy, tokens = of_batches.sum(0) if by_batch else read[0]
+        found = {"eval_loss": float(cross_entropy / tokens), "eval_tokens": int(tokens)}
+        if by_batch:
+            for name, column in zip(("cross_entropy", "tokens"), of_batches.T, strict=True):
+                found[f"eval_batch_{name}"] = column.tolist()
+        return found
+
+    return Taken(list(sums), measured)
+
+
+def numbers_of(record: Record) -> dict[str, int | float]:
+    """What can be drawn as a curve over steps."""
+    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+
+
+def tag_of(name: str) -> str:
+    """The name of a number with its group before it: learning/loss, batch/stage, speed/..."""
+    if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):
+        return f"batch/{name}"
+    if name.endswith(("_seconds", "_per_second", "_per_device")):
+        return f"speed/{name}"
+    return f"noise/{name}" if "noise_" in name else f"learning/{name}"
 
 
 def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:

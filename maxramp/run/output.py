@@ -34,7 +34,7 @@ from maxramp.run.display import Display
 from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
-from maxramp.run.picture import draw_policy, draw_run
+from maxramp.run.picture import draw_run
 from maxramp.run.tensorboard import TensorBoardWriter
 from maxramp.run.weights_and_biases import WandbWriter
 
@@ -380,11 +380,7 @@ class Output:
 
     def _draw(self) -> None:
         records = read_records(self.here / "metrics.jsonl")
-        name, path = self._keys.run_name, self.here / "ramp.png"
-        if any("reward" in record for record in records):
-            draw_policy(records, path, f"{name}: reward over prompts")
-        else:
-            draw_run(records, path, f"{name}: batch size and loss")
+        draw_run(records, self.here / "ramp.png", self._keys.run_name)
 
 
 def _is_our_config(path: pathlib.Path) -> bool:

@@ -13,40 +13,10 @@ import struct
 import time
 from typing import Any, BinaryIO
 
-from maxramp.run.metrics import Record
+from maxramp.run.metrics import Record, numbers_of, tag_of
 
 _BY_SAMPLE = "over_samples"
-_GROUPS = {
-    "learning": ("loss", "eval_loss", "learning_rate", "grad_norm", "bad_steps"),
-    "noise": (
-        "noise_signal",
-        "noise_variance",
-        "adam_noise_signal",
-        "adam_noise_variance",
-        "norms_noise_signal",
-        "norms_noise_variance",
-    ),
-    "batch": (
-        "stage",
-        "per_device_batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_size",
-        "consumed_samples",
-        "consumed_tokens",
-        "target_tokens",
-        "eval_tokens",
-    ),
-    "speed": (
-        "tokens_per_second",
-        "target_tokens_per_second",
-        "tflops_per_device",
-        "step_seconds",
-        "data_seconds",
-        "compile_seconds",
-        "eval_seconds",
-    ),
-}
-TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
+_OVER_SAMPLES = ("loss", "eval_loss", "reward", "eval_reward")
 _BUFFER_BYTES = 8192  # of events that are written together
 
 
@@ -71,10 +41,10 @@ class TensorBoardWriter:
 
     def __call__(self, record: Record) -> None:
         """Writes the numbers of a record."""
-        numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        numbers = numbers_of(record)
         self._by_step.write(record["step"], numbers)
-        losses = {k: v for k, v in numbers.items() if k in ("loss", "eval_loss")}
-        self._by_sample.write(record["consumed_samples"], losses)
+        results = {k: v for k, v in numbers.items() if k in _OVER_SAMPLES}
+        self._by_sample.write(record["consumed_samples"], results)
 
     def flush(self) -> None:
         """Hands everything to the file system.
@@ -106,7 +76,7 @@ class _Events:
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
         values = [
-            summary_pb2.Summary.Value(tag=TAGS.get(name, name), simple_value=number)
+            summary_pb2.Summary.Value(tag=tag_of(name), simple_value=number)
             for name, number in numbers.items()
         ]
         summary = summary_pb2.Summary(value=values)

@@ -13,8 +13,7 @@ from typing import Any
 
 from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError, install
-from maxramp.run.metrics import Record
-from maxramp.run.tensorboard import TAGS
+from maxramp.run.metrics import Record, numbers_of, tag_of
 
 _ID = ".wandb_id"  # the file in a run's folder
 _FINISH_SECONDS = 15.0  # that an end waits for what is still to be uploaded
@@ -70,11 +69,7 @@ class WandbWriter:
 
     def __call__(self, record: Record) -> None:
         """Hands the numbers of a record to wandb, which does not wait for the network."""
-        numbers = {
-            TAGS.get(name, name): value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float)
-        }
+        numbers = {tag_of(name): value for name, value in numbers_of(record).items()}
         try:
             self._run.log(numbers, step=record["step"])
         except Exception as error:  # a service that died is no reason to end a run

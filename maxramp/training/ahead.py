@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from maxramp.errors import TrainingError, reason_of
+from maxramp.errors import StepError, reason_of
 from maxramp.parallel import cpu, processes
 from maxramp.training.device_memory import GIB, compiled_bytes
 
@@ -49,7 +49,7 @@ class Ahead:
         """
         self._options, self._memory_limit = dict(options), memory_limit
         self._say, self._on_failure = say, on_failure
-        self._failure: TrainingError | None = None
+        self._failure: StepError | None = None
         self._programs: dict[Hashable, _Program] = {}
         self._waiting: collections.deque[_Program] = collections.deque()  # not yet lowered
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
@@ -79,7 +79,7 @@ class Ahead:
         """A program, and the seconds spent waiting for it.
 
         Raises:
-          TrainingError: it does not compile.
+          StepError: it does not compile.
         """
         program = self._programs[key]
         if program.compiled.done():
@@ -128,7 +128,7 @@ class Ahead:
                 self._report(program.name, compiled, time.perf_counter() - start)
                 self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
             except Exception as error:  # whatever the compiler raises is the answer to who asks
-                failure = TrainingError(
+                failure = StepError(
                     f"the program of {program.name} did not compile: {reason_of(error)}"
                 )
                 self._failure = self._failure or failure

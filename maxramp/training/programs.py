@@ -149,7 +149,7 @@ class Programs:
         stage that was not added is now.
 
         Raises:
-          TrainingError: it does not compile.
+          StepError: it does not compile.
         """
         if _shape(stage) not in self._ahead:
             self.add(stage)

@@ -14,7 +14,7 @@ from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Branch, compare, difference
 from maxramp.measuring.experiment import Experiment, sizes_of, window
 from maxramp.rampup import RampupBatchManager
-from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, read_records
+from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, of_sums, read_records
 
 
 def branches_of(rng, losses, spread, count=40):
@@ -76,10 +76,11 @@ def test_batches_of_an_evaluation(tmp_path):
     """Each keeps its digits however many come before it; what is no number is null."""
     sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    log = MetricsLog(make_config().run, 1.0, 16, [writer])
-    log.log_eval(3, 80, sums, by_batch=True)
-    log.log_eval(4, 80, [*sums, (np.float32(np.nan), np.float32(2))], by_batch=True)
-    log.log_eval(5, 80, sums[:1], by_batch=False)
+    log = MetricsLog(make_config().run, [writer])
+    log.log_eval(3, 80, of_sums(sums, by_batch=True))
+    no_number = (np.float32(np.nan), np.float32(2))
+    log.log_eval(4, 80, of_sums([*sums, no_number], by_batch=True))
+    log.log_eval(5, 80, of_sums(sums[:1], by_batch=False))
     log.flush()
     log.close()
     writer.close()

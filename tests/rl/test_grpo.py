@@ -163,7 +163,7 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
     path.write_text('{"prompt": "ab"}\n{"prompt": "1+2="}\n')
     for prompts in (Sums(10, 0), FilePrompts(str(path), 0)):
         with pytest.raises(ConfigError, match="leaves a prompt 4 of max_target_length=16 tokens"):
-            check_lengths(prompts, bytes_, config.rollout, config.model)
+            check_lengths("prompt_file", prompts, bytes_, config.rollout, config.model)
 
 
 def checkpoint(run, step, **config):

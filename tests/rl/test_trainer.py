@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.scoring import Scorer
 from maxramp.rl.trainer import PolicyTrainer
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
@@ -34,10 +36,17 @@ def rewards():
         yield functions
 
 
+def record_of(taken, begin):
+    """As the log makes it of a step or an evaluation."""
+    read = jax.device_get(taken.shown)
+    shown = {name: value.item() for name, value in read.items()}
+    return shown | taken.measured(read, begin, time.perf_counter())
+
+
 class Run:
     """A tiny model and what takes its steps; a step of it can be repeated from the same weights."""
 
-    def __init__(self, rewards, micro, *keys, devices=1):
+    def __init__(self, rewards, micro, *keys, devices=1, held_out=None):
         config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
         self.ramp, self.mesh = RampupBatchManager(config.batch, devices), make_mesh(config)
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
@@ -60,12 +69,15 @@ class Run:
             )
             for stage in self.ramp.stages:
                 programs.announce(stage)
-            self._trainer = PolicyTrainer(
+            count = config.policy.num_generations
+            self.scorer = Scorer(config.rollout, count, rollout, bytes_, rewards)
+            self.trainer = PolicyTrainer(
                 programs,
                 config.rollout,
                 Sums(10, 0),
-                bytes_,
-                rewards,
+                held_out,
+                self.scorer,
+                self._make(),
                 self._make().model if config.policy.grpo_beta else None,
                 lambda: self.beats.append(1),
                 lambda: next(self._stops, False),
@@ -79,14 +91,15 @@ class Run:
         """
         self.beats, self._stops = [], iter(stops)
         with jax.set_mesh(self.mesh):
-            state, records = self._make(), []
-            before = [np.array(x) for x in jax.tree.leaves(state.model)]
+            self.trainer.state, records = self._make(), []
+            before = [np.array(x) for x in jax.tree.leaves(self.trainer.state.model)]
             for step in range(steps):
                 stage = self.ramp.stage_at_step(step)
-                record = None
-                while record is None:
-                    state, record = self._trainer.step(state, stage, self.ramp.samples_before(step))
-                records.append(record)
+                taken, begin = None, time.perf_counter()
+                while taken is None:
+                    taken = self.trainer.step(step, stage, self.ramp.samples_before(step))
+                records.append(record_of(taken, begin))
+            state = self.trainer.state
             assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]
             after = [np.array(x) for x in jax.tree.leaves(state.model)]
             return records, [a - b for a, b in zip(after, before, strict=True)]
@@ -165,3 +178,30 @@ def test_prompts_of_a_file(tmp_path):
     assert [prompts[i].text for i in range(3)] == [f"p{i}" for i in passes[0][:3]]
     in_order = FilePrompts(str(path), None)
     assert [in_order[i].truth for i in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_an_evaluation_is_on_all_held_out_prompts_and_changes_nothing(rewards, tmp_path):
+    """Also where they fill no part: what fills it up does not count."""
+    path = tmp_path / "held_out.jsonl"
+    asked = [f"{i}+{i}=" for i in range(5)]
+    path.write_text("".join(f'{{"prompt": "{x}", "answer": "{x}"}}\n' for x in asked))
+    run = Run(rewards, 4, "log_answers=2", held_out=FilePrompts(str(path), None))
+    (record,), _ = run()
+    answers = record["answers"]
+    assert [a["reward"] for a in answers] == sorted((a["reward"] for a in answers), reverse=True)
+    assert len(answers) == 4 and answers[0]["reward"] > record["reward"] > answers[-1]["reward"]
+    assert all(a["reward"] == -abs(len(a["answer"]) - len(truth(a["prompt"]))) for a in answers)
+    asking, calls = run.scorer.ask, []
+    run.scorer.ask = lambda *given: calls.append(asking(*given)) or calls[-1]
+    with jax.set_mesh(run.mesh):
+        found = [record_of(run.trainer.evaluate(run.ramp.stages[0]), 0.0) for _ in range(2)]
+    assert found[0] == found[1] and [len(part.answers) for part in calls] == [16] * 4
+    answers = [answer for part in calls[:2] for answer in part.answers][:20]
+    texts = [text for part in calls[:2] for text in part.texts][:20]
+    assert found[0]["eval_tokens"] == sum(len(answer.tokens) for answer in answers)
+    assert found[0]["eval_reward"] == pytest.approx(np.mean([-abs(len(x) - 4) for x in texts]))
+
+
+def truth(prompt):
+    a, b = prompt.rstrip("=").split("+")
+    return str(int(a) + int(b))
