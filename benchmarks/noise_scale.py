@@ -12,7 +12,7 @@ from step import ours, seconds
 from maxramp.config.load import load
 from maxramp.keys.base import CONFIGS
 from maxramp.parallel import cpu
-from maxramp.parallel import mesh as mesh_lib
+from maxramp.processes import backend
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
 SIZES = {
@@ -27,7 +27,7 @@ def main() -> None:
     options = parser("noise_scale", __doc__)
     options.add_argument("--rounds", type=int, default=20, help="pairs of steps (20)")
     arguments = options.parse_args()
-    mesh_lib.start_backend(load([str(CONFIGS / "base.yml"), "jax_cache_dir="]).backend)
+    backend.start(load([str(CONFIGS / "base.yml"), "jax_cache_dir="]).backend)
     cpu.keep()
     figures = {}
     print(f"{'a step of':34s} {'without':>10s} {'with / without':>15s}")

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import object_stores
 
-from maxramp.folders.place import place, sizes
+from maxramp.files.place import place, sizes
 
 PROGRAM = """
 import json, os, sys, time

@@ -17,7 +17,7 @@ from figures import ROOT, parser, save
 
 PROGRAM = """
 import sys
-from maxramp.parallel.processes import end_process
+from maxramp.processes.ending import end_process
 from maxramp.train import main
 from maxramp.training import programs
 {patch}

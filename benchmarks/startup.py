@@ -20,7 +20,7 @@ PROGRAM = """
 import json, os, sys, time
 marks = {"python": time.time()}
 import maxramp.train as train
-from maxramp.parallel import mesh
+from maxramp.processes import backend
 from maxramp.run import metrics
 marks["imports"] = time.time()
 
@@ -32,7 +32,7 @@ def marked(owner, name, mark):
         return result
     setattr(owner, name, call)
 
-marked(mesh, "start_backend", "backend")
+marked(backend, "start", "backend")
 marked(train, "open_rows", "data")
 marked(train, "Programs", "lowering of stage 0")
 marked(metrics.MetricsLog, "__init__", "first weights")

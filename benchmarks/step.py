@@ -21,6 +21,7 @@ from maxramp.keys.base import CONFIGS
 from maxramp.parallel import cpu
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.processes import backend
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import initial_state
@@ -99,7 +100,7 @@ def seconds(run) -> float:
 def main() -> None:
     arguments = parser("step", __doc__).parse_args()
     base = str(CONFIGS / "base.yml")
-    mesh_lib.start_backend(load([base, "jax_cache_dir="]).backend)
+    backend.start(load([base, "jax_cache_dir="]).backend)
     cpu.keep()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")

@@ -21,7 +21,7 @@ from maxramp.config.usage import HelpKeys
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.experiment import Experiment
 from maxramp.measuring.noise import KINDS
-from maxramp.parallel.platform import take_hardware
+from maxramp.processes.backend import take_hardware
 from maxramp.run.metrics import as_json
 
 USAGE = """From checkpoint STEP of RUN each size trains on the same rows, at the learning

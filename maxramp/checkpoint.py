@@ -17,9 +17,9 @@ from typing import Any
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
 from maxramp.commandline import OneLineParser
-from maxramp.data.files import storage
 from maxramp.errors import EXIT_FAILED, ConfigError, report
-from maxramp.folders.place import MARK, Place, place, sizes
+from maxramp.files import storage
+from maxramp.files.place import MARK, Place, place, sizes
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
 
@@ -131,7 +131,7 @@ def _read_all(checkpoint: Place) -> tuple[int, int, int]:
     import numpy as np
 
     from maxramp.checkpoints.arrays import stored_arrays
-    from maxramp.parallel.platform import take_hardware
+    from maxramp.processes.backend import take_hardware
 
     take_hardware("cpu")
     arrays, values, strange = 0, 0, 0

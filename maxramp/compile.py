@@ -27,7 +27,7 @@ import jax
 from maxramp.commandline import amount, print_note, print_progress, print_table, quoted, take_flag
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of, report
-from maxramp.folders.place import Place, check_writable, place, write_whole
+from maxramp.files.place import Place, check_writable, place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.fit import least_rows
 from maxramp.run.keys import RunKeys

@@ -19,12 +19,12 @@ import jax
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.usage import HelpKeys
 from maxramp.errors import ConfigError, TrainingError, report
-from maxramp.folders.place import place
+from maxramp.files.place import place
 from maxramp.generation.generator import Answer, Generator
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
-from maxramp.parallel.processes import run
+from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
 from maxramp.training.programs import compiler_options
 

@@ -10,7 +10,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.run.preemption import Preemption
+    from maxramp.processes.preemption import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
@@ -29,8 +29,9 @@ from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
 from maxramp.job.loop import train
 from maxramp.job.start import Job, Start, start
-from maxramp.parallel import agreement
-from maxramp.parallel.processes import run
+from maxramp.processes import agreement
+from maxramp.processes.ending import run
+from maxramp.processes.preemption import Preemption
 from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
@@ -38,7 +39,6 @@ from maxramp.rl.rewards import Rewards
 from maxramp.rl.rollout import GeneratorRollout
 from maxramp.rl.scoring import Scorer
 from maxramp.rl.trainer import PolicyTrainer
-from maxramp.run.preemption import Preemption
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
-from maxramp.folders.place import home_of
+from maxramp.files.place import home_of
 from maxramp.measuring.noise import KINDS, Block, curves_of
 from maxramp.measuring.picture import draw_noise
 

@@ -33,7 +33,7 @@ from maxramp.commandline import (
 )
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, report
-from maxramp.folders.place import place
+from maxramp.files.place import place
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.fit import fit_devices
 from maxramp.planning.picture import draw_plan

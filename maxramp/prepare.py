@@ -36,10 +36,11 @@ from maxramp.config.load import load
 from maxramp.config.usage import HelpKeys
 from maxramp.data import bad_records, inputs, mixture, preparation, shards
 from maxramp.data.bad_records import BadRecords
-from maxramp.data.files import prepared, storage
+from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
+from maxramp.files import storage
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_address
 

@@ -10,7 +10,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.run.preemption import Preemption
+    from maxramp.processes.preemption import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
@@ -39,10 +39,10 @@ from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.job.loop import train
 from maxramp.job.start import Job, Start, start
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel.processes import run
+from maxramp.processes.ending import run
+from maxramp.processes.preemption import Preemption
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Record, Taken, of_sums
-from maxramp.run.preemption import Preemption
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs

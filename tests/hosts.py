@@ -19,7 +19,8 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.processes import end_process
+from maxramp.processes import backend
+from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.fingerprint import fingerprint
 
@@ -78,7 +79,7 @@ def main() -> None:
     for i, (first_step, arguments) in enumerate(requests):
         loaded = load(arguments)
         if i == 0:
-            mesh_lib.start_backend(loaded.backend)
+            backend.start(loaded.backend)
         print(json.dumps(serve(first_step, loaded)), flush=True)
     end_process(0)  # so that the others do not take its end for a loss
 

@@ -16,10 +16,10 @@ FLOORS = (
     ("errors", "console"),
     ("commandline",),
     ("keys",),
-    ("rampup", "parallel"),
+    ("files",),
+    ("rampup", "parallel", "processes"),
     ("model",),
-    ("data",),
-    ("folders",),
+    ("data", "folders"),
     ("training",),
     ("checkpoints",),
     ("run",),
@@ -94,17 +94,17 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 4) imports training.loss (floor 7)",
+            "model.a (floor 5) imports training.loss (floor 7)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},
-            "model.a (floor 4) imports",
+            "model.a (floor 5) imports",
         ),
         (
             {"model.a": "from maxramp.run.b import x", "run.b": ""},
-            "model.a (floor 4) imports run.b",
+            "model.a (floor 5) imports run.b",
         ),
-        ({"rampup.a": "from maxramp.parallel import b", "parallel.b": ""}, "rampup.a (floor 3)"),
+        ({"rampup.a": "from maxramp.parallel import b", "parallel.b": ""}, "rampup.a (floor 4)"),
         (
             {"data.a": "from maxramp.data import b", "data.b": "import maxramp.data.c"}
             | {"data.c": "from maxramp.data.a import x"},

@@ -14,8 +14,8 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from maxramp.folders.kvstore import spec_of
-from maxramp.folders.place import ObjectPath
+from maxramp.files.kvstore import spec_of
+from maxramp.files.place import ObjectPath
 from maxramp.keys.section import is_object_storage
 
 

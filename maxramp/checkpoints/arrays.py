@@ -17,7 +17,7 @@ from maxramp.checkpoints import addresses
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
-from maxramp.folders.place import Place, is_near
+from maxramp.files.place import Place, is_near
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.training.state import TrainState
 

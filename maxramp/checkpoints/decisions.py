@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
+from maxramp.files.storage import write_whole
 from maxramp.rampup import adaptive
 from maxramp.rampup.keys import BatchKeys
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
-from maxramp.folders.place import (
+from maxramp.files.place import (
     Place,
     is_near,
     move_tree,

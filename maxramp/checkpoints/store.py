@@ -22,9 +22,9 @@ from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.saves import Saves
 from maxramp.checkpoints.timer import Timer
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, is_near, place
+from maxramp.files.place import Place, is_near, place
 from maxramp.model.decoder import Decoder
-from maxramp.parallel import agreement
+from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state

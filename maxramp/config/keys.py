@@ -12,8 +12,9 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
-from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
+from maxramp.processes.keys import BackendKeys
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys

@@ -14,7 +14,7 @@ from maxramp.config.alternatives import Given
 from maxramp.config.keys import Config
 from maxramp.config.usage import answer, usage
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, place
+from maxramp.files.place import Place, place
 from maxramp.keys import base, peers
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage

@@ -4,8 +4,8 @@ import functools
 import os
 import re
 
-from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
+from maxramp.files.storage import optional
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)

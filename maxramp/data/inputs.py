@@ -7,12 +7,13 @@ from typing import Any
 
 from maxramp.data import mixture, preparation, shards, tokenizers
 from maxramp.data.bad_records import BadRecords
-from maxramp.data.files import formats, storage
+from maxramp.data.files import formats
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 _BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 

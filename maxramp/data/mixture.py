@@ -14,7 +14,7 @@ import numpy as np
 
 from maxramp.data import tokenizers
 from maxramp.data.corpus import APART, Corpus, Part
-from maxramp.data.files import formats, prepared, storage
+from maxramp.data.files import formats, prepared
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
@@ -31,6 +31,7 @@ from maxramp.data.rows import (
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 _SAMPLED = 64  # items of a part that are read at the start, for its hash
 

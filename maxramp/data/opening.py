@@ -22,7 +22,7 @@ from maxramp.data.prefetch import ReadAhead
 from maxramp.data.rows import SyntheticRows
 from maxramp.data.texts import open_texts
 from maxramp.errors import ConfigError
-from maxramp.parallel.agreement import all_gather_json, raise_everywhere
+from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
 _LAYOUTS = {
     "concat_then_split": packing.concat_then_split,

@@ -10,7 +10,7 @@ from absl import flags
 
 from maxramp.data.keys import ReadingKeys
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.parallel.workers import stay_with_parent
+from maxramp.processes.workers import stay_with_parent
 
 
 class ReadAhead(Iterator[Any]):

@@ -21,11 +21,12 @@ import numpy as np
 
 from maxramp.data import duplicates
 from maxramp.data.bad_records import LIST, BadRecords, entry, listed
-from maxramp.data.files import prepared, storage
+from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import BadRecord, Record, RecordFile
 from maxramp.data.shards import Preparation, Shard, clean
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError
+from maxramp.files import storage
 
 # Documents of a batch: so many characters or tokens, or so many documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024

@@ -25,7 +25,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.parallel.locking import lock
+from maxramp.files.locking import lock
 
 _MARK = ".preparing"  # locked by the process at work; stays until the set is finished
 _WRITTEN = re.compile(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from maxramp.data import hub
-from maxramp.data.files import storage
-from maxramp.data.files.storage import optional
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.errors import ConfigError
+from maxramp.files import storage
+from maxramp.files.storage import optional
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
 

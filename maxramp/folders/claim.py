@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from maxramp.errors import TrainingError
-from maxramp.folders.kvstore import TIMEOUT, open_store, storing
-from maxramp.folders.place import ObjectPath
-from maxramp.folders.process import is_gone, this_process
+from maxramp.files.kvstore import TIMEOUT, open_store, storing
+from maxramp.files.place import ObjectPath
+from maxramp.processes.identity import is_gone, this_process
 
 _BEAT = 5.0  # seconds from one write of the owner to the next
 _SILENCE = 30.0  # after so many an owner counts as gone

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 
 from maxramp.errors import TrainingError
+from maxramp.files.place import ObjectPath
 from maxramp.folders.claim import Claim
-from maxramp.folders.place import ObjectPath
-from maxramp.folders.process import is_gone, this_process
+from maxramp.processes.identity import is_gone, this_process
 
 _PERIOD = 15.0  # seconds from one round to the next
 _SHARE = 20  # and so many times as long as the last one took, unless that one failed

@@ -4,10 +4,10 @@ import pathlib
 from collections.abc import Callable
 from typing import IO
 
+from maxramp.files.locking import lock
+from maxramp.files.place import ObjectPath, Place, make_folder
 from maxramp.folders.claim import Claim
 from maxramp.folders.mirror import Mirror
-from maxramp.folders.place import ObjectPath, Place, make_folder
-from maxramp.parallel.locking import lock
 
 
 class Disk:

@@ -19,12 +19,14 @@ from maxramp.data.keys import DataKeys
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.parallel.keys import MeshKeys
+from maxramp.processes import backend
+from maxramp.processes.keys import BackendKeys
 from maxramp.training.state import abstract_state
 
 # Keys of a run that say how it was computed and not what: they take their defaults.
@@ -112,7 +114,7 @@ class TrainedRun:
         Raises:
           ConfigError: the devices do not suit the keys, or the weights cannot be read.
         """
-        mesh_lib.start_backend(self.config.backend)
+        backend.start(self.config.backend)
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         mesh = mesh_lib.make_mesh(self.config.mesh)

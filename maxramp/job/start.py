@@ -19,14 +19,14 @@ from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import mesh_checker, resolve
 from maxramp.errors import EXIT_STAGE_END
-from maxramp.folders.place import Place, place
+from maxramp.files.place import Place, place
 from maxramp.job.rate import rate_change
-from maxramp.parallel import agreement, lifeline
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.cost import PassCost
+from maxramp.processes import agreement, backend, lifeline
+from maxramp.processes.preemption import Preemption
+from maxramp.processes.watchdog import Watchdog
 from maxramp.run.output import Output
-from maxramp.run.preemption import Preemption
-from maxramp.run.watchdog import Watchdog
 from maxramp.training.state import TrainState, abstract_state
 
 
@@ -44,7 +44,7 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
     """
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
-        mesh_lib.start_backend(loaded.backend)
+        backend.start(loaded.backend)
         if jax.process_index() == 0:
             for line in notes:
                 print_note(line)

@@ -22,7 +22,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import mesh_checker, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, is_near, place
+from maxramp.files.place import Place, is_near, place
 from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.cost import PassCost
 from maxramp.rampup.schedule import RampupBatchManager, Stage

@@ -6,7 +6,7 @@ from maxramp.commandline import count
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import Run
 from maxramp.launch.keys import LaunchKeys
-from maxramp.parallel import topology
+from maxramp.planning import topology
 
 _PORT = 8476
 TPUS = {

@@ -8,7 +8,7 @@ from typing import Any
 from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, home_of
+from maxramp.files.place import Place, home_of
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, blocks_of
 from maxramp.measuring.ramp import Measurement, from_branches, from_noise

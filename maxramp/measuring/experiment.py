@@ -18,7 +18,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.folders.place import Place, home_of, write_whole
+from maxramp.files.place import Place, home_of, write_whole
 from maxramp.keys import base
 from maxramp.measuring.branches import Branch, compare
 from maxramp.measuring.noise import KINDS, around

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
 from maxramp.run.metrics import Record, read_records
 
 # The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.

@@ -3,7 +3,7 @@
 import io
 
 from maxramp.commandline import short
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
 from maxramp.measuring.noise import Block
 
 

@@ -1,19 +1,10 @@
-"""The sections of the devices: what to run on, and the mesh."""
+"""The section of the mesh."""
 
 import dataclasses
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, one_of
+from maxramp.keys.section import Keys
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
-
-
-@dataclasses.dataclass(frozen=True)
-class BackendKeys(Keys):
-    """What a process runs on, and how it finds the others."""
-
-    hardware: str = one_of("auto", "cpu", "gpu", "tpu")
-    jax_cache_dir: str
-    join_timeout_seconds: int = at_least(1)
 
 
 @dataclasses.dataclass(frozen=True)

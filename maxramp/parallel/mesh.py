@@ -1,10 +1,9 @@
-"""The backend and the device mesh.
+"""The device mesh.
 
 The axes are those of `axes`.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,44 +12,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from maxramp.errors import ConfigError
-from maxramp.keys.section import is_address
-from maxramp.parallel import platform, processes
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.keys import BackendKeys, MeshKeys
+from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.sharding import REPLICATED
 
 # Explicit: the sharding of every array is part of its type, and a matrix product whose result could
 # be laid out in two ways does not trace until the code says which.
 AXIS_TYPE = AxisType.Explicit
-
-
-def start_backend(keys: BackendKeys) -> None:
-    """Joins the processes of the job and starts JAX on the asked-for hardware.
-
-    Raises:
-      ConfigError: the hardware is not there, or the processes are described wrongly.
-      TrainingError: the processes do not find each other.
-    """
-    platform.take_hardware(keys.hardware)
-    if keys.jax_cache_dir:
-        try:
-            if not is_address(keys.jax_cache_dir):  # JAX writes to storages too
-                os.makedirs(os.path.expanduser(keys.jax_cache_dir), exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"jax_cache_dir={keys.jax_cache_dir}: cannot write there: {error.strerror}; use "
-                'another folder, or "" for none'
-            ) from None
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(keys.jax_cache_dir))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    # On CPUs a program runs in the thread that calls it. With several devices in a process, those
-    # dispatched asynchronously can each take the threads that the other's collective waits for, and
-    # XLA then aborts the process; with one, each would hold memory of its own.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    processes.join(keys.join_timeout_seconds)
-    platform.start(keys.hardware)
 
 
 def num_slices() -> int:

@@ -8,15 +8,15 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
 from maxramp.planning.cost import price
 from maxramp.planning.fit import by_speed, least_rows, pods
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.machine import Machine
 from maxramp.planning.pod import Pod
+from maxramp.processes.backend import take_hardware
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
 

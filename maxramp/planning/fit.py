@@ -9,10 +9,10 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.platform import take_hardware
 from maxramp.planning import machine as machines
 from maxramp.planning.pod import Pod
+from maxramp.processes import backend
+from maxramp.processes.backend import take_hardware
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -69,7 +69,7 @@ def fit_devices(config: Config, say: Callable[[str], None]) -> str:
         take_hardware("cpu")  # nothing runs; the devices are only described
         machine = machines.find(config.planning)
     else:
-        mesh_lib.start_backend(config.backend)
+        backend.start(config.backend)
         machine = machines.here()
     config = resolve(config, len(machine.devices), machine.slices, 1)
     ramp = RampupBatchManager(config.batch, len(machine.devices))

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from maxramp.errors import ConfigError
-from maxramp.parallel import mesh, topology
-from maxramp.planning import gpu, hlo, roofline
+from maxramp.parallel import mesh
+from maxramp.planning import gpu, hlo, roofline, topology
 from maxramp.planning.keys import PlanKeys
 from maxramp.training.device_memory import GIB, device_memory
 

@@ -10,10 +10,10 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.parallel import platform
 from maxramp.planning import machine
 from maxramp.planning.cost import PassCost
 from maxramp.planning.keys import PlanKeys
+from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
@@ -32,10 +32,10 @@ def with_nodes(config: Config) -> Config:
     if planning.compile_topology:
         config = config.replace(**_nodes_of(batch, planning))
     elif batch.devices_per_node == -1:
-        platform.take_hardware(config.backend.hardware)
-        platform.start(config.backend.hardware)
+        backend.take_hardware(config.backend.hardware)
+        backend.start_devices(config.backend.hardware)
         return config.replace(num_nodes=batch.nodes, devices_per_node=jax.local_device_count())
-    platform.take_hardware("cpu")  # nothing runs
+    backend.take_hardware("cpu")  # nothing runs
     return config.replace(num_nodes=config.batch.nodes)
 
 

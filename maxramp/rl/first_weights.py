@@ -11,13 +11,13 @@ from maxramp.checkpoints.folder import TornError
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.folders.place import Place, place
+from maxramp.files.place import Place, place
 from maxramp.generation.loading import TrainedRun
 from maxramp.job.start import Job
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.parallel import agreement
+from maxramp.processes import agreement
 from maxramp.training.fingerprint import fingerprint_of_weights
 from maxramp.training.state import in_layer_order
 

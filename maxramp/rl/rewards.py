@@ -28,7 +28,7 @@ import numpy as np
 from maxramp import console
 from maxramp.commandline import count
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.parallel import workers as workers_lib
+from maxramp.processes import workers as workers_lib
 
 _SHOWN = 80  # characters of a prompt in an error
 _IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as their work may

@@ -14,7 +14,7 @@ import numpy as np
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer
 from maxramp.generation.loading import PromptTokenizer
-from maxramp.parallel.agreement import all_gather_json, raise_everywhere
+from maxramp.processes.agreement import all_gather_json, raise_everywhere
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.prompts import Prompt
 from maxramp.rl.rewards import Rewards

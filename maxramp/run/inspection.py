@@ -20,7 +20,7 @@ from maxramp.data.mixture import entry_of, open_mixture
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.model.attention import starts
-from maxramp.parallel.platform import take_hardware
+from maxramp.processes.backend import take_hardware
 from maxramp.training.objective import segments, targets
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from maxramp.errors import TrainingError
-from maxramp.folders.place import Place
+from maxramp.files.place import Place
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import Stage
 from maxramp.run.keys import RunKeys

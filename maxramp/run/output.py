@@ -21,12 +21,12 @@ from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.folders.place import place, write_whole
+from maxramp.files.place import place, write_whole
 from maxramp.folders.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
-from maxramp.parallel import agreement
+from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager

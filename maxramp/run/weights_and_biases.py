@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from maxramp.data.files.storage import write_whole
 from maxramp.errors import ConfigError, install
+from maxramp.files.storage import write_whole
 from maxramp.run.metrics import Record, numbers_of, tag_of
 
 _ID = ".wandb_id"  # the file in a run's folder

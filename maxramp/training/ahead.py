@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from maxramp.errors import StepError, reason_of
-from maxramp.parallel import cpu, processes
+from maxramp.parallel import cpu
+from maxramp.processes import ending
 from maxramp.training.device_memory import GIB, compiled_bytes
 
 
@@ -55,7 +56,7 @@ class Ahead:
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
         self._thread = threading.Thread(
-            target=self._compile_all, name=processes.COMPILING, daemon=True
+            target=self._compile_all, name=ending.COMPILING, daemon=True
         )
         self._thread.start()
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT
 
 from maxramp.errors import TrainingError
+from maxramp.files.place import place
 from maxramp.folders import claim as claim_lib
 from maxramp.folders.claim import Claim
-from maxramp.folders.place import place
-from maxramp.folders.process import is_gone, this_process
+from maxramp.processes.identity import is_gone, this_process
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
     program = (
         "import sys, time\n"
         "from maxramp.folders.claim import Claim\n"
-        "from maxramp.folders.place import place\n"
+        "from maxramp.files.place import place\n"
         "Claim(place(sys.argv[1]), 'it'); print('claimed', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen(

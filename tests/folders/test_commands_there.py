@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import BASE, TINY, run
 
-from maxramp.folders.place import place
+from maxramp.files.place import place
 from maxramp.run.metrics import read_records
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from maxramp.checkpoints.saves import Saves
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
+from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
 from maxramp.folders.mirror import Mirror
-from maxramp.folders.place import make_folder, place, remove_tree, sizes, write_whole
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -59,7 +59,7 @@ class Held:
 @pytest.fixture
 def client(monkeypatch):
     client = Client()
-    monkeypatch.setattr("maxramp.folders.place.storage.store_of", lambda scheme: client)
+    monkeypatch.setattr("maxramp.files.place.storage.store_of", lambda scheme: client)
     return client
 
 

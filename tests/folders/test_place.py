@@ -5,8 +5,7 @@ import pytest
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
-from maxramp.folders.mirror import Mirror
-from maxramp.folders.place import (
+from maxramp.files.place import (
     make_folder,
     move_tree,
     place,
@@ -14,6 +13,7 @@ from maxramp.folders.place import (
     sizes,
     write_whole,
 )
+from maxramp.folders.mirror import Mirror
 from maxramp.folders.run_folder import take
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from conftest import BASE, TINY, command, environment
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.folders.place import place, remove_tree
+from maxramp.files.place import place, remove_tree
 from maxramp.run.metrics import read_records
 
 pytestmark = pytest.mark.slow

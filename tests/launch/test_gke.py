@@ -123,7 +123,7 @@ def test_a_jobset_for_every_number_of_nodes():
 def test_a_run_in_an_object_storage_needs_no_volume(monkeypatch):
     """The pods write there themselves; data may still be on a volume that they mount."""
     memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
-    monkeypatch.setattr("maxramp.folders.place.storage.store_of", lambda scheme: memory())
+    monkeypatch.setattr("maxramp.files.place.storage.store_of", lambda scheme: memory())
     for bucket, names in (("", ["config", "memory"]), ("text", ["config", "shared", "memory"])):
         keys = ["base_output_directory=gs://runs/here", f"gke_bucket={bucket}"]
         files = manifests(*keys, "run_name=far")

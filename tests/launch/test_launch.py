@@ -22,8 +22,8 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
-from maxramp.parallel import processes
 from maxramp.planning.fit import fit_devices
+from maxramp.processes import meeting as meeting_lib
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -443,9 +443,9 @@ def test_more_processes_than_files_may_be_open(host):
     """As many are a thousand under the usual limit of 1,024; on hosts with IPv6 alone, too."""
     port, count = free_port(), 100
     program = (
-        "from maxramp.parallel import processes\n"
-        "processes._allow_connections()\n"
-        f"processes._wait_for_all({host.strip('[]')!r}, {port}, {count}, 120.0)"
+        "from maxramp.processes import meeting\n"
+        "meeting._allow_connections()\n"
+        f"meeting._wait_for_all({host.strip('[]')!r}, {port}, {count}, 120.0)"
     )
     waiting = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -470,10 +470,10 @@ def meeting(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MAXRAMP_COORDINATOR", f"127.0.0.1:{port}")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(processes._wait_for_all, "127.0.0.1", port, 3, 20.0)
+        waiting = pool.submit(meeting_lib._wait_for_all, "127.0.0.1", port, 3, 20.0)
 
         def come(place: int, count: int = 3) -> concurrent.futures.Future:
-            return pool.submit(processes._report, "127.0.0.1", port, place, count, 20.0)
+            return pool.submit(meeting_lib._report, "127.0.0.1", port, place, count, 20.0)
 
         yield port, waiting, come
 

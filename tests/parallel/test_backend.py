@@ -7,9 +7,9 @@ import pytest
 from conftest import BASE, command, environment
 
 START = """
-from maxramp.parallel.keys import BackendKeys
-from maxramp.parallel.mesh import start_backend
-start_backend(BackendKeys("cpu", "gs://bucket/cache", 1))
+from maxramp.processes.keys import BackendKeys
+from maxramp.processes.backend import start
+start(BackendKeys("cpu", "gs://bucket/cache", 1))
 """
 
 

@@ -11,9 +11,10 @@ from conftest import ROOT, environment
 PROGRAM = """
 import resource, sys, threading
 import jax, jax.numpy as jnp
+from maxramp.processes import backend
 from maxramp.config.load import load
 from maxramp.parallel import cpu as heap, mesh
-mesh.start_backend(load(["configs/base.yml", "jax_cache_dir="]).backend)
+backend.start(load(["configs/base.yml", "jax_cache_dir="]).backend)
 if "keep" in sys.argv:
     heap.keep()
 x = jnp.arange(2.0**13)

@@ -264,7 +264,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.parallel import mesh
 loaded = load(sys.argv[1:])
-mesh.start_backend(loaded.backend)
+backend.start(loaded.backend)
 resolved = resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
 made = mesh.make_mesh(resolved.mesh)
 hosts = sorted({device.slice_index for device in jax.devices()})

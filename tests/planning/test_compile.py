@@ -16,8 +16,8 @@ from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel import topology
 from maxramp.plan import main as plan_main
+from maxramp.planning import topology
 from maxramp.planning.compiled import compile_stages
 from maxramp.planning.stages import with_nodes
 from maxramp.rampup.schedule import RampupBatchManager

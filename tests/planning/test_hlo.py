@@ -11,10 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.attention import causal_attention
-from maxramp.parallel import topology
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
-from maxramp.planning import hlo
+from maxramp.planning import hlo, topology
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"

@@ -244,7 +244,7 @@ def test_a_stopped_and_continued_process_is_not_ended():
     """Stopped for longer than the timeout; it still ends when it hangs after that."""
     program = """if True:
         import sys
-        from maxramp.run.watchdog import Watchdog
+        from maxramp.processes.watchdog import Watchdog
         with Watchdog(4.0) as watchdog:
             for line in iter(sys.stdin.readline, ""):
                 watchdog.beat()
@@ -480,7 +480,7 @@ def test_what_a_file_system_says_that_has_no_locks(tmp_path, no_locks):
     """Every other error ends the start, as does a lock that another process holds."""
     program = """if True:
         import os, sys
-        from maxramp.parallel.locking import lock
+        from maxramp.files.locking import lock
         with open(sys.argv[1], "w") as file:
             for number in sys.argv[2:]:
                 os.environ["NO_LOCKS"] = number

@@ -69,5 +69,5 @@ def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging
     with Job(tmp_path, cache_dir, "dataset_type=grain", hanging, "hang_timeout_seconds=5") as job:
         assert job.statuses(60) == [EXIT_LOST]
         stderr = job.printed("stderr")
-        assert "maxramp/data/files/storage.py" in stderr and "most recent call first" in stderr
+        assert "maxramp/files/storage.py" in stderr and "most recent call first" in stderr
         assert "hang_timeout_seconds=5" in stderr

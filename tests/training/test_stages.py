@@ -36,7 +36,7 @@ RAMP = [
 PATCHED = """
 import os, sys, threading
 import jax
-from maxramp.parallel.processes import end_process
+from maxramp.processes.ending import end_process
 from maxramp.train import main
 from maxramp.training import programs
 {patch}

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data.files import storage
 from maxramp.data.files.records import BadRecord, Record, RecordFile
-from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
+from maxramp.files import storage
+from maxramp.files.storage import optional
 
 
 class ArrayRecordFile(RecordFile):

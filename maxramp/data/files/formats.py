@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxramp.data.files import storage
 from maxramp.data.files.arrayrecord import ArrayRecordFile
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.data.files.records import (
@@ -26,8 +25,9 @@ from maxramp.data.files.records import (
     not_utf8,
     shown,
 )
-from maxramp.data.files.storage import optional
 from maxramp.errors import ConfigError
+from maxramp.files import storage
+from maxramp.files.storage import optional
 
 _BLANK = (b"\n", b"\r\n")
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times

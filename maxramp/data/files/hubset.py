@@ -5,8 +5,8 @@ import os
 from typing import Any
 
 from maxramp.data.files.records import Record, RecordFile
-from maxramp.data.files.storage import allow_many_files, optional
 from maxramp.errors import ConfigError
+from maxramp.files.storage import allow_many_files, optional
 
 _RECORD = 1024  # bytes that a record counts as: those of a table depend on who wrote it
 

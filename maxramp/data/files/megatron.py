@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data.files import storage
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

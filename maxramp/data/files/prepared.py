@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data.files import storage
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 FORMAT, VERSION, NAME = "maxramp prepared tokens", 3, "manifest.json"
 

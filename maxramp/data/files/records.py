@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data.files import storage
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 Record = str | np.ndarray
 Piece = tuple[int, int, int]

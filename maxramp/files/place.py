@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
-from maxramp.data.files import storage
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 from maxramp.keys.section import is_object_storage
 
 MARK = ".folder"  # an object that makes a folder of an object storage be there

@@ -5,7 +5,7 @@ import sys
 import threading
 
 from maxramp.errors import EXIT_LOST, START_AGAIN
-from maxramp.parallel import lifeline
+from maxramp.processes import lifeline
 
 
 class Watchdog:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from maxramp.folders.place import ObjectPath
+from maxramp.files.place import ObjectPath
 
 TIMEOUT = 60.0  # seconds that an answer may take
 

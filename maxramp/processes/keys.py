@@ -1,0 +1,14 @@
+"""The section of the backend: what a process runs on."""
+
+import dataclasses
+
+from maxramp.keys.section import Keys, at_least, one_of
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendKeys(Keys):
+    """What a process runs on, and how it finds the others."""
+
+    hardware: str = one_of("auto", "cpu", "gpu", "tpu")
+    jax_cache_dir: str
+    join_timeout_seconds: int = at_least(1)
