@@ -26,8 +26,8 @@ def read(path: pathlib.Path) -> list:
 def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
     """The curves of a folder: step to value, by tag.
 
-    A session that starts takes back what earlier ones wrote from its step on; nothing is written
-    twice in one session.
+    A session that starts takes back what earlier ones wrote from its step on. In one session a
+    number of a step is the same wherever it is written, by the step or its evaluation.
     """
     curves: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -38,6 +38,5 @@ def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
                         del curve[step]
             for value in event.summary.value:
                 curve = curves.setdefault(value.tag, {})
-                assert event.step not in curve, (path, event.step)
-                curve[event.step] = value.simple_value
+                assert curve.setdefault(event.step, value.simple_value) == value.simple_value
     return curves
