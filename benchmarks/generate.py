@@ -55,7 +55,7 @@ def products(model, x_BD, steps):
             x = einsum("BHh,HhD->BD", q, a.out_HhD[...])
             up = einsum("BD,DF->BF", x, m.gate_DF[...]) + einsum("BD,DF->BF", x, m.up_DF[...])
             x = einsum("BF,FD->BD", up, m.out_FD[...])
-        logits = einsum("BD,DV->BV", x, model.head())
+        logits = einsum("BD,DV->BV", x, model.head(x_BD.dtype))
         return (x + logits.mean()) * 1e-3
 
     return jax.lax.fori_loop(0, steps, step, x_BD)
@@ -73,7 +73,8 @@ def measure(keys):
     layers = generator._structure.unflatten(weights)
     random = np.random.default_rng(0)
     prompts = list(random.integers(0, 250, (BATCH, PROMPT), dtype=np.int32))
-    forward = jax.jit(Decoder.__call__)
+    execution = config.recipe.execution
+    forward = jax.jit(functools.partial(Decoder.__call__, execution=execution))
     bare = jax.jit(products)
 
     def cached():

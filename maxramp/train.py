@@ -114,8 +114,7 @@ class Pretrainer:
             on_failure=job.preemption.ask,
         )
         job.closing.callback(self._programs.close)
-        dtype = config.model.dtype
-        job.output.say_start(loader.corpus, abstract.model, dtype, span, job.changes)
+        job.output.say_start(loader.corpus, abstract.model, config.model, span, job.changes)
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)
         self._held = HeldState(first)
         self._no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices

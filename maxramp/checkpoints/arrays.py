@@ -1,7 +1,6 @@
 """The arrays of a checkpoint: which there are of a state, writing and reading them with Orbax."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -19,7 +18,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import Place, is_near
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.training.state import TrainState
+from maxramp.training.state import TrainState, in_layer_order, in_stage_order
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -48,8 +47,8 @@ _ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
 
 def items_of(state: TrainState) -> dict[str, Any]:
     """A state as it is stored: the weights can be read by themselves."""
-    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "model"}
-    return {"model": state.model, "optimizer": rest}
+    names = ("consumed_samples", "opt_state", "bad_steps")
+    return {"model": state.model, "optimizer": {name: getattr(state, name) for name in names}}
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -78,7 +77,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     Raises:
       ConfigError: names the first parameter that differs, and the keys that make it so.
     """
-    items = abstract if isinstance(abstract, dict) else items_of(abstract)
+    items = in_layer_order(abstract if isinstance(abstract, dict) else items_of(abstract))
     with _reading(checkpoint.path):
         stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
     there, wanted = _leaves(stored, items), _leaves(items, items)
@@ -119,7 +118,9 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
     if not is_near(path):
         options["file_options"] = addresses.UNSEEN
     with ocp.Context(atomicity_options=_IN_PLACE, **options):
-        return ocp.save_checkpointables_async(os.fspath(path), items_of(state)).result
+        return ocp.save_checkpointables_async(
+            os.fspath(path), in_layer_order(items_of(state))
+        ).result
 
 
 def _storage_of(path: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
@@ -135,7 +136,8 @@ def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
       ConfigError: they cannot be read; too little memory is raised as it is.
     """
     with _reading(path):
-        return ocp.load_checkpointables(os.fspath(path), abstract)
+        loaded = ocp.load_checkpointables(os.fspath(path), in_layer_order(abstract))
+    return in_stage_order(loaded, abstract)
 
 
 @contextlib.contextmanager

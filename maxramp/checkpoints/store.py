@@ -27,7 +27,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
-from maxramp.training.state import TrainState, in_layer_order, in_stage_order, initial_state
+from maxramp.training.state import TrainState, initial_state
 
 
 class Checkpoints:
@@ -134,7 +134,7 @@ class Checkpoints:
           ConfigError: the arrays cannot be read.
         """
         loaded = arrays.load(checkpoint.path, arrays.items_of(abstract))
-        state = in_stage_order(TrainState(model=loaded["model"], **loaded["optimizer"]))
+        state = dataclasses.replace(abstract.with_model(loaded["model"]), **loaded["optimizer"])
         low, high = (int(word) for word in jax.device_get(state.consumed_samples))
         if (high << 32) + low != checkpoint.consumed_samples:
             raise ConfigError(
@@ -159,7 +159,7 @@ class Checkpoints:
         state = initial_state(recipe)
         if self._keys.load_parameters_path:
             path = place(self._keys.load_parameters_path)
-            return dataclasses.replace(state, model=self.load_parameters(path, abstract.model))
+            return state.with_model(self.load_parameters(path, abstract.model))
         return state
 
     def load_parameters(self, path: Place, model: Decoder) -> Decoder:
@@ -173,7 +173,7 @@ class Checkpoints:
           ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
         checkpoint = self.check_parameters(path, model)
-        return in_stage_order(arrays.load(checkpoint.path, {"model": model})["model"])
+        return arrays.load(checkpoint.path, {"model": model})["model"]
 
     def check_parameters(self, path: Place, model: Decoder) -> Checkpoint:
         """The checkpoint that a path means, whose weights are those of an abstract model.
@@ -266,7 +266,7 @@ class Checkpoints:
             failure = failure or OSError("the first process cannot write")
         else:
             try:
-                written = arrays.save(checkpoint.path, in_layer_order(state))
+                written = arrays.save(checkpoint.path, state)
             except Exception as error:  # of the part that does not run in the background
                 failure = error
 

@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding
 from maxramp.data.marks import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
-from maxramp.model.cache import Cache
 from maxramp.model.decoder import Decoder
+from maxramp.model.execution import Execution
 from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.cache import Cache
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.mesh import on_mesh
 from maxramp.parallel.sharding import (
@@ -93,15 +94,17 @@ class Generator:
           options: of the compiler, as `training.programs.compiler_options` gives them.
         """
         jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
-        self._keys, self._mesh = keys, jax.sharding.get_mesh()
+        self._keys, self._execution = keys, Execution.of(keys)
+        self._mesh = jax.sharding.get_mesh()
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
         self._ranks = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
-        _, self._structure = jax.tree.flatten(jax.eval_shape(_prepared, model))
-        self._prepare = jit(lambda model: jax.tree.leaves(_prepared(model)))
+        prepared = functools.partial(_prepared, dtype=keys.dtype)
+        _, self._structure = jax.tree.flatten(jax.eval_shape(prepared, model))
+        self._prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
         # The caches and rows of a step take the place of those of the step before.
         self._decode = jit(
@@ -268,7 +271,9 @@ class Generator:
         shape = (len(rows.lengths_B), keys.base_num_kv_heads, length, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         empty = Cache(nothing, nothing, jnp.zeros_like(rows.lengths_B))
-        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers))
+        _, caches = model.read(
+            rows.tokens_BS[:, :length], [empty] * len(model.layers), self._execution
+        )
         return tuple(cache.grown(slots) for cache in caches)
 
     def _write(
@@ -295,7 +300,7 @@ class Generator:
             caches = tuple(
                 dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
             )
-            x_B1D, caches = model.read(_by_rows(_last, rows), caches)
+            x_B1D, caches = model.read(_by_rows(_last, rows), caches, self._execution)
             rows = _by_rows(append, rows, model.logits(x_B1D)[:, 0], seed=seed)
             return step + 1, caches, rows
 
@@ -309,11 +314,11 @@ def rounded_up(number: int) -> int:
     return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
-def _prepared(model: Decoder) -> Decoder:
+def _prepared(model: Decoder, dtype: str) -> Decoder:
     def gathered(weight: jax.Array) -> jax.Array:
         return jax.reshard(weight, without_axis(jax.typeof(weight).sharding.spec, "fsdp"))
 
-    return jax.tree.map(gathered, model.cast().one_by_one())
+    return jax.tree.map(gathered, model.cast(dtype).one_by_one())
 
 
 def _by_rows(function, *arrays, **whole):

@@ -180,18 +180,16 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     (
         "model.do_layer_norm_weight_decay",
         (True,),
-        "not supported: all weights decay; leave it out",
+        "not supported; adamw_mask=[scale, bias] keeps norms and biases from decaying",
     ),
     ("model.tokenizer.vocab_file model.tokenizer.merge_file", (), "not supported; " + _NO_PAIR),
     ("attention_type", ("global", "full"), _NO_VARIANT),
-    ("rope_type", ("default",), _NO_VARIANT),
-    ("rope_use_scale rope_interleave rope_truncate local_rope_proportion", (True,), _NO_VARIANT),
+    ("rope_use_scale", (True,), "not supported; use rope_type=default"),
+    ("rope_interleave rope_truncate local_rope_proportion", (True,), _NO_VARIANT),
     ("rope_attention_scaling rope_pairwise", (False,), _NO_VARIANT),
     ("local_rope_max_timescale global_rope_max_timescale", (-1,), _NO_VARIANT),
     ("global_rope_proportion", (0.25,), _NO_VARIANT),
     ("max_position_embeddings", (163840,), _NO_VARIANT),
-    ("original_max_position_embeddings", (4096,), _NO_VARIANT),
-    ("rope_factor", (40,), _NO_VARIANT),
     ("beta_fast", (32,), _NO_VARIANT),
     ("beta_slow mscale", (1,), _NO_VARIANT),
     ("q_lora_rank", (0,), _NO_VARIANT),
@@ -209,7 +207,7 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
     ("model.normalize_attention_scores", (True,), _NO_VARIANT),
     ("training_objective", ("causal_lm",), _NO_VARIANT),
     (
-        "sliding_window_size chunk_attn_window_size attn_logits_soft_cap final_logits_soft_cap "
+        "chunk_attn_window_size attn_logits_soft_cap final_logits_soft_cap "
         "attention_bias mlp_bias attention_sink share_kv_projections use_post_attn_norm "
         "use_post_ffw_norm use_qk_norm use_qk_clip use_indexer moba mtp_num_layers use_multimodal "
         "use_untrainable_positional_embedding global_head_dim global_num_kv_heads model.bias",
@@ -229,7 +227,6 @@ _REFUSED: tuple[tuple[str, tuple, str], ...] = (
         "out",
     ),
     ("adam_eps_root", (0,), "not supported; leave it out"),
-    ("adamw_mask", ([],), "not supported: all weights decay; leave it out"),
     ("skip_step_on_spikes", (False,), "not supported; skip_bad_steps leaves out bad gradients"),
     ("grad_dtype", ("float32",), "not supported: gradients are in weight_dtype; leave it out"),
     ("eval_start_step target_eval_loss", (0,), "not supported; leave it out"),

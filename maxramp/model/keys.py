@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys, at_least, one_of, positive_or_open
+from maxramp.keys.section import Keys, above_zero, at_least, one_of, positive_or_open
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
@@ -22,6 +22,24 @@ SHAPE_KEYS = (
     "logits_via_embedding",
 )
 
+# Keys that decide what weights mean.
+MODEL_KEYS = (
+    *SHAPE_KEYS,
+    "mlp_activations",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+    "rope_type",
+    "rope_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "original_max_position_embeddings",
+    "sliding_window_size",
+)
+
+# What a weight can be: others ask this, and not its name or its type.
+ROLES = ("matrix", "embedding", "head", "scale", "bias", "router")
+ROLES_IN_PRODUCTS = ("matrix", "embedding", "head")  # used in dtype, the others in float32
+
 
 def dtype_of(*unset: str) -> Any:
     """A dtype that training can use, or one of `unset`."""
@@ -37,7 +55,7 @@ def dtype_of(*unset: str) -> Any:
 class ModelKeys(Keys):
     """A decoder."""
 
-    decoder_block: str = one_of("llama2")
+    decoder_block: str = one_of("llama2", "mistral")
     base_emb_dim: int = at_least(1)
     base_num_query_heads: int = at_least(1)
     base_num_kv_heads: int = at_least(1)
@@ -49,6 +67,12 @@ class ModelKeys(Keys):
     logits_via_embedding: bool
     normalization_layer_epsilon: float = at_least(0)
     rope_max_timescale: float
+    rope_type: str = one_of("default", "llama3.1")
+    rope_factor: float = at_least(1)
+    rope_low_freq_factor: float = above_zero()
+    rope_high_freq_factor: float = above_zero()
+    original_max_position_embeddings: int = at_least(1)
+    sliding_window_size: int = at_least(0)
     max_target_length: int = at_least(1)
     dtype: str = dtype_of()
     weight_dtype: str = dtype_of()
@@ -69,6 +93,16 @@ class ModelKeys(Keys):
         super().check()
         if self.rope_max_timescale <= 0:
             raise ConfigError(f"rope_max_timescale={self.rope_max_timescale} must be above 0")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ConfigError(
+                f"rope_high_freq_factor={self.rope_high_freq_factor} must be above "
+                f"rope_low_freq_factor={self.rope_low_freq_factor}: between them scaling sets in"
+            )
+        if self.sliding_window_size and self.decoder_block != "mistral":
+            raise ConfigError(
+                f"sliding_window_size={self.sliding_window_size} is no part of "
+                f"decoder_block={self.decoder_block}; use decoder_block=mistral, or 0"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.base_num_query_heads % self.base_num_kv_heads:

@@ -3,7 +3,7 @@
 Outside the layers `stage` is an axis of the batch. Inside, an array of a turn still has its rows
 over all batch axes, but the rows that lie on a stage are those of the micro batch that the stage
 works on, and every weight has an axis S more. So only products with weights see the stages
-(`layers.dense`); attention, norms and rotary positions are those of any batch.
+(`products.dense`); attention, norms and rotary positions are those of any batch.
 
 Glossary
   micro batch  1/m of a pass's rows; on a device one of its k = m / S slots of rows
@@ -23,12 +23,14 @@ batches, l layers of a stage in a turn (L / S / R).
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.layers import Scale
+from maxramp.model.execution import Pipeline
+from maxramp.model.parts.aux import Aux, of_stages
+from maxramp.model.parts.weights import Weight, map_weights
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import (
@@ -36,7 +38,9 @@ from maxramp.parallel.sharding import (
     TOKENS_BT,
     SEGMENTS_mBT,
     Spec,
+    by_repeat,
     by_stage,
+    by_turn,
     of_gradient,
     of_weight,
     stacked,
@@ -44,23 +48,7 @@ from maxramp.parallel.sharding import (
     without_axis,
 )
 
-Run = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
-
-
-class Pipeline(NamedTuple):
-    """How layers are cut into stages.
-
-    Attributes:
-      microbatches: m, a multiple of the stages.
-      repeats: R.
-      layers: l, of a stage in a turn; S * R * l are all.
-      gather_once: whether a pass gathers weights over fsdp once, and not in every turn.
-    """
-
-    microbatches: int
-    repeats: int
-    layers: int
-    gather_once: bool
+Run = Callable[[Any, jax.Array, jax.Array | None], tuple[jax.Array, Aux]]
 
 
 def num_stages() -> int:
@@ -68,22 +56,23 @@ def num_stages() -> int:
     return jax.sharding.get_abstract_mesh().shape["stage"]
 
 
-def by_stages(layers: jax.Array, stages: int, repeats: int) -> jax.Array:
-    """Layers [L, ...] in their own order -> a stage's side by side, repeat after repeat."""
-    return _swapped(layers, repeats, stages)
+def by_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
+    """Layers [L, ...] as [R, L / R, ...], the layers of each repeat on their stages.
+
+    The order stays that in which a row meets them: on a stage lie those that it runs.
+    """
+    if repeats == 1:
+        return x_L
+    spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
+    x_RL = jax.reshard(x_L, spec).reshape(repeats, -1, *x_L.shape[1:])
+    return jax.reshard(x_RL, by_repeat(spec))
 
 
-def by_layers(layers: jax.Array, stages: int, repeats: int) -> jax.Array:
-    """The inverse of `by_stages`: back in the order in which a row meets them."""
-    return _swapped(layers, stages, repeats)
-
-
-def _swapped(x_L: jax.Array, outer: int, inner: int) -> jax.Array:
-    """L as [outer, inner, l] -> L as [inner, outer, l]."""
-    spec = jax.typeof(x_L).sharding.spec
-    x_L = jax.reshard(x_L, without_axis(spec, "stage"))
-    blocks = x_L.reshape(outer, inner, -1, *x_L.shape[1:])
-    return jax.reshard(blocks.swapaxes(0, 1).reshape(x_L.shape), spec)
+def by_layers(x_RL: jax.Array) -> jax.Array:
+    """The inverse of `by_repeats`, for repeats."""
+    spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
+    x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
+    return jax.reshard(x_L, by_stage(unstacked(unstacked(spec))))
 
 
 def run(
@@ -93,56 +82,87 @@ def run(
     layers: Any,
     x_BTD: jax.Array,
     segments_BT: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Aux]:
     """Every row through all layers, by turns.
 
     Args:
       pipeline: how.
       run_layers: takes layers [l, S, ...], the x of a turn and its segments, and returns the x
-        behind them.
+        behind them and sums of each row.
       kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
-      layers: weights [L, ...] in the order of `by_stages`, L over `stage`.
+      layers: weights [L, ...], or [R, L / R, ...] as `by_repeats` places them.
       x_BTD: rows over all batch axes; on each device a multiple of k of them.
       segments_BT: of the same rows, or None.
 
     Returns:
-      x_BTD behind the last layer, in its order and sharding.
+      x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
     """
     m, R, S = pipeline.microbatches, pipeline.repeats, num_stages()
-    weights, sums = _by_repeats(layers, (S, R, pipeline.layers), pipeline.gather_once)
+    weights, sums = _by_turns(layers, (R, S, pipeline.layers), pipeline.gather_once)
     slots_kBTD = _to_slots(x_BTD, m // S)
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 
-    def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> jax.Array:
+    def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> tuple[jax.Array, Aux]:
         def read(weight: jax.Array, sums: jax.Array) -> jax.Array:
             return _read(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
 
         layers = jax.tree.map(read, weights, sums)
-        return run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
+        x_BTD, aux = run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
+        counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
+        return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
 
     turn = jax.checkpoint(turn, policy=kept, prevent_cse=False)
 
-    def body(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+    def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:
         slots_kBTD, x_BTD = carry
-        return _exchange(slots_kBTD, turn(weights, sums, x_BTD, t), t, S, R), None
+        y_BTD, aux = turn(weights, sums, x_BTD, t)
+        return _exchange(slots_kBTD, y_BTD, t, S, R), aux
 
     # Every stage begins with rows of its own: what nobody reads is finite as well.
-    carry, _ = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), jnp.arange(pipeline_turns(m, S, R)))
-    return _from_slots(carry[0], S)
+    turns = jnp.arange(pipeline_turns(m, S, R))
+    carry, aux = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), turns)
+    return _from_slots(carry[0], S), _of_turns(aux, turns, m, S, R)
 
 
-def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
-    """Weights [L, ...] as [R, l, S, ...]: as turns read them, and as their gradients are added.
+def _of_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
+    """Sums of stages in turns -> those of the whole pass, without the turns of the bubble.
+
+    Args:
+      aux: minimized and shown [turns, S], counts [turns, l, S, ...].
+    """
+    since_tS = turns[:, None] - jnp.arange(S)
+    works_tS = (since_tS >= 0) & (since_tS < m * R)
+    repeat_tS = since_tS % (S * R) // S
+
+    def total(x_tS: jax.Array) -> jax.Array:
+        return jnp.where(works_tS, jax.reshard(x_tS, REPLICATED), 0).sum()
+
+    def by_layer(x_tlS: jax.Array) -> jax.Array:
+        x_tSl = jnp.moveaxis(jax.reshard(x_tlS, REPLICATED), 2, 1)
+        is_here_RtS = works_tS & (repeat_tS == jnp.arange(R)[:, None, None])
+        is_here = jnp.expand_dims(is_here_RtS, range(3, 1 + x_tSl.ndim))
+        x_RSl = jnp.where(is_here, x_tSl, 0).sum(1)
+        return x_RSl.reshape(-1, *x_RSl.shape[3:])
+
+    totals = jax.tree.map(total, (aux.minimized, aux.shown))
+    return Aux(*totals, jax.tree.map(by_layer, aux.counts))
+
+
+def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
+    """Weights as [R, l, S, ...]: as turns read them, and as their gradients are added.
 
     The second has the gradient, in float32 and as the weight is sharded: turns add m of them. Over
     copies of the weights it stays apart until the pass is done.
     """
 
-    def split(w: jax.Array) -> jax.Array:
-        spec = by_stage(jax.typeof(w).sharding.spec)
-        w = jax.lax.reshape(w, (*shape, *w.shape[1:]), out_sharding=spec)
-        w = jnp.moveaxis(w, 0, 2)
-        return w[0] if w.shape[0] == 1 else w
+    def split(weight: Weight) -> Weight:
+        w, R = weight[...], shape[0]
+        if w.ndim == len(weight.axes) + 1:
+            w = by_repeats(w, R)
+        rest = w.shape[1 + (R > 1) :]
+        spec = by_turn(jax.typeof(w).sharding.spec, len(rest))
+        w = jax.lax.reshape(w, (*shape, *rest), out_sharding=spec).swapaxes(1, 2)
+        return weight.replace(w[0] if R == 1 else w)
 
     def read(w: jax.Array) -> jax.Array:
         spec = jax.typeof(w).sharding.spec
@@ -154,12 +174,12 @@ def _by_repeats(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> 
         return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
 
     def of_products(change: Callable, layers: Any) -> Any:
-        def changed(weight: Any) -> Any:
-            return weight if isinstance(weight, Scale) else jax.tree.map(change, weight)
+        def changed(weight: Weight) -> Weight:
+            return jax.tree.map(change, weight) if weight.is_in_products else weight
 
-        return jax.tree.map(changed, layers, is_leaf=lambda x: isinstance(x, Scale))
+        return map_weights(changed, layers)
 
-    layers = jax.tree.map(split, layers)
+    layers = map_weights(split, layers)
     sums = jax.tree.map(lambda w: w.astype(jnp.float32), layers)
     return of_products(read, jax.lax.stop_gradient(layers)), of_products(apart, sums)
 

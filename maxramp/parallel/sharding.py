@@ -107,6 +107,17 @@ def staged(spec_B: P) -> P:
     return P(BATCH_AXES[:stage], "stage", BATCH_AXES[stage + 1 :], *spec_B[1:])
 
 
-def by_stage(spec_L: P) -> P:
-    """The spec of weights by stage, repeat and layer of a turn: [L, ...] -> [S, R, l, ...]."""
-    return P(*LAYERS_L, None, None, *spec_L.partitions[1:], reduced=spec_L.reduced)
+def by_stage(spec: P) -> P:
+    """The spec of weights with layers in front, each on its stage: [...] -> [L, ...]."""
+    return P(*LAYERS_L, *spec.partitions, reduced=spec.reduced)
+
+
+def by_repeat(spec_L: P) -> P:
+    """The spec of weights by repeat of a circular pipeline: [L, ...] -> [R, L / R, ...]."""
+    return P(None, *LAYERS_L, *spec_L.partitions[1:], reduced=spec_L.reduced)
+
+
+def by_turn(spec: P, axes: int) -> P:
+    """The spec of weights by repeat, stage and layer of a turn, of so many axes behind these."""
+    rest = spec.partitions[len(spec.partitions) - axes :]
+    return P(None, *LAYERS_L, None, *rest, reduced=spec.reduced)

@@ -16,18 +16,12 @@ from maxramp.generation.loading import TrainedRun
 from maxramp.job.start import Job
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
-from maxramp.model.keys import SHAPE_KEYS
+from maxramp.model.keys import MODEL_KEYS
 from maxramp.processes import agreement
 from maxramp.training.fingerprint import fingerprint_of_weights
 from maxramp.training.state import in_layer_order
 
 # What weights were trained as: the model that they make, and the documents with their tokenizer.
-_MODEL = (
-    *SHAPE_KEYS,
-    "mlp_activations",
-    "normalization_layer_epsilon",
-    "rope_max_timescale",
-)
 _DATA = (
     *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
     *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
@@ -70,7 +64,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
             f"times: {_command_for(weights)}"
         ) from error
     there = TrainedRun(weights, []).checkpoint.config
-    of_weights = {name: there[name] for name in (*_MODEL, *_DATA) if name in there}
+    of_weights = {name: there[name] for name in (*MODEL_KEYS, *_DATA) if name in there}
     if other := _other_sizes(config, there):
         note(f"{weights} has {other}; these sizes are taken")
     if not config.rollout.eval_prompt_file:
@@ -166,7 +160,7 @@ def _other_sizes(config: Config, there: Mapping[str, Any]) -> str:
     defaults = base.base()
     other = {
         name: there[name]
-        for name in _MODEL
+        for name in MODEL_KEYS
         if config.values[name] not in (there.get(name), defaults[name])
     }
     return ", ".join(f"{name}={value}" for name, value in other.items())

@@ -25,8 +25,9 @@ from maxramp.rl.rollout import Rollout
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.objective import Shown
 from maxramp.training.policy import of_tokens, policy_gradient
-from maxramp.training.state import TrainState
+from maxramp.training.state import TrainState, whole
 from maxramp.training.step import update, zero_sums
 
 # Programs that do not depend on the size of a part.
@@ -40,8 +41,8 @@ class PolicyPrograms:
       policy: what is minimized.
       rollout: writes the answers.
       row_length: tokens of a row and the one after it.
-      zeros: the weights -> sums of nothing.
-      add: sums (donated), weights and a part of the batch -> their sums.
+      zeros: the trained weights -> sums of nothing.
+      add: sums (donated), trained and frozen weights and a part of the batch -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
         counted already -> the next state and metrics.
       reference: the weights to stay near, and a part -> the same with their log-probabilities.
@@ -72,17 +73,21 @@ class PolicyPrograms:
         self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         self._mesh: Mesh = jax.sharding.get_mesh()
         self.row_length = recipe.model.max_target_length + 1
-        objective = policy_gradient(policy)
+        execution = recipe.execution
+        dtype, objective = execution.dtype, policy_gradient(policy, execution)
 
-        def add(sums: Any, model: Decoder, batch: Batch) -> Any:
-            found = jax.grad(objective, has_aux=True)(model.cast(), batch)
+        def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
+            def minimized(trained: Decoder) -> tuple[jax.Array, Shown]:
+                return objective(whole(trained, frozen.cast(dtype)), batch)
+
+            found = jax.grad(minimized, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            log_probs_RT, _ = of_tokens(policy)(model.cast(), batch)
+            log_probs_RT, _ = of_tokens(policy, execution)(model.cast(dtype), batch)
             return jax.reshard(jnp.pad(log_probs_RT, ((0, 0), (1, 0))), TOKENS_BT)
 
-        self.zeros = jit(lambda model: zero_sums(model.cast(), objective.shown))
+        self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)
         self.update = jit(
             functools.partial(update, optimizer=recipe.optimizer, learning_rate=learning_rate),
@@ -127,18 +132,18 @@ class PolicyPrograms:
         batch = self._batch(answers)
 
         def sums() -> Any:
-            return on_mesh(self.zeros.eval_shape(model), self._mesh)
+            return on_mesh(self.zeros.eval_shape(state.trained), self._mesh)
 
         def change(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
         found = self.rollout.traced(model, answers)
-        found["zeroing sums"] = lambda: self.zeros.trace(model)
+        found["zeroing sums"] = lambda: self.zeros.trace(state.trained)
         if self.policy.grpo_beta:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)
             log_probs = on_mesh(self.reference.eval_shape(model, batch), self._mesh)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
-        found["gradients"] = lambda: self.add.trace(sums(), model, batch)
+        found["gradients"] = lambda: self.add.trace(sums(), state.trained, state.frozen, batch)
         found["the update"] = change(again=False)
         if self.policy.num_iterations > 1:
             found["later updates"] = change(again=True)

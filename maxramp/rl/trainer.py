@@ -160,8 +160,12 @@ class PolicyTrainer:
         phases.enter("training")
         batches.append(self._batch(part))
         if sums is None:
-            sums = self._programs.zeros(self.state.model)
-        return self._programs.add(sums, self.state.model, batches[-1])
+            sums = self._programs.zeros(self.state.trained)
+        return self._programs.add(sums, *self._weights, batches[-1])
+
+    @property
+    def _weights(self) -> tuple[Decoder, Decoder]:
+        return self.state.trained, self.state.frozen
 
     def _batch(self, part: Part) -> Batch:
         """A part to learn from, on the devices."""
@@ -184,9 +188,9 @@ class PolicyTrainer:
         differences = []  # of the sampler, before an update moves the weights
         for again in range(self._policy.num_iterations):
             if again:
-                sums = self._programs.zeros(self.state.model)
+                sums = self._programs.zeros(self.state.trained)
                 for batch in batches:
-                    sums = self._programs.add(sums, self.state.model, batch)
+                    sums = self._programs.add(sums, *self._weights, batch)
                     jax.block_until_ready(sums)
                     self._beat()
             self.state, shown = self._programs.update(self.state, sums, samples, again=again > 0)

@@ -19,7 +19,7 @@ from maxramp.data.marks import PADDING
 from maxramp.data.mixture import entry_of, open_mixture
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.model.attention import starts
+from maxramp.model.parts.attention import starts
 from maxramp.processes.backend import take_hardware
 from maxramp.training.objective import segments, targets
 

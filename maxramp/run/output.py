@@ -24,8 +24,9 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import place, write_whole
 from maxramp.folders.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
-from maxramp.model.attention import cost_of_packing
 from maxramp.model.decoder import Decoder, num_parameters
+from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
@@ -303,7 +304,7 @@ class Output:
         self,
         corpus: Corpus,
         model: Decoder,
-        dtype: str,
+        keys: ModelKeys,
         span: Span,
         changes: Sequence[str],
     ) -> None:
@@ -315,15 +316,17 @@ class Output:
         stages = ramp.stage_at_step(last_step).index + 1
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
+        weights = f"{num_parameters(model):,} weights, {keys.dtype}"
         self.say(
-            f"model    {self._keys.model_name}: {num_parameters(model):,} weights, {dtype}, on "
+            f"model    {self._keys.model_name}: {weights}, on "
             f"{count(mesh.size, f'{kind} device')}" + (f" (mesh {axes})" if axes else "")
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {ramp.keys.max_target_length} tokens in {count(stages, 'stage')}"
         )
-        if corpus.packed and (cost := cost_of_packing(model.layers.attention.implementation)):
+        kernel = select_for(keys, mesh.devices.flat[0].platform)
+        if corpus.packed and (cost := cost_of_packing(kernel)):
             self.say(f"packing  {cost}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)

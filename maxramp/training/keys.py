@@ -1,10 +1,12 @@
 """The sections of training: what is minimized, how weights follow, and at which rate."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
-from maxramp.model.keys import ModelKeys, dtype_of
+from maxramp.model.execution import Execution
+from maxramp.model.keys import ROLES, ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
 
 
@@ -54,10 +56,24 @@ class OptimizerKeys(Keys):
     adam_b2: float = below_one()
     adam_eps: float = at_least(0)
     adam_weight_decay: float = at_least(0)
+    adamw_mask: Sequence[str]
     mu_dtype: str = dtype_of("")
     gradient_clipping_threshold: float = at_least(0)
     skip_bad_steps: int = at_least(0)
     log_gradient_noise_scale: bool
+
+    def check(self) -> None:
+        """Checks each key, and that the roles of weights are such.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        if unknown := [role for role in self.adamw_mask if role not in ROLES]:
+            raise ConfigError(
+                f"adamw_mask={self.adamw_mask}: {unknown[0]} is no role of a weight; use some of "
+                f"{', '.join(ROLES)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +92,8 @@ class Recipe:
     model: ModelKeys
     objective: ObjectiveKeys
     optimizer: OptimizerKeys
+
+    @property
+    def execution(self) -> Execution:
+        """How passes through the model are computed."""
+        return Execution.of(self.model)

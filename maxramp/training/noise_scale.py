@@ -29,15 +29,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.model.layers import RowScale, Scale
+from maxramp.model.parts.norms import RowScale
+from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import targets
+from maxramp.training.optimizers.table import Optimizer
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
 Squares = dict[str, jax.Array]
@@ -46,29 +47,25 @@ Squares = dict[str, jax.Array]
 def by_rows(model: Decoder, rows: int) -> Decoder:
     """A model whose gradient holds that of every norm's scale for each of so many rows as well."""
 
-    def probed(weight: nnx.Param) -> nnx.Param | RowScale:
-        if not isinstance(weight, Scale):
+    def probed(weight: Weight) -> Weight | RowScale:
+        if weight.role != "scale":
             return weight
         *layers, D = weight[...].shape
         zeros = jnp.zeros((*layers, rows, D), jnp.float32)
         return RowScale(weight, jax.reshard(zeros, stacked(STREAM_BD, len(layers))))
 
-    return jax.tree.map(probed, model, is_leaf=lambda x: isinstance(x, nnx.Param))
+    return map_weights(probed, model)
 
 
 def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
     """The gradient of a model `by_rows` -> the gradient of the model, and those of the rows."""
-    probes = _of_type(RowScale, gradients)
-    plain = jax.tree.map(
-        lambda x: x.scale if isinstance(x, RowScale) else x,
-        gradients,
-        is_leaf=lambda x: isinstance(x, RowScale),
-    )
-    return plain, [probe.rows_BD for probe in probes]
+    leaves = jax.tree.leaves(gradients, is_leaf=_is_probe)
+    plain = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
+    return plain, [x.rows_BD for x in leaves if _is_probe(x)]
 
 
 def squares_of(
-    gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: Any
+    gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: dict[str, Any]
 ) -> Squares:
     """What is kept of a micro batch.
 
@@ -77,8 +74,8 @@ def squares_of(
       keys, opt_state: the optimizer before the step.
     """
     found = {"": squares(_without_scales(gradients)), "norms_": squares(of_rows)}
-    if keys.opt_type == "adamw":
-        found["adam_"] = _as_adam_sees(gradients, keys, opt_state)
+    if moment := Optimizer(keys).second_moment(opt_state):
+        found["adam_"] = _as_adam_sees(gradients, keys, moment)
     return found
 
 
@@ -88,7 +85,7 @@ def metrics(
     copies: int,
     gradients: Decoder,
     keys: OptimizerKeys,
-    opt_state: Any,
+    opt_state: dict[str, Any],
 ) -> dict[str, jax.Array]:
     """The estimates of a step by their names, float32 scalars.
 
@@ -110,12 +107,12 @@ def metrics(
         tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=spec
     )
     n = tokens_ACB.sum()
-    groups = {"norms_": (tokens_ACB, squares(_of_type(Scale, gradients)))}
+    groups = {"norms_": (tokens_ACB, squares(_scales(gradients)))}
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_without_scales(gradients))
-        if keys.opt_type == "adamw":
-            groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, opt_state)
+        if moment := Optimizer(keys).second_moment(opt_state):
+            groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, moment)
     found = {}
     for kind, (tokens, whole) in groups.items():
         Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
@@ -130,24 +127,28 @@ def estimate(Q: jax.Array, N: jax.Array, P: jax.Array, n: jax.Array) -> tuple[ja
     return signal, P / n - n * signal
 
 
-def _of_type(kind: type, tree: Any) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in leaves if isinstance(x, kind)]
+def _is_probe(x: Any) -> bool:
+    return isinstance(x, RowScale)
+
+
+def _scales(tree: Any) -> list[Weight]:
+    return [x for x in weights_of(tree) if x.role == "scale"]
 
 
 def _without_scales(tree: Any) -> list[Any]:
     """The parameters but the scales, whose gradients are whole where others lie apart."""
-    return [x for x in _of_type(nnx.Param, tree) if not isinstance(x, Scale)]
+    return [x for x in weights_of(tree) if x.role != "scale"]
 
 
-def _as_adam_sees(gradients: Decoder, keys: OptimizerKeys, opt_state: Any) -> jax.Array:
+def _as_adam_sees(
+    gradients: Decoder, keys: OptimizerKeys, moment: tuple[Decoder, jax.Array]
+) -> jax.Array:
     """`squares` of the layers' gradients over sqrt(v) + eps; no number before the first step."""
-    adam = opt_state[0]
-    # Of the root, so that one division is left for each weight.
-    correction = jax.lax.rsqrt(1 - keys.adam_b2 ** adam.count.astype(jnp.float32))
+    # A factor of the root, so that one division is left for each weight.
+    squared, correction = moment
 
     def scaled(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
-    gs, vs = _without_scales(gradients.layers), _without_scales(adam.nu.layers)
+    gs, vs = _without_scales(gradients.layers), _without_scales(squared.layers)
     return squares(gs, vs, [correction] * len(gs), of=scaled)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.data.marks import PADDING
 from maxramp.model.decoder import Decoder
+from maxramp.model.execution import Execution
 from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.loss import cross_entropy_sums
 
@@ -37,19 +38,24 @@ class Objective:
         return self.sums(model, batch)
 
 
-def next_token_prediction(keys: ObjectiveKeys) -> Objective:
+def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it.
 
     Args:
       keys: the weight of the z-loss, and the block of tokens whose logits exist at a time.
+      execution: how passes are computed.
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
-        x_BTD = model.hidden(batch.tokens[:, :-1], segments(batch))
+        x_BTD, aux = model.hidden(batch.tokens[:, :-1], execution, segments(batch))
         with jax.named_scope("loss"):
             minimized, loss, tokens = cross_entropy_sums(
-                x_BTD, model.head(), targets(batch), keys.z_loss_multiplier, keys.loss_block_tokens
+                x_BTD,
+                model.head(execution.dtype),
+                targets(batch),
+                keys.z_loss_multiplier,
+                keys.loss_block_tokens,
             )
         return minimized, {"loss": loss, "tokens": tokens}
 

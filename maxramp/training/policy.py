@@ -11,6 +11,7 @@ import numpy as np
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.model.execution import Execution
 from maxramp.parallel.cpu import after, gradient_after
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
@@ -47,7 +48,7 @@ def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
 
 
-def policy_gradient(keys: PolicyKeys) -> Objective:
+def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
 
     Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A:
@@ -57,10 +58,11 @@ def policy_gradient(keys: PolicyKeys) -> Objective:
 
     Args:
       keys: bounds and weights, and the block of a device's tokens whose logits exist at a time.
+      execution: how passes are computed.
     """
 
     def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
-        log_p_BT, entropy_BT = of_tokens(keys)(model, batch)
+        log_p_BT, entropy_BT = of_tokens(keys, execution)(model, batch)
         mask_BT = batch.loss_mask[:, 1:]
         share_BT = jnp.where(mask_BT, batch.shares[:, 1:], 0)
         advantage_BT = batch.weights[:, 1:]
@@ -92,12 +94,15 @@ def policy_gradient(keys: PolicyKeys) -> Objective:
     return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
 
 
-def of_tokens(keys: PolicyKeys) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
+def of_tokens(
+    keys: PolicyKeys, execution: Execution
+) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
     """Log-probabilities of a batch's tokens behind the first, and entropies: two [B, T]."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        x_BTD = model.hidden(batch.tokens[:, :-1])
+        x_BTD, _ = model.hidden(batch.tokens[:, :-1], execution)
         temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
-        return log_probs(x_BTD, model.head(), batch.tokens[:, 1:], temperature, block)
+        head_DV = model.head(execution.dtype)
+        return log_probs(x_BTD, head_DV, batch.tokens[:, 1:], temperature, block)
 
     return find

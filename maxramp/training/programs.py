@@ -110,7 +110,7 @@ class Programs:
         self._ahead = Ahead(options, memory_limit, say, on_failure)
 
         train_step = make_train_step(recipe, learning_rate)
-        objective = next_token_prediction(recipe.objective)
+        objective = next_token_prediction(recipe.objective, recipe.execution)
         self._arrays, structure = jax.tree.flatten(state)
 
         def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:

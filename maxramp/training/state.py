@@ -1,8 +1,7 @@
-"""The train state: all that training changes, its initial value, its shapes, and how it is held."""
+"""The train state: what a step takes and gives, its first value, its shapes, how it is held."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,37 +9,67 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.model.decoder import Decoder
+from maxramp.model.parts.weights import Weight, is_weight, joined, part_of, weights_of
+from maxramp.model.pipeline import by_layers, by_repeats
 from maxramp.parallel.mesh import on_mesh
 from maxramp.parallel.platform import platform
 from maxramp.training.keys import Recipe
-from maxramp.training.optimizer import make_optimizer
+from maxramp.training.optimizers.table import Optimizer
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("consumed_samples", "model", "opt_state", "bad_steps"),
+    data_fields=("consumed_samples", "trained", "frozen", "opt_state", "bad_steps"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that training changes.
+    """What a step takes, and what it gives to the next.
 
-    `consumed_samples` is the clock: uint32[2], low and high word, because a long run passes 2^32
-    samples and JAX has no 64-bit integers by default. `bad_steps` counts the last steps in a row
-    that were skipped (uint32).
+    Attributes:
+      consumed_samples: the clock: uint32[2], low and high word, because a long run passes 2^32
+        samples and JAX has no 64-bit integers by default.
+      trained: the weights that have a gradient; a model in which the others are None.
+      frozen: the others, likewise.
+      opt_state: of the optimizers, by name (`optimizers.table`).
+      bad_steps: uint32, how many of the last steps in a row were skipped.
     """
 
     consumed_samples: jax.Array
-    model: Decoder
-    opt_state: Any
+    trained: Decoder
+    frozen: Decoder
+    opt_state: dict[str, Any]
     bad_steps: jax.Array
+
+    @property
+    def model(self) -> Decoder:
+        """All weights."""
+        return whole(self.trained, self.frozen)
+
+    def with_model(self, model: Decoder) -> "TrainState":
+        """The state with other weights, of which the same are trained."""
+        trained = _like(model, self.trained)
+        return dataclasses.replace(self, trained=trained, frozen=_like(model, self.frozen))
+
+
+def whole(trained: Decoder, frozen: Decoder) -> Decoder:
+    """The model of weights that are trained and others."""
+    return joined(frozen, trained) if weights_of(frozen) else trained
+
+
+def _like(model: Decoder, part: Decoder) -> Decoder:
+    def held(weight: Weight | None, like: Weight | None) -> Weight | None:
+        return None if like is None else weight
+
+    return jax.tree.map(held, model, part, is_leaf=lambda x: x is None or is_weight(x))
 
 
 def init_state(recipe: Recipe) -> TrainState:
     """The state before the first step, as it is traced: under a mesh weights are born sharded."""
     model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
-    opt_state = make_optimizer(recipe.optimizer).init(model)
-    return TrainState(jnp.zeros((2,), jnp.uint32), model, opt_state, jnp.uint32(0))
+    nothing = part_of(model, lambda weight: False)
+    opt_state = Optimizer(recipe.optimizer).init(model)
+    return TrainState(jnp.zeros((2,), jnp.uint32), model, nothing, opt_state, jnp.uint32(0))
 
 
 def initial_state(recipe: Recipe) -> TrainState:
@@ -57,37 +86,50 @@ def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
 
 
 def in_layer_order(tree: Any) -> Any:
-    """A tree of models, weights or moments, with layers in their own order, as it is stored.
+    """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
 
     Any number of a pipeline's stages can go on from it.
     """
-    return _in_layer_order(tree) if _is_circular(tree) else tree
+    if not any(map(_is_circular, weights_of(tree))):
+        return tree
+    leaves = jax.tree.leaves(tree)
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        mesh = leaves[0].sharding.mesh
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return on_mesh(jax.eval_shape(_in_layer_order, tree), mesh)
+    return _in_layer_order(tree)
 
 
-def in_stage_order(tree: Any) -> Any:
-    """The inverse of `in_layer_order`: as the pipeline of the mesh that is set holds them.
+def in_stage_order(tree: Any, like: Any) -> Any:
+    """The inverse of `in_layer_order`: as the pipeline of a tree that is like it holds it.
 
     The tree's arrays are given up.
     """
-    return _in_stage_order(tree) if _is_circular(tree) else tree
+    repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
+    return _in_stage_order(tree, *repeats) if repeats else tree
 
 
-def _is_model(x: Any) -> bool:
-    return isinstance(x, Decoder)
-
-
-def _is_circular(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_model)
-    return any(x.is_circular for x in leaves if _is_model(x))
-
-
-def _with_models(change: Callable[[Decoder], Decoder], tree: Any) -> Any:
-    return jax.tree.map(lambda x: change(x) if _is_model(x) else x, tree, is_leaf=_is_model)
+def _is_circular(weight: Weight) -> bool:
+    return weight.ndim == len(weight.axes) + 2
 
 
 # Compiled once for every mesh: a run saves often.
-_in_layer_order = jax.jit(functools.partial(_with_models, Decoder.in_layer_order))
-_in_stage_order = jax.jit(functools.partial(_with_models, Decoder.in_stage_order), donate_argnums=0)
+@jax.jit
+def _in_layer_order(tree: Any) -> Any:
+    def ordered(weight: Weight) -> Weight:
+        return jax.tree.map(by_layers, weight) if _is_circular(weight) else weight
+
+    return jax.tree.map(lambda x: ordered(x) if is_weight(x) else x, tree, is_leaf=is_weight)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _in_stage_order(tree: Any, repeats: int) -> Any:
+    def ordered(weight: Weight) -> Weight:
+        if weight.ndim == len(weight.axes):
+            return weight
+        return jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight)
+
+    return jax.tree.map(lambda x: ordered(x) if is_weight(x) else x, tree, is_leaf=is_weight)
 
 
 class HeldState:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.model.execution import Execution
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import of_gradient
@@ -23,8 +24,8 @@ from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import Objective, Shown, next_token_prediction
-from maxramp.training.optimizer import make_optimizer
-from maxramp.training.state import TrainState
+from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.state import TrainState, whole
 
 Metrics = dict[str, jax.Array]
 
@@ -40,7 +41,8 @@ def make_train_step(
     """
     return functools.partial(
         train_step,
-        objective=next_token_prediction(recipe.objective),
+        objective=next_token_prediction(recipe.objective, recipe.execution),
+        execution=recipe.execution,
         optimizer=recipe.optimizer,
         learning_rate=learning_rate,
     )
@@ -51,6 +53,7 @@ def train_step(
     batch: Batch,
     *,
     objective: Objective,
+    execution: Execution,
     optimizer: OptimizerKeys,
     learning_rate: LearningRate,
 ) -> tuple[TrainState, Metrics]:
@@ -66,6 +69,7 @@ def train_step(
       state: donated by the caller.
       batch: arrays [A, B, S], sharded as BATCH_ABS; row r of the step is [r // B, r % B].
       objective: what is minimized, a sum over the rows of a micro batch.
+      execution: how passes are computed.
       optimizer: how the gradient becomes an update.
       learning_rate: of consumed samples.
 
@@ -78,13 +82,16 @@ def train_step(
     """
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
-        gradient, kept = jax.grad(objective, has_aux=True), None
+        def minimized(trained: Decoder) -> tuple[jax.Array, Shown]:
+            return objective(whole(trained, frozen), micro_batch)
+
+        gradient, kept = jax.grad(minimized, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
-            gradients, shown = gradient(noise_scale.by_rows(model, B), micro_batch)
+            gradients, shown = gradient(noise_scale.by_rows(trained, B))
             gradients, of_rows = noise_scale.take_apart(gradients)
             kept = noise_scale.squares_of(gradients, of_rows, *before)
         else:
-            gradients, shown = gradient(model, micro_batch)
+            gradients, shown = gradient(trained)
         return jax.tree.map(jnp.add, sums, (gradients, shown)), kept
 
     A, B, _ = batch.tokens.shape
@@ -92,16 +99,18 @@ def train_step(
     # after the last.
     sizes = jax.sharding.get_abstract_mesh().shape
     apart = [axis for axis in COPY_AXES if A > 1 and sizes[axis] > 1]
-    model = state.model.cast(apart)  # once, whatever the number of micro batches
+    # Once, whatever the number of micro batches.
+    trained = state.trained.cast(execution.dtype, apart)
+    frozen = state.frozen.cast(execution.dtype)
     before = optimizer, state.opt_state
 
-    zeros = zero_sums(model, objective.shown)
+    zeros = zero_sums(trained, objective.shown)
     sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
     gradients, shown = sums
     targets = shown["tokens"]
     shown["tokens"] = jnp.maximum(targets, 1)  # where no token is a target, sums are 0
     gradients = jax.tree.map(
-        lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.model
+        lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
     grad_norm = jnp.sqrt(add_up(squares(gradients))) / shown["tokens"]
     read = jax.tree.map(lambda x: after(x, grad_norm), batch)
@@ -116,7 +125,7 @@ def train_step(
     return state, {**metrics, **of_batch, **noise}
 
 
-def zero_sums(model: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
+def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
     """What the gradients of micro batches, and what is shown of them, are added to.
 
     In float32 whatever the weights are, so that the sum of many passes is that of one.
@@ -126,7 +135,7 @@ def zero_sums(model: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
         spec = of_gradient(jax.typeof(w).sharding.spec)
         return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
 
-    return jax.tree.map(zeros, model), {name: jnp.float32(0) for name in shown}
+    return jax.tree.map(zeros, trained), {name: jnp.float32(0) for name in shown}
 
 
 def update(
@@ -159,7 +168,7 @@ def update(
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold
         scale *= jnp.where(grad_norm > limit, limit / grad_norm, 1.0)
-    gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.model)
+    gradients = jax.tree.map(lambda g, w: (g * scale).astype(w.dtype), gradients, state.trained)
 
     low, high = state.consumed_samples
     first = low, high  # sample of the batch, also when the clock has passed it
@@ -168,9 +177,11 @@ def update(
     first_low, first_high = (word.astype(jnp.float32) for word in first)
     rate = learning_rate(first_high * 2.0**32 + first_low, samples)
     with jax.named_scope("optimizer"):
-        change = make_optimizer(optimizer).update
-        direction, opt_state = change(gradients, state.opt_state, state.model)
-        model = jax.tree.map(lambda w, d: (w - rate * d).astype(w.dtype), state.model, direction)
+        change = Optimizer(optimizer).update
+        direction, opt_state = change(gradients, state.opt_state, state.trained)
+        trained = jax.tree.map(
+            lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction
+        )
     new_low = low + jnp.uint32(0 if again else samples)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
@@ -181,14 +192,15 @@ def update(
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
         good = jnp.isfinite(grad_norm)
-        model, opt_state = jax.tree.map(
-            functools.partial(jnp.where, good), (model, opt_state), (state.model, state.opt_state)
+        before = state.trained, state.opt_state
+        trained, opt_state = jax.tree.map(
+            functools.partial(jnp.where, good), (trained, opt_state), before
         )
         # A step of several updates counts once.
         bad = jnp.maximum(bad_steps, 1) if again else bad_steps + jnp.uint32(1)
         bad_steps = jnp.where(good, jnp.uint32(0), bad)
         metrics["bad_steps"] = bad_steps
-    return TrainState(consumed, model, opt_state, bad_steps), metrics
+    return TrainState(consumed, trained, state.frozen, opt_state, bad_steps), metrics
 
 
 def eval_step(

@@ -179,7 +179,7 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("routed_bias=True", "experts"),
         ("muon_beta=0.9", "opt_type is adamw or sgd"),
         ("muon_consistent_rms=0.2", "opt_type is adamw or sgd"),
-        ("rope_factor=8", "not built here"),
+        ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
         ("quantization=int8", "dtype"),
         ("ici_expert_parallelism=2", "data, pipeline, fsdp and tensor"),
@@ -265,7 +265,8 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     path = tmp_path / "maxtext.yml"
     path.write_text(MAXTEXTS)
     values, notes = load(config=path)
-    assert values == {"checkpoint_period": 10000, "vocab_size": 32000, "learning_rate": 3e-5}
+    same = {"checkpoint_period": 10000, "vocab_size": 32000, "learning_rate": 3e-5}
+    assert values == same | {"rope_factor": 40}
     assert len(notes) == 1
     assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
     assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")

@@ -119,8 +119,9 @@ def test_documents_do_not_see_each_other():
         """The sum over the targets that `kept` holds."""
         targets_BT = targets(batch)
         targets_BT = jnp.where((targets_BT[..., None] == kept).any(-1), targets_BT, PADDING)
-        hidden = decoder.hidden(batch.tokens[:, :-1], segments(batch))
-        return cross_entropy_sums(hidden, decoder.head(), targets_BT, 0.0, 0)[0]
+        execution = config.recipe.execution
+        hidden, _ = decoder.hidden(batch.tokens[:, :-1], execution, segments(batch))
+        return cross_entropy_sums(hidden, decoder.head(execution.dtype), targets_BT, 0.0, 0)[0]
 
     with jax.set_mesh(make_mesh(config)):
         decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
@@ -150,7 +151,8 @@ def test_a_packed_batch_is_its_documents(arguments):
     @jax.jit
     def total(decoder, batch):
         zeros = (jnp.float32(0), jnp.float32(0))
-        return eval_step(decoder, zeros, batch, objective=next_token_prediction(config.objective))
+        objective = next_token_prediction(config.objective, config.recipe.execution)
+        return eval_step(decoder, zeros, batch, objective=objective)
 
     def sums_of(layout, packed):
         rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=packed)

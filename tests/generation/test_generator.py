@@ -15,6 +15,7 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.generation.generator import Generator, rounded_up
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
+from maxramp.model.execution import Execution
 
 LENGTH, VOCAB = 48, 264
 # Grouped queries; more slots than the shapes that the prompts are read with.
@@ -40,7 +41,7 @@ class Writer:
     def __init__(self, mesh, *keys):
         devices, axes = MESHES[mesh]
         config = make_config(*KEYS, *axes, *keys, devices=devices)
-        self.mesh = make_mesh(config)
+        self.mesh, self.execution = make_mesh(config), Execution.of(config.model)
         with jax.set_mesh(self.mesh):
             make = functools.partial(Decoder, config.model, jax.random.key(0))
             self.model = jax.jit(make, compiler_options=QUICK)()
@@ -61,7 +62,8 @@ class Writer:
         for row_T, row in zip(tokens_BT, rows, strict=False):
             row_T[: len(row)] = row
         with jax.set_mesh(self.mesh):
-            forward = jax.jit(Decoder.__call__, compiler_options=QUICK)
+            call = functools.partial(Decoder.__call__, execution=self.execution)
+            forward = jax.jit(call, compiler_options=QUICK)
             return np.asarray(forward(self.model, tokens_BT))[: len(rows)]
 
 

@@ -8,19 +8,21 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model import attention
-from maxramp.model.attention import causal_attention, select
+from maxramp.model.parts import attention
+from maxramp.model.parts.attention import Rule, attend, select_for
 from maxramp.parallel.sharding import X_BTHh
 
 
-def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT):
+def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT, window=0, scale=None, cap=0):
     """Row by row, head by head, token by token, in float64."""
     B, T, H, h = q_BTHh.shape
     group = H // k_BSKh.shape[2]
     out = np.zeros((B, T, H, h))
     for b, t, n in np.ndindex(B, T, H):
-        seen = [s for s in range(t + 1) if segments_BT[b, s] == segments_BT[b, t]]
-        scores = k_BSKh[b, seen, n // group] @ q_BTHh[b, t, n] / np.sqrt(h)
+        first = max(0, t + 1 - window) if window else 0
+        seen = [s for s in range(first, t + 1) if segments_BT[b, s] == segments_BT[b, t]]
+        scores = k_BSKh[b, seen, n // group] @ q_BTHh[b, t, n] * (scale or h**-0.5)
+        scores = cap * np.tanh(scores / cap) if cap else scores
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights / weights.sum() @ v_BSKh[b, seen, n // group]
     return out
@@ -66,11 +68,26 @@ def test_equals_the_definition(implementation, T, tensor, documents):
     if not documents:
         segments = np.zeros_like(segments)
 
-    def attend(q, k, v):
-        return causal_attention(q, k, v, implementation, segments if documents else None)
+    def found(q, k, v):
+        return attend(q, k, v, Rule(segments if documents else None), implementation)
 
-    out = on_mesh(attend, tensor, q, k, v)
+    out = on_mesh(found, tensor, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+
+
+@pytest.mark.parametrize("documents", (False, True))
+@pytest.mark.parametrize("implementation", ("dot_product", "splash_interpreted"))
+def test_windows_scales_and_caps(implementation, documents):
+    q, k, v, segments = inputs(256)
+    if not documents:
+        segments = np.zeros_like(segments)
+    rule = {"window": 50, "scale": 0.5, "cap": 2.0}
+
+    def found(q, k, v):
+        return attend(q, k, v, Rule(segments if documents else None, **rule), implementation)
+
+    out = on_mesh(found, 2, q, k, v)
+    np.testing.assert_allclose(out, reference(q, k, v, segments, **rule), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +104,16 @@ def test_gradients_equal_those_of_plain_products(implementation, T, documents):
 
     def gradients(implementation):
         def objective(q, k, v):
-            out = causal_attention(q, k, v, implementation, segments if documents else None)
+            out = attend(q, k, v, Rule(segments if documents else None), implementation)
             return (out * towards).sum()
 
         return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
 
     for a, b in zip(gradients(implementation), gradients("dot_product"), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+
+
+WINDOW = ("decoder_block=mistral", "sliding_window_size=8")
 
 
 @pytest.mark.parametrize(
@@ -108,10 +128,12 @@ def test_gradients_equal_those_of_plain_products(implementation, T, documents):
         ("tpu", ("max_target_length=256",), "splash"),
         ("tpu", ("max_target_length=100",), "dot_product"),
         ("tpu", ("max_target_length=256", "attention=dot_product"), "dot_product"),
+        ("tpu", ("max_target_length=256", *WINDOW), "splash"),
+        ("cuda", ("dtype=bfloat16", *WINDOW), "dot_product"),
     ],
 )
 def test_what_is_chosen(platform, keys, chosen):
-    assert select(make_config(*keys).model, platform) == chosen
+    assert select_for(make_config(*keys).model, platform) == chosen
 
 
 @pytest.mark.parametrize(
@@ -121,11 +143,12 @@ def test_what_is_chosen(platform, keys, chosen):
         ("cuda", ("attention=cudnn_flash", "dtype=float32"), "needs dtype=bfloat16, not float32"),
         ("cuda", ("attention=splash",), "TPUs, not cuda devices"),
         ("tpu", ("attention=splash", "max_target_length=100"), "multiple of 128, not 100"),
+        ("cuda", ("attention=cudnn_flash", "dtype=bfloat16", *WINDOW), "sliding_window_size=8"),
     ],
 )
 def test_what_cannot_work_is_refused(platform, keys, reason):
     with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
-        select(make_config(*keys).model, platform)
+        select_for(make_config(*keys).model, platform)
 
 
 @pytest.mark.parametrize("documents", (False, True))
@@ -142,12 +165,12 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
         shapes.append([x.shape for x in arguments])
         return plain(*arguments, implementation="xla", **options)
 
-    def attend(q, k, v):
-        return causal_attention(q, k, v, "cudnn_flash", segments if documents else None)
+    def found(q, k, v):
+        return attend(q, k, v, Rule(segments if documents else None), "cudnn_flash")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
-    out = on_mesh(attend, 2, q, k, v)
+    out = on_mesh(found, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
     assert out.dtype == jnp.float32

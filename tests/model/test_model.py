@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding
 
 from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
-from maxramp.model import blocks
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.model.layers import dense, look_up
+from maxramp.model.parts import block
+from maxramp.model.parts.embedding import look_up
+from maxramp.model.parts.products import dense
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -42,8 +43,10 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
 }
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
 SMALL = (
@@ -75,7 +78,7 @@ def abstract_model(config):
 
 
 def test_shape_keys_are_those_that_change_a_weight():
-    """Each key of the model, changed alone; of the family there is one so far."""
+    """Each key of the model, changed alone; both families have the same weights."""
     config = load(*SMALL)
 
     def shapes(**changed):
@@ -84,7 +87,7 @@ def test_shape_keys_are_those_that_change_a_weight():
 
     other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3}
     other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
-    other |= {"attention": "dot_product"}
+    other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     before, found = shapes(), {"decoder_block"}
     for field in dataclasses.fields(config.model):
         name, value = field.name, config.values[field.name]
@@ -132,9 +135,10 @@ def gradient_of(config):
     """The jaxpr of the loss's gradient of two rows."""
 
     def loss(model, tokens_BS):
-        return cross_entropy_sums(
-            model.hidden(tokens_BS[:, :-1]), model.head(), tokens_BS[:, 1:], 0.0, 0
-        )[0]
+        execution = config.recipe.execution
+        x_BTD, _ = model.hidden(tokens_BS[:, :-1], execution)
+        head_DV = model.head(execution.dtype)
+        return cross_entropy_sums(x_BTD, head_DV, tokens_BS[:, 1:], 0.0, 0)[0]
 
     tokens_BS = jax.ShapeDtypeStruct((2, config.model.max_target_length + 1), jnp.int32)
     with no_devices():
@@ -173,7 +177,7 @@ def test_remat_recomputes_what_it_says():
 
 def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
     """Splash attention is computed once more under minimal and full, as MaxText's is."""
-    monkeypatch.setattr(blocks, "select", lambda keys, platform: "splash_interpreted")
+    monkeypatch.setattr(block, "select", lambda *given: "splash_interpreted")
     size = ("base_num_kv_heads=6", "max_target_length=128")
 
     def kernels(policy):

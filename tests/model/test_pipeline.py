@@ -19,14 +19,18 @@ from maxramp.config.load import load
 from maxramp.data.batch import take_apart
 from maxramp.data.marks import START
 from maxramp.errors import ConfigError
-from maxramp.model import blocks, pipeline
-from maxramp.model.decoder import Decoder
-from maxramp.model.layers import dense
+from maxramp.model import pipeline
+from maxramp.model.execution import Pipeline
+from maxramp.model.parts import block
+from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.products import dense
+from maxramp.model.parts.weights import Weight
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABS, X_BTD
 from maxramp.planning import hlo
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training import state as state_lib
 from maxramp.training.objective import next_token_prediction, segments
 from maxramp.training.state import in_layer_order, init_state
 from maxramp.training.step import eval_step, make_train_step
@@ -64,11 +68,15 @@ def first_state(config):
 
 
 def by_name(model):
-    model = jax.jit(lambda model: model.in_layer_order())(model)
+    model = in_layer_order(model)
     return {
         jax.tree_util.keystr(path): np.asarray(x, np.float32)
         for path, x in jax.tree.leaves_with_path(model)
     }
+
+
+def matrices(weights_LDF):
+    return Weight(weights_LDF, role="matrix", axes="DF")
 
 
 @functools.cache
@@ -77,7 +85,7 @@ def trained(*arguments, devices=8, accumulation=1, packed=False):
     config = config_of(*arguments, devices=devices)
     mesh = make_mesh(config)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
-    objective = next_token_prediction(config.recipe.objective)
+    objective = next_token_prediction(config.recipe.objective, config.recipe.execution)
 
     def evaluate(model, batch):
         return eval_step(model, (jnp.float32(0),) * 2, batch, objective=objective)
@@ -171,7 +179,7 @@ def test_a_kernel(monkeypatch, kernel, length):
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
-    monkeypatch.setattr(blocks, "select", lambda keys, platform: f"{kernel}_interpreted")
+    monkeypatch.setattr(block, "select", lambda *given: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
     keys += ("remat_policy=minimal_with_context",)
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
@@ -188,11 +196,11 @@ def test_every_turn_computes_on_rows(slots):
         return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
 
     def of_stages(weights, x_BTD, segments):
-        return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD)
+        return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD), Aux()
 
     def by_turns(weights_LDF, x_BTD):
-        pipe = pipeline.Pipeline(4 * slots, repeats=1, layers=1, gather_once=False)
-        return pipeline.run(pipe, of_stages, None, weights_LDF, x_BTD, None)
+        pipe = Pipeline(4 * slots, repeats=1, layers=1, gather_once=False)
+        return pipeline.run(pipe, of_stages, None, weights_LDF, x_BTD, None)[0]
 
     def by_layers(weights_LDF, x_BTD):
         for weight_DF in weights_LDF:
@@ -206,22 +214,23 @@ def test_every_turn_computes_on_rows(slots):
 
     with jax.set_mesh(mesh):
         arrays = jnp.float32(weights_LDF), jnp.float32(x_BTD)
-        actual = gradient(by_turns, *map(jax.reshard, arrays, (P("stage"), X_BTD)))
+        weights, x = map(jax.reshard, arrays, (P("stage"), X_BTD))
+        actual = gradient(by_turns, matrices(weights), x)[...]
         np.testing.assert_allclose(actual, gradient(by_layers, *arrays), rtol=1e-4, atol=1e-4)
 
 
 def test_layers_are_reordered_by_one_program(monkeypatch):
     """A run saves often: the program that puts layers in their own order is made once."""
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
-    reordered, traced = Decoder._reordered, []
+    reordered, traced = state_lib.by_layers, []
     with jax.set_mesh(make_mesh(config)):
         model = first_state(config).model
         monkeypatch.setattr(
-            Decoder, "_reordered", lambda *arguments: traced.append(1) or reordered(*arguments)
+            state_lib, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
         for _ in range(2):
             in_layer_order(model)
-    assert len(traced) <= 1
+    assert len(traced) <= len(jax.tree.leaves(model.layers))
 
 
 def test_micro_batches_are_added_in_float32():
@@ -230,17 +239,18 @@ def test_micro_batches_are_added_in_float32():
     mesh = make_mesh(config_of("ici_pipeline_parallelism=2", devices=2))
 
     def layer(weights, x_BTD, segments):
-        return dense(x_BTD, "BTD,DF->BTF", weights[0], X_BTD)
+        return dense(x_BTD, "BTD,DF->BTF", weights[0], X_BTD), Aux()
 
     def total(weights_LDF, x_BTD):
-        pipe = pipeline.Pipeline(microbatches=16, repeats=1, layers=1, gather_once=False)
-        return pipeline.run(pipe, layer, None, weights_LDF, x_BTD, None).astype(jnp.float32).sum()
+        pipe = Pipeline(microbatches=16, repeats=1, layers=1, gather_once=False)
+        y_BTD, _ = pipeline.run(pipe, layer, None, weights_LDF, x_BTD, None)
+        return y_BTD.astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
-        weights_LDF = jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage"))
+        weights_LDF = matrices(jax.reshard(jnp.ones((2, 1, 1), jnp.bfloat16), P("stage")))
         # Backward the last row comes first.
         x_BTD = jax.reshard(jnp.ones((16, 1, 1), jnp.bfloat16).at[-1].set(256), X_BTD)
-        gradient = jax.jit(jax.grad(total))(weights_LDF, x_BTD)
+        gradient = jax.jit(jax.grad(total))(weights_LDF, x_BTD)[...]
     assert gradient.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), [272, 272])
 
@@ -264,7 +274,9 @@ def program(request):
 
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
-            return (model.hidden(batch.tokens[:, :-1], segments(batch)) ** 2).sum()
+            execution = config.recipe.execution
+            x_BTD, _ = model.hidden(batch.tokens[:, :-1], execution, segments(batch))
+            return (x_BTD**2).sum()
 
         text = jax.jit(jax.grad(layers)).lower(model, batch).compile().as_text()
     return config, mesh, text

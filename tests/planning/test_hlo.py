@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.model.attention import causal_attention
+from maxramp.model.parts.attention import Rule, attend
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, topology
@@ -125,7 +125,7 @@ def test_attention_kernels(rows):
     q, k = (on(mesh, (4 * rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
 
     def loss(q, k, v):
-        return causal_attention(q, k, v, "splash").astype(jnp.float32).sum()
+        return attend(q, k, v, Rule(), "splash").astype(jnp.float32).sum()
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
     assert work.kernel_flops == (2 + 4 + 3) * 2 * rows * H * T * T * h / 2 == work.flops

@@ -84,12 +84,12 @@ def gradients_of_rows(step):
     """Of the rows of a step, taken one by one: by kind [R, weights], and their tokens [R]."""
     config = config_of(devices=1)
     states, _ = trained(LOG, devices=1)
-    model, adam = states[step].model, states[step].opt_state[0]
+    model, adam = states[step].model, states[step].opt_state["adamw"]
     rows, v_of = random_rows(3, 4, ROWS // 4)[step].reshape(ROWS, -1), matrices(adam.nu.layers)
     found = {"": [], "adam_": [], "norms_": []}
     tokens = []
     with jax.set_mesh(make_mesh(config)):
-        objective = next_token_prediction(config.objective)
+        objective = next_token_prediction(config.objective, config.recipe.execution)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
             g, shown = gradient(model, Batch(jnp.asarray(row_S)[None]))
@@ -98,7 +98,8 @@ def gradients_of_rows(step):
                 x / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
                 for x, v in zip(matrices(g.layers), v_of, strict=True)
             ]
-            norms = leaves([g.layers.attention_norm, g.layers.mlp_norm, g.norm])
+            stack = g.layers["dense"]
+            norms = leaves([stack.attention_norm, stack.mlp_norm, g.norm])
             for kind, arrays in zip(found, (matrices(g), seen, norms), strict=True):
                 found[kind].append(np.concatenate([x.ravel() for x in arrays]))
     return {kind: np.array(g) for kind, g in found.items()}, np.array(tokens)
@@ -172,7 +173,11 @@ def test_truth_lies_in_the_interval():
 
     rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     step = functools.partial(
-        train_step, objective=Objective(sums), optimizer=config.optimizer, learning_rate=rate
+        train_step,
+        objective=Objective(sums),
+        execution=config.recipe.execution,
+        optimizer=config.optimizer,
+        learning_rate=rate,
     )
     pairs = []
     with jax.set_mesh(mesh):

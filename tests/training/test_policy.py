@@ -14,11 +14,12 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
+from maxramp.model.parts.weights import Weight, part_of
 from maxramp.parallel.sharding import BATCH_ABS, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizer import make_optimizer
+from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import train_step, update
@@ -81,7 +82,8 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = functools.partial(
         train_step,
-        objective=policy_gradient(policy),
+        objective=policy_gradient(policy, config.recipe.execution),
+        execution=config.recipe.execution,
         optimizer=config.optimizer,
         learning_rate=rate,
     )
@@ -126,9 +128,10 @@ def test_it_is_the_formula(grpo_normalization):
             functools.partial(init_state, config.recipe), compiler_options=QUICK
         )().model
         placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
-        forward = jax.jit(type(model).__call__)
+        execution = config.recipe.execution
+        forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens[:, :-1]), np.float64)
-        found, entropy = jax.jit(of_tokens(KEYS))(model, placed)
+        found, entropy = jax.jit(of_tokens(KEYS, execution))(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.tokens[:, 1:, None], 0), 2)[..., 0]
@@ -175,18 +178,20 @@ def test_updates_on_one_batch_are_one_step():
     )
     compiled = jax.jit(of_keys, static_argnames="again", compiler_options=QUICK)
     with jax.set_mesh(make_mesh(config)):
-        model = {"w_D": jnp.ones(2)}
+        model = {"w_D": Weight(jnp.ones(2), role="matrix", axes="D")}
         state = TrainState(
             jnp.array([2**32 - 512, 0], jnp.uint32),
             model,
-            make_optimizer(optimizer).init(model),
+            part_of(model, lambda weight: False),
+            Optimizer(optimizer).init(model),
             jnp.uint32(5),
         )
 
-        def rates_and_bad_steps(*gradients):
+        def rates_and_bad_steps(*sizes):
             after, found = state, []
-            for again, gradient in enumerate(gradients):
-                sums = {"w_D": jnp.full(2, gradient)}, {"tokens": jnp.float32(2)}
+            for again, size in enumerate(sizes):
+                gradients = jax.tree.map(lambda w: jnp.full_like(w, size), model)  # noqa: B023
+                sums = gradients, {"tokens": jnp.float32(2)}
                 after, metrics = compiled(after, sums, np.uint32(1024), again=again > 0)
                 assert after.consumed_samples.tolist() == [512, 1]
                 found.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))

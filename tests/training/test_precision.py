@@ -47,9 +47,8 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
     @jax.jit
     def gradient(model, rows_RS):
-        return jax.grad(next_token_prediction(config.objective), has_aux=True)(
-            model.cast(), Batch(rows_RS)
-        )
+        objective = next_token_prediction(config.objective, config.recipe.execution)
+        return jax.grad(objective, has_aux=True)(model.cast(config.model.dtype), Batch(rows_RS))
 
     with jax.set_mesh(mesh):
         model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
@@ -64,7 +63,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
 
 def test_all_families_are_here():
-    assert list(FAMILIES) == ["llama2", "llama3", "llama3.2"]
+    assert list(FAMILIES) == ["llama2", "llama3", "llama3.1", "llama3.2", "mistral"]
 
 
 def error(actual, expected):
@@ -76,7 +75,9 @@ def error(actual, expected):
     [
         pytest.param("llama2", "one device", marks=pytest.mark.slow),
         ("llama3", "one device"),
+        pytest.param("llama3.1", "one device", marks=pytest.mark.slow),
         pytest.param("llama3.2", "a mesh", marks=pytest.mark.slow),
+        pytest.param("mistral", "one device", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_a_large_pass(family, mesh):

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.attention import causal_attention, for_length
+from maxramp.model.parts.attention import Rule, attend
 from maxramp.parallel.sharding import ROWS_B, CACHE_BKSh, X_BTHh
 
 
@@ -38,7 +38,7 @@ class Cache:
     positions_B: jax.Array
 
     def attend(
-        self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, implementation: str
+        self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, rule: Rule, kernel: str
     ) -> jax.Array:
         """Puts T more tokens of every row into their slots, and attends to all up to each.
 
@@ -48,22 +48,21 @@ class Cache:
           q_BTHh: queries, sharded as X_BTHh like keys and values.
           k_BTKh: keys.
           v_BTKh: values.
-          implementation: of `causal_attention`, for rows that are read from their beginning, all
-            slots at once.
+          rule: which tokens each sees; a row is one segment.
+          kernel: of `attend`, for rows that are read from their beginning.
 
         Returns:
-          [B, T, H, h], as `causal_attention` gives it.
+          [B, T, H, h], as `attend` gives it.
         """
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
-            implementation = for_length(implementation, tokens)
-            return causal_attention(q_BTHh, k_BTKh, v_BTKh, implementation)
+            return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         specs = (X_BTHh,) * 3 + (CACHE_BKSh,) * 2 + (ROWS_B,)
         a_BTHh, self.keys_BKSh, self.values_BKSh = jax.shard_map(
-            _write_and_attend,
+            functools.partial(_write_and_attend, rule=rule),
             in_specs=specs,
             out_specs=(X_BTHh, CACHE_BKSh, CACHE_BKSh),
             check_vma=False,
@@ -79,7 +78,7 @@ class Cache:
         return Cache(pad(self.keys_BKSh), pad(self.values_BKSh), self.positions_B)
 
 
-def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B):
+def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
     """`Cache.attend` on one device, with its rows and heads."""
     B, T, H, h = q_BTHh.shape
     K, S = keys_BKSh.shape[1:3]
@@ -89,13 +88,16 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_
 
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h) * h**-0.5
-    scores_BKGTS = jnp.einsum(
-        "BTKGh,BKSh->BKGTS", q_BTKGh, keys_BKSh, preferred_element_type=jnp.float32
-    )
+    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
     own_BT = positions_B[:, None] + jnp.arange(T)
-    seen_BTS = jnp.arange(S) <= own_BT[..., None]
-    scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(values_BKSh.dtype)
+    seen_BTS = rule.sees(own_BT, jnp.arange(S))
+    scores_BKGTS = jnp.einsum(
+        "BTKGh,BKSh->BKGTS",
+        q_BTKGh * rule.scale_of(q_BTKGh),
+        keys_BKSh,
+        preferred_element_type=jnp.float32,
+    )
+    weights_BKGTS = rule.weights(scores_BKGTS, seen_BTS[:, None, None])
+    weights_BKGTS = weights_BKGTS.astype(values_BKSh.dtype)
     out_BTKGh = jnp.einsum("BKGTS,BKSh->BTKGh", weights_BKGTS, values_BKSh)
     return out_BTKGh.reshape(B, T, H, h), keys_BKSh, values_BKSh

@@ -1,0 +1,1 @@
+"""Model families: a file says what the layers of one are."""

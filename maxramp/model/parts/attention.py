@@ -1,0 +1,257 @@
+"""Causal grouped-query attention, by whatever the hardware does best.
+
+What a token sees is one value, `Rule`: the plain products, the kernels and the cache of keys and
+values take it.
+
+Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G query
+heads per key/value head (H = K * G), h head width.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.errors import ConfigError
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.sharding import TOKENS_BT, X_BTHh, X_BTKGh
+
+_LANES = 128  # what a splash block is a multiple of
+_LARGEST_BLOCK = 512
+CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("segments_BT",),
+    meta_fields=("window", "scale", "cap"),
+)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which tokens a token sees, of those up to its own, and what its scores are.
+
+    Attributes:
+      segments_BT: integers, rising along a row; tokens of different ones do not see each other.
+        None where a row is one text.
+      window: tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825).
+      scale: what products of queries and keys are multiplied by; 0 = 1 / sqrt(h).
+      cap: scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118).
+    """
+
+    segments_BT: jax.Array | None = None
+    window: int = 0
+    scale: float = 0.0
+    cap: float = 0.0
+
+    def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
+        """[..., T, S]: whether tokens at places T of a text see those at places S of it."""
+        seen_TS = at_S <= at_T[..., None]
+        if self.window:
+            seen_TS &= at_S > at_T[..., None] - self.window
+        return seen_TS
+
+    def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
+        """What each token takes of those that it sees, as their sums are 1: [B, K, G, T, S].
+
+        Args:
+          scores_BKGTS: products of queries, times `scale_of` them, and keys, in float32.
+          seen: [T, S], or of each row [B, 1, 1, T, S].
+        """
+        if self.cap:
+            scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
+        scores_BKGTS = jnp.where(seen, scores_BKGTS, jnp.finfo(jnp.float32).min)
+        return jax.nn.softmax(scores_BKGTS, axis=-1)
+
+    def scale_of(self, q: jax.Array) -> float:
+        """What products with queries [..., h] are multiplied by."""
+        return self.scale or q.shape[-1] ** -0.5
+
+
+def select(
+    asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, window: int = 0
+) -> str:
+    """What computes the attention: what was asked for, or under autoselected the best that can.
+
+    Args:
+      asked: the key `attention`.
+      platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
+      dtype: of queries, keys and values.
+      head_dim: of each head.
+      tokens: of a row.
+      window: of the rule.
+
+    Raises:
+      ConfigError: the implementation that was asked for cannot work here.
+    """
+    obstacles = {
+        "cudnn_flash": _cudnn_obstacle(platform, dtype, head_dim, window),
+        "splash": _splash_obstacle(platform, tokens),
+        "dot_product": None,
+    }
+    if asked == "autoselected":
+        return next(name for name, obstacle in obstacles.items() if not obstacle)
+    if obstacle := obstacles[asked]:
+        raise ConfigError(
+            f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
+        )
+    return asked
+
+
+def select_for(keys: ModelKeys, platform: str | None) -> str:
+    """`select` for the rows of resolved keys."""
+    sizes = keys.dtype, keys.head_dim, keys.max_target_length, keys.sliding_window_size
+    return select(keys.attention, platform, *sizes)
+
+
+def _cudnn_obstacle(platform: str | None, dtype: str, head_dim: int, window: int) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
+    if dtype != "bfloat16":
+        return f"needs dtype=bfloat16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
+    if window:
+        return f"sees all tokens, and cannot sliding_window_size={window}"
+    return None
+
+
+def _splash_obstacle(platform: str | None, tokens: int) -> str | None:
+    if platform != "tpu":
+        return f"needs TPUs, not {platform or 'unknown'} devices"
+    if tokens % _LANES:
+        return f"needs a max_target_length that is a multiple of {_LANES}, not {tokens}"
+    return None
+
+
+def for_length(asked: str, length: int) -> str:
+    """What is asked for among so many tokens, where others than a row's are wanted."""
+    return asked if length % _LANES == 0 else "dot_product"
+
+
+def cost_of_packing(implementation: str) -> str | None:
+    """A line for the log on what packed rows cost an implementation; None if nothing."""
+    if implementation != "cudnn_flash" or _has_packed_kernel():
+        return None
+    return (
+        "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
+        "Triton; use jax 0.10.2 to 0.12, or separate_documents=False"
+    )
+
+
+def _has_packed_kernel() -> bool:
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def attend(
+    q_BTHh: jax.Array,
+    k_BSKh: jax.Array,
+    v_BSKh: jax.Array,
+    rule: Rule,
+    kernel: str = "dot_product",
+) -> jax.Array:
+    """softmax(q k * scale) v over the tokens up to each token's own that the rule lets it see.
+
+    Scores and softmax are float32 whatever the inputs are.
+
+    Args:
+      q_BTHh: queries, sharded as X_BTHh like keys and values.
+      k_BSKh: keys.
+      v_BSKh: values.
+      rule: which tokens each sees, and how scores are made.
+      kernel: from `select`; "splash_interpreted" runs splash where there is no TPU.
+
+    Returns:
+      [B, T, H, h], of the dtype of the inputs.
+    """
+    arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
+    if kernel == "dot_product":
+        return _dot_product(*arrays)
+    # A kernel sees the rows and heads of one device; attention needs no others.
+    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: TOKENS_BT, rule))
+    return jax.shard_map(_KERNELS[kernel], in_specs=specs, out_specs=X_BTHh, check_vma=False)(
+        *jax.tree.map(jax.reshard, arrays, specs)
+    )
+
+
+def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
+    """Plain products and a softmax: what the others are compared with."""
+    B, T, H, h = q_BTHh.shape
+    K = k_BSKh.shape[2]
+    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
+    at_T = jnp.arange(T)
+    seen_TS = rule.sees(at_T, at_T)
+    if rule.segments_BT is not None:
+        seen_TS = seen_TS & _same_segment(rule.segments_BT)[:, None, None]
+    scores_BKGTS = jnp.einsum(
+        "BTKGh,BSKh->BKGTS",
+        q_BTKGh * rule.scale_of(q_BTKGh),
+        k_BSKh,
+        preferred_element_type=jnp.float32,
+    )
+    weights_BKGTS = rule.weights(scores_BKGTS, seen_TS).astype(v_BSKh.dtype)
+    out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
+    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
+
+
+def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
+    """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
+    assert not (rule.window or rule.scale or rule.cap), "`select` chooses another kernel"
+    segments_BT = rule.segments_BT
+    if segments_BT is not None and _has_packed_kernel():
+        from maxramp.model.parts.packed_attention import packed_attention  # only where it is used
+
+        return packed_attention(q_BTHh, k_BSKh, v_BSKh, starts(segments_BT), interpret)
+    mask = None if segments_BT is None else _same_segment(segments_BT)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHh, k_BSKh, v_BSKh, mask=mask, is_causal=True, implementation="cudnn"
+    )
+
+
+def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
+    """The splash attention kernel of TPUs, which skips the blocks that nobody sees."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
+
+    T, H = q_BTHh.shape[1:3]
+    block = next(n for n in range(_LARGEST_BLOCK, 0, -_LANES) if T % n == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    mask = splash.CausalMask((T, T))
+    if rule.window:
+        mask = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * H),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        residual_checkpoint_name=CONTEXT,
+        attn_logits_soft_cap=rule.cap or None,
+        interpret=interpret,
+    )
+
+    def row(q_THh, k_SKh, v_SKh, segments_T=None):
+        segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
+        q_THh = q_THh * rule.scale_of(q_THh)
+        q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh, k_SKh, v_SKh))
+        return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
+
+    return jax.vmap(row)(q_BTHh, k_BSKh, v_BSKh, *jax.tree.leaves(rule))
+
+
+def starts(segments_BT: jax.Array) -> jax.Array:
+    """The place in the row, int32, where every token's segment starts; segments rise along it."""
+    index_T = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
+
+
+def _same_segment(segments_BT: jax.Array) -> jax.Array:
+    return segments_BT[:, :, None] == segments_BT[:, None, :]  # [B, T, S]
+
+
+_KERNELS = {
+    "cudnn_flash": _gpu_flash,
+    "packed_interpreted": functools.partial(_gpu_flash, interpret=True),
+    "splash": _splash,
+    "splash_interpreted": functools.partial(_splash, interpret=True),
+}

@@ -1,0 +1,89 @@
+"""The embedding's lookup.
+
+Shapes: B rows, T tokens, D model width, V vocabulary.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.collectives import all_gather, all_to_all, psum, psum_scatter
+from maxramp.parallel.sharding import (
+    STREAM_BTD,
+    TOKENS_BT,
+    X_BTD,
+    of_gradient,
+    summed_at_once,
+    without_axis,
+)
+
+
+@jax.custom_vjp
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """The tokens' vectors [B, T, D], with a gradient that is summed in float32.
+
+    A frequent token's gradient is a sum over thousands of tokens. In bfloat16 it stops growing when
+    a token adds less than 1/256 of it, and so would depend on how many tokens a pass has.
+    """
+    spec, sizes = jax.typeof(table_VD).sharding.spec, jax.sharding.get_abstract_mesh().shape
+    tokens = tokens_BT.size // math.prod(sizes[axis] for axis in BATCH_AXES)
+    # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
+    # table does not: every device cuts its part of D for the rows of all who share the table, and
+    # sends it. Where text is generated the table is whole already.
+    rows = table_VD.shape[0] // sizes["tensor"]
+    travel = "fsdp" in spec.partitions and tokens < rows
+    if not travel:
+        spec = without_axis(spec, "fsdp")
+
+    def local(table_VD, tokens_BT):
+        if travel:
+            tokens_BT = all_gather(tokens_BT, "fsdp")
+        index_BT = _own_index(tokens_BT, table_VD.shape[0])
+        x_BTD = table_VD.at[index_BT].get(mode="fill", fill_value=0)
+        if travel:
+            x_BTD = all_to_all(x_BTD, "fsdp", split=0, join=2)
+        return psum_scatter(x_BTD, "tensor", dimension=2)
+
+    return jax.shard_map(local, in_specs=(spec, TOKENS_BT), out_specs=STREAM_BTD, check_vma=False)(
+        jax.reshard(table_VD, spec), jax.reshard(tokens_BT, TOKENS_BT)
+    )
+
+
+def _own_index(tokens_BT: jax.Array, V: int) -> jax.Array:
+    """Where tokens are among the V rows of this device's part of the table; V: in another part."""
+    index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
+    return jnp.where(index_BT < 0, V, index_BT)
+
+
+def _look_up_forward(table_VD, tokens_BT):
+    return look_up(table_VD, tokens_BT), (table_VD, tokens_BT)
+
+
+def _look_up_backward(residuals, dx_BTD):
+    table_VD, tokens_BT = residuals
+    spec = jax.typeof(table_VD).sharding.spec
+
+    def local(dx_BTD, tokens_BT):
+        """Every device adds up its own tokens, and their sums travel as those of the head do."""
+        V, D = table_VD.shape[0] // jax.lax.axis_size("tensor"), table_VD.shape[1]
+        index_BT = _own_index(tokens_BT, V)
+        dtable_VD = jnp.zeros((V, D), jnp.float32)
+        dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
+        dtable_VD = dtable_VD.astype(table_VD.dtype)
+        dtable_VD = psum_scatter(dtable_VD, "fsdp", dimension=1)
+        dtable_VD = psum(dtable_VD, summed_at_once(spec))
+        # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
+        return jax.lax.optimization_barrier(dtable_VD)
+
+    dtable_VD = jax.shard_map(
+        local,
+        in_specs=(X_BTD, TOKENS_BT),
+        out_specs=of_gradient(spec),
+        check_vma=False,
+    )(jax.reshard(dx_BTD, X_BTD), jax.reshard(tokens_BT, TOKENS_BT))
+    return dtable_VD, None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)

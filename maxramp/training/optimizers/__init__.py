@@ -1,0 +1,1 @@
+"""Optimizers: a file each, and one table of which weight takes which."""

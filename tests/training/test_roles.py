@@ -1,0 +1,107 @@
+"""What a step does with a weight follows from its role, and from whether it is trained."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+
+from maxramp.data.batch import Batch
+from maxramp.errors import ConfigError
+from maxramp.model.keys import ROLES
+from maxramp.model.parts.weights import part_of, weights_of
+from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.training.optimizers.table import OPTIMIZERS, TAKES, Optimizer
+from maxramp.training.state import abstract_state, init_state
+from maxramp.training.step import make_train_step
+
+CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=4")
+MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
+
+
+def by_role(model):
+    found = {}
+    for path, weight in jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role")):
+        found[jax.tree_util.keystr(path), weight.role] = np.asarray(weight[...])
+    return found
+
+
+def stepped(*arguments, is_trained=lambda weight: True):
+    """The states before and after a step in two passes, and the gradient's norm."""
+    config = make_config(*CONSTANT, *MESH, *arguments, devices=4)
+    mesh = make_mesh(config)
+    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(0.5))
+    with jax.set_mesh(mesh):
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        trained = part_of(state.model, is_trained)
+        state = dataclasses.replace(
+            state,
+            trained=trained,
+            frozen=part_of(state.model, lambda weight: not is_trained(weight)),
+            opt_state=Optimizer(config.optimizer).init(trained),
+        )
+        rows = np.random.default_rng(0).integers(0, 264, (2, 8, 17), dtype=np.int32)
+        batch = jax.device_put(Batch(rows), NamedSharding(mesh, BATCH_ABS))
+        after, metrics = jax.jit(step)(state, batch)
+    return state, after, float(metrics["grad_norm"])
+
+
+def test_every_role_takes_an_optimizer():
+    for name, takes in TAKES.items():
+        assert takes.keys() == set(ROLES), name
+        assert set(takes.values()) <= OPTIMIZERS.keys(), name
+
+
+def test_every_weight_has_a_role_and_letters_of_its_axes():
+    """In a stack there is one axis more, of the layers."""
+    config = make_config(*CONSTANT, devices=4)
+    state = abstract_state(config.recipe, make_mesh(config))
+    assert len(weights_of(state.model)) == len(jax.tree.leaves(state.model))
+    assert {weight.role for weight in weights_of(state.model)} <= set(ROLES)
+    for weight in weights_of(state.model.layers):
+        assert weight.ndim == 1 + len(weight.axes)
+    assert state.model.embedding_VD.axes == "VD"
+
+
+def test_roles_that_do_not_decay():
+    """At a decay of 1 and a rate of 1/2 the others have lost half of themselves more."""
+    decaying, adam = "adam_weight_decay=1", ("opt_type=adamw", "gradient_clipping_threshold=0")
+    before, plain, _ = stepped(*adam, "adam_weight_decay=0")
+    _, after, _ = stepped(*adam, decaying, "adamw_mask=[scale, embedding]")
+    first, plain, after = map(by_role, (before.model, plain.model, after.model))
+    for (path, role), weight in after.items():
+        lost = 0 if role in ("scale", "embedding") else 0.5 * first[path, role]
+        np.testing.assert_allclose(weight, plain[path, role] - lost, atol=1e-6, err_msg=path)
+
+
+def test_a_mask_names_roles():
+    with pytest.raises(ConfigError, match=r"adamw_mask=\['.\*norm.\*'\].*use some of matrix"):
+        make_config('adamw_mask=[".*norm.*"]')
+
+
+def test_only_what_is_trained_has_a_gradient():
+    """Frozen weights stay as they are and have no moments; the others move as they do beside
+    trained ones, and their gradients alone are in the norm."""
+
+    def is_trained(weight):
+        return weight.role in ("scale", "head")
+
+    sgd = ("opt_type=sgd", "gradient_clipping_threshold=0")
+    before, together, _ = stepped(*sgd)
+    _, alone, norm = stepped(*sgd, is_trained=is_trained)
+    first, together, last = map(by_role, (before.model, together.model, alone.model))
+    squares = 0.0
+    for (path, role), weight in last.items():
+        is_frozen = role not in ("scale", "head")
+        expected = first if is_frozen else together
+        tolerance = 0 if is_frozen else 1e-6  # other programs add in another order
+        np.testing.assert_allclose(weight, expected[path, role], rtol=tolerance, err_msg=path)
+        squares += np.square((weight - first[path, role]) / 0.5).sum()
+    assert norm == pytest.approx(squares**0.5, rel=1e-4)
+    trained = part_of(before.model, is_trained)
+    adam = jax.eval_shape(Optimizer(make_config("opt_type=adamw").optimizer).init, trained)
+    assert {weight.role for weight in weights_of(adam)} == {"scale", "head"}
