@@ -1,5 +1,7 @@
 """Whether the learning rate jumps where a run continues with other keys."""
 
+import dataclasses
+
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
@@ -39,7 +41,8 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     old, new = LearningRate.of(LearningRateKeys.of(values), before), LearningRate.of(keys, ramp)
     sample = before.samples_before(step - 1)
     batch = before.stage_at_step(step - 1).global_batch_size
-    last, same = float(old(sample, batch)), float(new(sample, batch))
+    today = dataclasses.replace(new, ramp=before)  # its ramp may begin after that step
+    last, same = float(old(sample, batch)), float(today(sample, batch))
     if abs(same - last) <= _SMALL * max(same, last):
         return ""
     rate = new(position.consumed_samples, ramp.stage_at_step(step).global_batch_size)

@@ -134,6 +134,7 @@ class PolicyTrainer:
             self._beat()
             for before in parts[-2:-1]:
                 self._scorer.wait(before)
+                self._beat()
         self._scorer.wait(parts[-1])
         self._beat()
 

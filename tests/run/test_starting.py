@@ -3,8 +3,12 @@
 import re
 
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, make_config, run
 
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.resume import origin_of
+from maxramp.job.rate import rate_change
+from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 
 
@@ -48,6 +52,21 @@ def test_the_same_curve_is_not_mentioned(tmp_path, cache_dir):
     assert (first.returncode, second.returncode) == (75, 0), first.stderr + second.stderr
     assert "so far   10 of 14 steps; this start: 10 steps, " in first.stdout
     assert "rate " not in second.stdout and "done     4 steps, " in second.stdout
+
+
+@pytest.mark.parametrize("batch", [4, 16, 64])
+def test_another_batch_is_no_other_curve_over_steps(batch):
+    """Of a constant run that continues at step 30 with another batch."""
+    keys = ["steps=40", "learning_rate_by=steps"]
+    before = make_config(*keys, "global_batch_size=8", devices=1)
+    stages = [stage.to_json() for stage in RampupBatchManager(before.batch, 1).stages]
+    position = Checkpoint("", 30, 240, stages, "", dict(before.values), {})
+    now = make_config(*keys, f"global_batch_size={batch}", devices=1)
+    origin, _ = origin_of(now.batch, 1, position)
+    ramp = RampupBatchManager(now.batch, 1, **origin)
+    assert rate_change(now.learning_rate, ramp, position) == ""
+    other = make_config(*keys, "learning_rate=1", devices=1)
+    assert "after 0.00" in rate_change(other.learning_rate, ramp, position)
 
 
 @pytest.mark.parametrize(
