@@ -136,7 +136,7 @@ def _make_sets(f: pathlib.Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
     for name, old, new in (
         ("torn", '"dtype"', ""),
-        ("version", '"version": 2', '"version": 7'),
+        ("version", '"version": 3', '"version": 7'),
         ("totals", '"documents": 40', '"documents": 41'),
     ):
         path = f / f"set_{name}" / "manifest.json"

@@ -22,7 +22,6 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
-from maxramp.planning.fit import fit_devices
 from maxramp.processes import meeting as meeting_lib
 from maxramp.run.metrics import read_records
 
@@ -560,8 +559,9 @@ def test_the_program_that_a_config_is_for(tmp_path, capsys):
         load([BASE, *line], "train")
     assert load([BASE, *line], "grpo").run.program == "grpo"
     assert load([BASE], "grpo").run.program == "grpo"
-    with pytest.raises(ConfigError, match="only the steps of maxramp.train are compiled"):
-        fit_devices(load([BASE, *line], "plan"), print)
+    fitted = run(BASE, *line, "--fit", module="plan")
+    assert fitted.returncode == 2
+    assert "only the steps of maxramp.train are compiled" in fitted.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp import branch, suggest
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Branch, compare, difference
 from maxramp.measuring.experiment import Experiment, sizes_of, window
@@ -98,11 +98,9 @@ def checkpointed(tmp_path):
     """A run's folder with a checkpoint after 20 steps of 8 rows of 16 tokens."""
     config = make_config("global_batch_size=8", "steps=40", "max_target_length=16")
     stages = RampupBatchManager(config.batch, 1).to_json()["stages"]
-    saved = Checkpoint(tmp_path, 20, 160, stages, "", dict(config.values), {})
     folder = tmp_path / "run" / "checkpoints" / "20"
     folder.mkdir(parents=True)
-    metadata = json.dumps({"custom_metadata": saved.metadata()})
-    (folder / "_CHECKPOINT_METADATA").write_text(metadata)
+    commit(Checkpoint(folder, 20, 160, stages, "", dict(config.values), {}))
     return tmp_path / "run"
 
 

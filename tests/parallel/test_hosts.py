@@ -263,6 +263,7 @@ import jax
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.parallel import mesh
+from maxramp.processes import backend
 loaded = load(sys.argv[1:])
 backend.start(loaded.backend)
 resolved = resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
