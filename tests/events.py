@@ -38,5 +38,6 @@ def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
                         del curve[step]
             for value in event.summary.value:
                 curve = curves.setdefault(value.tag, {})
-                assert curve.setdefault(event.step, value.simple_value) == value.simple_value
+                there = curve.setdefault(event.step, value.simple_value)
+                assert repr(there) == repr(value.simple_value)  # NaN is the same as NaN
     return curves
