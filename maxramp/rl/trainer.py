@@ -91,8 +91,8 @@ class PolicyTrainer:
         """
         phases = _Phases(self._beat)
         compile_seconds = self._programs.wait(stage)
-        phases.enter("rollout")
-        weights = self._programs.rollout.prepare(self.state.model)
+        # The devices may still work on the update before, which is no part of this rollout.
+        weights = jax.block_until_ready(self._programs.rollout.prepare(self.state.model))
         size, G = stage.micro_batch_size, self._policy.num_generations
         parts: list[Part] = []
         batches: list[Batch] = []
@@ -112,7 +112,7 @@ class PolicyTrainer:
         shown = self._update(sums, batches, np.uint32(stage.global_batch_size))
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            seconds = phases.seconds(begin, end) | {"compile": compile_seconds}
+            seconds = phases.seconds(end) | {"compile": compile_seconds}
             return self._record(parts, stage.global_batch_size, seconds, end - begin)
 
         return Taken(shown, measured)
@@ -238,13 +238,12 @@ class _Phases:
         self._begun.append((name, time.perf_counter()))
         self._beat()
 
-    def seconds(self, begin: float, end: float) -> dict[str, float]:
-        """Of each phase, in a step whose work began and ended then: until the devices were done
-        with the step before, they worked for that."""
+    def seconds(self, end: float) -> dict[str, float]:
+        """Of each phase, in a step whose work ended then."""
         found: dict[str, float] = defaultdict(float)
         ends = [*(start for _, start in self._begun[1:]), end]
         for (name, start), stop in zip(self._begun, ends, strict=True):
-            found[name] += max(0.0, stop - max(start, begin))
+            found[name] += stop - start
         return found
 
 
