@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before the imports that take a second
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -34,11 +35,9 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import load
 from maxramp.config.usage import HelpKeys
-from maxramp.data import bad_records, inputs, mixture, preparation, shards
-from maxramp.data.bad_records import BadRecords
+from maxramp.data import inputs, mixture, preparation, shards
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
 from maxramp.files import storage
 from maxramp.keys.base import CONFIGS
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
     add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
     add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
-    add("--max_bad_records", metavar="N", default="0", help="leave out so many, or a share of all")
+    add("--max_bad_records", type=int, metavar="N", default=0, help="leave out so many")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set holds")
     add("--help-keys", action=HelpKeys)
@@ -92,26 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from maxramp.run.inspection import inspect  # imports jax, which a preparation does not
 
             inspect(given.inspect, keys, _say)
-            return 0
-        of_hub = [text for text in keys if text.startswith("hf_path=")]
-        for flag, value in (("INPUT", names or of_hub), ("--output DIR", given.output)):
-            if not value:
-                raise ConfigError(
-                    f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR"
-                )
-        size = given.shard_megabytes * 1e6
-        for flag, value in (("workers", given.workers), ("shard_megabytes", size)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"--{flag} {getattr(given, flag)} must be above 0 and finite")
-        if is_address(given.output):
-            raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
-        mixture.entry_of("--output", given.output)
-        prepare(
-            given,
-            names,
-            _load_keys(keys, "preparing", KEYS),
-            BadRecords.parse(given.max_bad_records),
-        )
+        else:
+            _check(given, names or [text for text in keys if text.startswith("hf_path=")])
+            prepare(given, names, _load_keys(keys, "preparing", KEYS))
         return 0
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
@@ -121,6 +103,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return report(TrainingError(f"{where}{error.strerror or error}"))
+
+
+def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuses what a preparation cannot do."""
+    for flag, value in (("INPUT", names), ("--output DIR", given.output)):
+        if not value:
+            raise ConfigError(f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR")
+    for flag, value, least in (
+        ("workers", given.workers, "above 0"),
+        ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),
+        ("max_bad_records", given.max_bad_records + 1, "0 or more"),
+    ):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{flag} {getattr(given, flag)} must be {least} and finite")
+    if is_address(given.output):
+        raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
+    mixture.entry_of("--output", given.output)
 
 
 def _is_key(text: str) -> bool:
@@ -138,10 +137,8 @@ def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKe
     return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
 
 
-def prepare(
-    given: argparse.Namespace, names: Sequence[str], keys: DataKeys, allowed: BadRecords
-) -> None:
-    """Prepares the inputs `names`, of which some records may be bad, into `given.output`.
+def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+    """Prepares the inputs `names` into `given.output`.
 
     Raises:
       ConfigError: an input, the tokenizer or the folder is wrong; no manifest is written.
@@ -150,85 +147,75 @@ def prepare(
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     files = inputs.open_inputs(names, keys)
-    inputs.check_apart(output, files)
-    with shards.sole_writer(output):
-        manifest = None
+    tokenizer = inputs.open_tokenizer(given.train_bpe, keys, files)
+    trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
+    how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
+    with shards.sole_writer(output) as folder:
+        size = max(1, int(given.shard_megabytes * 1e6))
+        planned = shards.plan(files, how, size, given.deduplicate)
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
-        tokenizer, trained = inputs.open_tokenizer(
-            given.train_bpe, keys, output, files, manifest, allowed, _say
-        )
-        size = max(1, int(given.shard_megabytes * 1e6))
-        work = shards.plan(output, files, tokenizer, trained, size, given.deduplicate)
-        if manifest:
-            _check_prepared(work, manifest, allowed)
-            shards.clean(work)  # where an earlier start was killed just before
+            _check_prepared(given, shards.source_of(planned), manifest)
             _say(f"{output} is prepared already")
         else:
-            there, size = len(work.finished()), sum(shard.size for shard in work.shards)
+            if trained:
+                bpe = folder / f"{trained}.json"
+                tokenizer = inputs.train_bpe(
+                    given.train_bpe, bpe, files, keys, given.max_bad_records, _say
+                )
+            if tokenizer:
+                _say(f"tokenizer  {tokenizer.describe()}")
+            work = shards.Preparation(folder, tokenizer, given.deduplicate, planned)
+            there, size = len(work.finished()), sum(shard.size for shard in planned)
             _say(
-                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(work.shards):,} "
+                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(planned):,} "
                 f"shards{f', {there} of them made by an earlier start' if there else ''}"
             )
             with _progress(size) as show:
-                manifest = preparation.make(work, given.workers, allowed, show)
+                manifest = preparation.make(work, given.workers, given.max_bad_records, show)
     _say(
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
     )
-    _say_what_follows(output, manifest, tokenizer)
+    _say_what_follows(output, manifest)
 
 
-def _check_prepared(
-    work: shards.Preparation, manifest: dict[str, Any], allowed: BadRecords
-) -> None:
+def _check_prepared(given: argparse.Namespace, source: str, manifest: dict[str, Any]) -> None:
     """Whether a set that is there already is the one that is asked for.
 
     Raises:
       ConfigError: it is another, or lacks more bad records than are allowed today.
     """
-    if manifest["source"] != work.source:
+    if manifest["source"] != source:
         raise ConfigError(
-            f"--output {work.output} holds a set of other inputs, or read in another way; give "
+            f"--output {given.output} holds a set of other inputs, or read in another way; give "
             "another folder, or remove it"
         )
     left_out = manifest.get("bad_records", 0)
-    records = manifest["documents"] + left_out + manifest.get("duplicates", 0)
-    there = count(left_out, "bad record")
-    allowed.check(
-        left_out,
-        records,
-        f"--output {work.output} is prepared already and leaves out {there}, which "
-        f"--max_bad_records {left_out} allows",
-    )
+    if left_out > given.max_bad_records:
+        raise ConfigError(
+            f"--output {given.output} is prepared already and leaves out "
+            f"{count(left_out, 'bad record')}, which --max_bad_records {left_out} allows"
+        )
 
 
-def _say_what_follows(
-    output: pathlib.Path, manifest: dict[str, Any], tokenizer: Tokenizer | None
-) -> None:
+def _say_what_follows(output: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Says what a set leaves out, and how to train on it."""
     for kind, what, see in (
-        ("bad_records", "bad record", f", listed in {output / bad_records.LIST}"),
+        ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
     ):
         if left_out := manifest.get(kind, 0):
             _say(f"left out   {count(left_out, what)}{see}")
-    needed = tokenizer.vocab_size if tokenizer else manifest["max_token"] + 1
     entry = mixture.entry_of("--output", str(output))
     _say(
         f"train      python -m maxramp.train configs/base.yml "
         f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
-        f"grain_train_files={shlex.quote(entry)} vocab_size={-(-needed // 64) * 64}"
+        f"grain_train_files={shlex.quote(entry)} vocab_size={prepared.vocab_size_for(manifest)}"
     )
 
 
-def _say(line: str) -> None:
-    """Prints a line; where nobody reads on (`| head`), that ends nothing."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        # What is still to be flushed would fail again, at the latest when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+_say = functools.partial(print, flush=True)
 
 
 @contextlib.contextmanager

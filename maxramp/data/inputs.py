@@ -3,10 +3,8 @@
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from maxramp.data import mixture, preparation, shards, tokenizers
-from maxramp.data.bad_records import BadRecords
+from maxramp.data import mixture, preparation, tokenizers
 from maxramp.data.files import formats
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
@@ -43,97 +41,55 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     return inputs
 
 
-def check_apart(output: pathlib.Path, inputs: Sequence[RecordFile]) -> None:
-    """Refuses a folder that holds an input: nothing lies there but the set.
-
-    Raises:
-      ConfigError: it does.
-    """
-    folder = output.resolve()
-    for file in inputs:
-        path = pathlib.Path(file.local_path).absolute()
-        if file.local_path and (
-            path.resolve().is_relative_to(folder) or path.parent.resolve().is_relative_to(folder)
-        ):
-            raise ConfigError(f"--output {output} holds the input {path}; give another folder")
-
-
 def open_tokenizer(
-    bpe_size: int | None,
-    keys: DataKeys,
-    output: pathlib.Path,
-    inputs: Sequence[RecordFile],
-    manifest: dict[str, Any] | None,
-    allowed: BadRecords,
-    say: Callable[[str], None],
-) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of the inputs, by the keys or trained on them.
-
-    Args:
-      bpe_size: ids of a BPE that is to be trained; None = the tokenizer of the keys.
-      keys: of data.
-      output: folder of the set.
-      inputs: from `open_inputs`.
-      manifest: of a set that is there already.
-      allowed: bad records.
-      say: prints a line.
-
-    Returns:
-      The tokenizer, None where the inputs hold tokens; and the name of one that was trained, or "".
+    bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
+) -> Tokenizer | None:
+    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens.
 
     Raises:
       ConfigError: two tokenizers are given, or one for tokens; or it cannot be loaded or trained.
     """
+    kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     if inputs[0].tokens:
-        if bpe_size is None and not keys.tokenizer_path:
-            return None, ""
-        named = f"tokenizer_path={keys.tokenizer_path}"
-        if bpe_size is not None:
-            named = f"--train_bpe {bpe_size}"
-        raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
-    kind, path, trained = keys.tokenizer_type, keys.tokenizer_path, ""
-    if bpe_size is not None:
-        if path or kind != "bytes":
-            raise ConfigError(
-                f"--train_bpe {bpe_size} trains a tokenizer, and the keys name "
-                f"another, {path or kind}; leave one of them out"
-            )
-        file, trained = _train_bpe(bpe_size, output, inputs, manifest, allowed, say)
-        kind, path = "huggingface", str(file)
-    tokenizer = tokenizers.load(kind, path, **keys.mark_keys)
-    say(f"tokenizer  {tokenizer.describe()}")
-    return tokenizer, trained
+        if training or path:
+            named = f"--train_bpe {bpe_size}" if training else f"tokenizer_path={path}"
+            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
+        return None
+    if not training:
+        return tokenizers.load(kind, path, **keys.mark_keys)
+    if path or kind != "bytes":
+        raise ConfigError(
+            f"--train_bpe {bpe_size} trains a tokenizer, and the keys name another, "
+            f"{path or kind}; leave one of them out"
+        )
+    if bpe_size < 258:
+        raise ConfigError(f"--train_bpe {bpe_size} must be 258 or more: 256 bytes and two marks")
+    return None
 
 
-def _train_bpe(
+def train_bpe(
     size: int,
-    output: pathlib.Path,
+    file: pathlib.Path,
     inputs: Sequence[RecordFile],
-    manifest: dict[str, Any] | None,
-    allowed: BadRecords,
+    keys: DataKeys,
+    allowed: int,
     say: Callable[[str], None],
-) -> tuple[pathlib.Path, str]:
-    """The file of a BPE trained on the inputs, now or by an earlier start, and its name there.
+) -> Tokenizer:
+    """A BPE trained on the inputs, now or by an earlier start.
 
-    Its name says what it was trained from until the set is finished; then the manifest does.
+    Args:
+      size: ids.
+      file: where it is, or comes to be.
+      inputs: from `open_inputs`.
+      keys: which marks documents get.
+      allowed: bad records; they are left out.
+      say: prints a line.
     """
-    if size < 258:
-        raise ConfigError(f"--train_bpe {size} must be 258 or more: 256 bytes and two marks")
-    name = shards.bpe_name(size, inputs)
-    path = output / f"{name}.json"
-    if manifest:
-        used = manifest["tokenizer"] or {"vocab_size": 0}
-        if used.get("trained") != name:
-            raise ConfigError(
-                f"--train_bpe {size}: {output} holds a set that was finished with another "
-                f"tokenizer, of {used['vocab_size']:,} ids; give another folder, or remove it"
-            )
-        return output / "tokenizer.json", name
-    if path.exists():
-        say(f"tokenizer  {path} is there from an earlier start")
-        return path, name
-    start = time.perf_counter()
-    texts = preparation.sample_texts(inputs, _BPE_BYTES, allowed)
-    storage.write_whole(path, tokenizers.train_bpe(texts, size))
-    say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
-    return path, name
+    if file.exists():
+        say(f"tokenizer  {file} is there from an earlier start")
+    else:
+        start = time.perf_counter()
+        texts = preparation.sample_texts(inputs, _BPE_BYTES, allowed)
+        storage.write_whole(file, tokenizers.train_bpe(texts, size))
+        say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
+    return tokenizers.load("huggingface", str(file), **keys.mark_keys)

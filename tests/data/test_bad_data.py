@@ -270,7 +270,7 @@ CASES = {
     "totals that do not add up": grain("{f}/set_totals", "set_totals/manifest.json", "documents"),
     "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
     "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
-    "shard of another dtype": grain("{f}/set_dtype", "shard-00000.idx", "int16", "uint16"),
+    "shard of another dtype": grain("{f}/set_dtype", "shard-00000.bin", "int16", "uint16"),
     "ids above the vocabulary": grain(
         "{f}/set_good", "{f}/set_good", "257", "vocab_size=256", "320", vocab_size="256"
     ),
@@ -436,7 +436,7 @@ PREPARE = {
         "{f}/broken.txt --output {o} --train_bpe 300",
         ("{f}/broken.txt: cannot be read: Input/output error",),
     ),
-    "input in the output": ("{f}/good.jsonl --output {f}", ("--output {f}", "{f}/good.jsonl")),
+    "input in the output": ("{f}/good.jsonl --output {f}", ("--output {f} holds ",)),
     "null document": ("{f}/null.parquet --output {o}", ("{f}/null.parquet: record 1",)),
     "flipped document": (
         "{f}/flipped.array_record --output {o}",

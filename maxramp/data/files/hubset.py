@@ -1,7 +1,6 @@
 """Data sets by name, through the package datasets: tables in its cache, with random access."""
 
 import functools
-import os
 from typing import Any
 
 from maxramp.data.files.records import Record, RecordFile
@@ -24,12 +23,6 @@ class HubSet(RecordFile):
         """
         super().__init__(f"{hf_path}:{name}:{split}", column, tokens)
         self._given = hf_path, name, split
-
-    @property
-    def local_path(self) -> str:
-        """The folder that holds it; "" if it is only a name."""
-        hf_path, *_ = self._given
-        return hf_path if os.path.exists(hf_path) else ""
 
     @property
     def num_bytes(self) -> int:

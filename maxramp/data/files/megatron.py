@@ -263,14 +263,11 @@ class MegatronWriter:
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
         """Appends the tokens of documents."""
-        self.extend(np.concatenate(documents), np.fromiter(map(len, documents), np.int32))
-
-    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Appends documents by their tokens, one after another, and their lengths, int32."""
+        tokens = np.concatenate(documents)
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
-        self._data.write(tokens.astype(self._dtype, copy=False).data)
-        self._sizes.frombytes(np.ascontiguousarray(sizes, np.int32).tobytes())
+        self._data.write(tokens.astype(self._dtype).data)
+        self._sizes.extend(map(len, documents))
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:

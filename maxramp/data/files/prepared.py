@@ -29,41 +29,34 @@ def is_prepared(folder: str) -> bool:
     return storage.exists(posixpath.join(folder, NAME))
 
 
-class DocumentsHash:
-    """A hash of documents in order that can be taken of parts of the sequence and joined.
+def hash_documents(documents: Sequence[np.ndarray]) -> int:
+    """A hash of documents of token ids, in order, that can be joined to another one's.
 
     With b(d) a 127-bit hash of the tokens of one document, the hash of d_1 ... d_n is the sum of
     b(d_i) x^(n - i) modulo a prime. For a sequence u followed by v it is h(u) x^len(v) + h(v) (Karp
     and Rabin, Efficient randomized pattern-matching algorithms, 1987), so where the shards end does
     not matter.
     """
+    value = 0
+    for document in documents:
+        tokens = np.ascontiguousarray(document, "<i4")
+        digest = hashlib.blake2b(tokens.data, digest_size=16).digest()
+        value = (value * _POINT + int.from_bytes(digest)) % _PRIME
+    return value
 
-    def __init__(self):
-        self.value = 0
 
-    def add(self, documents: Sequence[np.ndarray]) -> None:
-        """Appends documents of token ids."""
-        for document in documents:
-            tokens = np.ascontiguousarray(document, "<i4")
-            digest = int.from_bytes(hashlib.blake2b(tokens.data, digest_size=16).digest())
-            self.value = (self.value * _POINT + digest) % _PRIME
-
-    def join(self, value: int, count: int) -> None:
-        """Appends a sequence of `count` documents by its hash."""
-        self.value = (self.value * pow(_POINT, count, _PRIME) + value) % _PRIME
-
-    def hex(self) -> str:
-        """The hash in 32 digits."""
-        return f"{self.value:032x}"
+def join(first: int, second: int, count: int) -> int:
+    """The hash of documents, and `count` others after them, by their hashes."""
+    return (first * pow(_POINT, count, _PRIME) + second) % _PRIME
 
 
 def make_manifest(
     shards: list[dict[str, Any]], tokenizer: dict[str, Any] | None, dtype: str, source: str
 ) -> dict[str, Any]:
     """The manifest of shards, in order; `source` identifies what they were made from."""
-    whole, documents = DocumentsHash(), sum(shard["documents"] for shard in shards)
+    whole, documents = 0, sum(shard["documents"] for shard in shards)
     for shard in shards:
-        whole.join(int(shard["hash"], 16), shard["documents"])
+        whole = join(whole, int(shard["hash"], 16), shard["documents"])
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -73,7 +66,7 @@ def make_manifest(
         "documents": documents,
         "tokens": sum(shard["tokens"] for shard in shards),
         "max_token": max((shard["max_token"] for shard in shards), default=-1),
-        "hash": hashlib.blake2b(f"{whole.hex()} {documents}".encode(), digest_size=8).hexdigest(),
+        "hash": hashlib.blake2b(f"{whole:032x} {documents}".encode(), digest_size=8).hexdigest(),
         "shards": shards,
     }
 
@@ -82,29 +75,32 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """The manifest of a prepared set.
 
     Raises:
-      ConfigError: it is torn, of another version, or of a set without tokens.
+      ConfigError: it is torn, of another version, or not what its shards add up to.
     """
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
         raise ConfigError(f"{folder}: is no prepared set (it has no {NAME}), or was not finished")
     try:
         manifest = json.loads(storage.read_bytes(path))
-        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
-            raise ConfigError(
-                f"{path}: is of format {manifest['format']!r} version {manifest['version']}, not "
-                f"{FORMAT!r} version {VERSION}; prepare it again"
-            )
-        made = make_manifest(*map(manifest.get, ("shards", "tokenizer", "dtype", "source")))
-        torn = [name for name in made if manifest[name] != made[name]]
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        kind = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}: is torn or no manifest; prepare the set again") from None
-    if torn:
-        raise ConfigError(f"{path}: {torn[0]} is not what its shards add up to; prepare it again")
-    if not manifest["tokens"]:
-        raise ConfigError(f"{path}: the set has {manifest['documents']} documents and no tokens")
+    if kind != (FORMAT, VERSION):
+        raise ConfigError(
+            f"{path}: is of format {kind[0]!r} version {kind[1]}, not {FORMAT!r} version "
+            f"{VERSION}; prepare it again"
+        )
+    made = make_manifest(*(manifest.get(k) for k in ("shards", "tokenizer", "dtype", "source")))
+    for name, value in made.items():
+        if manifest.get(name) != value:
+            raise ConfigError(f"{path}: {name} is not what its shards add up to; prepare it again")
     return manifest
+
+
+def vocab_size_for(manifest: dict[str, Any]) -> int:
+    """The vocab_size to train on a set with: a multiple of 64."""
+    tokenizer = manifest["tokenizer"]
+    return -(-(tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1) // 64) * 64
 
 
 def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile]]:
@@ -116,23 +112,19 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile]]:
       ConfigError: it is no such set, or a file is missing, torn or of another dtype.
     """
     manifest = read_manifest(folder)
-    dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+    wanted_dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile:
-        path, n = posixpath.join(folder, shard["name"]), shard["documents"]
+        path = posixpath.join(folder, shard["name"])
         file = MegatronFile(path)
-        if file.dtype != dtype:
+        there = file.dtype, len(file), storage.size_of(file.data_path)
+        wanted = wanted_dtype, shard["documents"], shard["tokens"] * wanted_dtype.itemsize
+        if there != wanted:
+            says = "{1} documents of {0} in {2} bytes".format
             raise ConfigError(
-                f"{path}.idx: its tokens are {file.dtype}, but {NAME} says {dtype}; prepare the "
-                "set again"
+                f"{path}.bin and .idx hold {says(*there)}, but {NAME} says {says(*wanted)}: torn; "
+                "prepare the set again"
             )
-        for suffix, wanted in (("bin", shard["tokens"] * dtype.itemsize), ("idx", 42 + 20 * n)):
-            there = storage.size_of(f"{path}.{suffix}")
-            if there != wanted:
-                raise ConfigError(
-                    f"{path}.{suffix}: has {there} bytes, but {NAME} says {wanted} ({n} documents, "
-                    f"{shard['tokens']} tokens): torn; prepare the set again"
-                )
         return file
 
     # Thousands of files on slow storage: in threads.
