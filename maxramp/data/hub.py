@@ -33,30 +33,28 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
     errors = optional("huggingface_hub.errors", "huggingface_hub", f"{key}={name}", "hub")
     try:
         cached = hub.try_to_load_from_cache(name, file)
-    except errors.HFValidationError as error:
-        raise ConfigError(
-            f"{key}={name}: no such file or folder here, and no name of a model on Hugging Face "
-            f"({' '.join(str(error).split())[:150]}); give a path, or organization/model"
-        ) from None
-    if isinstance(cached, str):
-        return cached
-    if cached is not None and not required:  # known not to be there
-        return ""
-    try:
+        if isinstance(cached, str):
+            return cached
+        if cached is not None and not required:  # known not to be there
+            return ""
         return hub.hf_hub_download(name, file)
+    except errors.HFValidationError as error:
+        why = f"no name of a model on Hugging Face ({_said(error)})"
     except errors.LocalEntryNotFoundError:
         why = "the cache of Hugging Face does not hold it, and the hub is out of reach"
     except errors.GatedRepoError:
         why = "its owner gives access to some only; ask for it, and set HF_TOKEN"
-    except errors.RepositoryNotFoundError:
-        why = "Hugging Face has no such model, or not for this user (HF_TOKEN)"
-    except errors.EntryNotFoundError:
+    except errors.EntryNotFoundError as error:
         if not required:
             return ""
-        why = "the model on Hugging Face has no such file"
+        why = f"the model on Hugging Face has no such file ({_said(error)})"
     except Exception as error:  # of the client, of the network, of the disk
-        why = f"cannot be fetched ({' '.join(str(error).split())[:150]})"
+        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_said(error)})"
     raise ConfigError(
         f"{key}={name}: no such file or folder here; {file} of the model of that name: {why}; "
         f"fetch it where there is a network (hf download {name} {file}), or give a path"
     )
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:150]

@@ -10,6 +10,10 @@ from maxramp.keys import base
 from maxramp.keys.section import Keys, at_least, below_one, one_of, positive_or_open, uint32
 from maxramp.rampup.numbers import exact
 
+_GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | dict.fromkeys(
+    ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class DataKeys(Keys):
@@ -67,24 +71,17 @@ class DataKeys(Keys):
                 f"vocab_size={self.vocab_size} is too small for dataset_type=text: 256 bytes and "
                 "two marks make 258; use 320 (a multiple of 64) or more"
             )
-        for name in ("grain_train_files", "grain_eval_files"):
-            if getattr(self, name) and self.dataset_type != "grain":
+        for name, goes_with in _GO_WITH.items():
+            value = getattr(self, name)
+            if value != base.base()[name] and self.dataset_type != goes_with:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} goes with dataset_type=grain, not "
-                    f"{self.dataset_type}"
+                    f"{name}={value} goes with dataset_type={goes_with}, not {self.dataset_type}"
                 )
         if self.dataset_type == "grain" and not self.grain_train_files:
             raise ConfigError(
                 "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
                 "or glob,weight;glob,weight"
             )
-        not_given = base.base()
-        for name in ("hf_path", "hf_name", "hf_eval_split", "train_split"):
-            if getattr(self, name) != not_given[name] and self.dataset_type != "hf":
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} goes with dataset_type=hf, not "
-                    f"{self.dataset_type}"
-                )
         if self.dataset_type == "hf" and not (self.hf_path and self.train_split):
             raise ConfigError(
                 "dataset_type=hf needs hf_path, the name of a data set such as allenai/c4, and "

@@ -28,42 +28,36 @@ def open_texts(keys: DataKeys) -> Corpus:
     # is a fair sample; of a single file it is the file's end.
     cut = len(tokens) - round(len(tokens) * keys.eval_fraction)
     train, held_out = StreamRows(tokens[:cut], length), StreamRows(tokens[cut:], length)
-    for rows, part, wanted in (
-        (train, "training", True),
-        (held_out, "held-out", keys.eval_interval > 0),
+    for rows, part, size, remedy in (
+        (train, "training", cut, ""),
+        (held_out, "held-out", len(tokens) - cut, ", a larger eval_fraction, or eval_interval=-1"),
     ):
-        if wanted and not len(rows):
-            size = cut if rows is train else len(tokens) - cut
+        if not len(rows) and (rows is train or keys.eval_interval > 0):
             raise ConfigError(
                 f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
-                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter rows"
-                + ("" if rows is train else ", a larger eval_fraction, or eval_interval=-1")
+                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
+                f"rows{remedy}"
             )
-    digest = hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
-    megabytes = len(tokens) / 1e6
     return Corpus(
         (Part(name, 1.0, train),),
         held_out,
-        f"{name}: {len(files)} files, {megabytes:.1f} MB, {len(train)} rows to train on and "
-        f"{len(held_out)} held out",
-        digest,
+        f"{name}: {len(files)} files, {len(tokens) / 1e6:.1f} MB, {len(train)} rows to train on "
+        f"and {len(held_out)} held out",
+        hashlib.blake2b(tokens.data, digest_size=8).hexdigest(),
     )
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
     """(name, path) of every file, in the corpus's order, and what to call them."""
     if not pattern:
+        title, paths = "sources of the Python standard library", []
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        paths = []
-        for folder, folders, names in os.walk(root, onerror=_unless_forbidden):
+        for folder, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in skipped]
             paths += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
-        title = "sources of the Python standard library"
-        if not paths:
-            raise ConfigError(f"text_files= : no Python sources in {root}; give text_files=FOLDER")
     else:
-        root = pathlib.Path(os.path.expanduser(pattern))
+        title, root = f"text_files={pattern}", pathlib.Path(os.path.expanduser(pattern))
         if root.is_dir():
             paths = [p for p in root.rglob("*") if p.is_file()]
             paths = [p for p in paths if not any(x[0] == "." for x in p.relative_to(root).parts)]
@@ -71,17 +65,10 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
             paths = [pathlib.Path(p) for p in glob.glob(str(root), recursive=True)]
             paths = [p for p in paths if p.is_file()]
             root = pathlib.Path(os.path.commonpath([p.parent for p in paths] or ["/"]))
-        title = f"text_files={pattern}"
-        if not paths:
-            raise ConfigError(f"{title}: no such file, and no folder or glob that holds files")
+    if not paths:
+        raise ConfigError(f"text_files={pattern}: no such file, and no folder or glob that has any")
     named = [(p.relative_to(root).as_posix(), p) for p in paths]
     return sorted(named, key=lambda item: hashlib.sha256(item[0].encode()).digest()), title
-
-
-def _unless_forbidden(error: OSError) -> None:
-    """Ends a walk at a folder that cannot be read, but passes by one that nobody here may read."""
-    if not isinstance(error, PermissionError):
-        raise error
 
 
 def _read_documents(files: list[tuple[str, pathlib.Path]]) -> np.ndarray:

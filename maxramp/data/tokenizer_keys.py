@@ -37,12 +37,10 @@ def type_of(kind: str, path: str, dataset_type: str) -> str:
     if kind or not path:
         return kind or "bytes"
     local = os.path.expanduser(path)
-    if os.path.isfile(os.path.join(local, "tokenizer.json")):
+    kind = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
+    if hub.is_name(path) or os.path.isfile(os.path.join(local, "tokenizer.json")):
         return "huggingface"
-    kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
-    if kind is None and hub.is_name(path):
-        return "huggingface"
-    if kind is None or os.path.isdir(local):
+    if not kind or os.path.isdir(local):
         what = "its name does not say of what type it is"
         if os.path.isdir(local):
             what = "the folder has no tokenizer.json"

@@ -185,12 +185,10 @@ class Tokenizer:
     def copy_to(self, folder: pathlib.Path) -> str:
         """Puts the tokenizer's files into a folder; returns the name of its own there."""
         name = TYPES[self.type][1]
-        copies = {self.file: name}
-        if self.type == "huggingface" and storage.exists(_marks_file(self.file)):
-            copies[_marks_file(self.file)] = _MARKS
-        for file, copy in copies.items():
-            if copy and pathlib.Path(file).absolute() != (folder / copy).absolute():
-                storage.write_whole(folder / copy, storage.read_bytes(file))
+        if name:
+            storage.write_whole(folder / name, storage.read_bytes(self.file))
+        if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
+            storage.write_whole(folder / _MARKS, storage.read_bytes(marks))
         return name
 
     @property
@@ -200,13 +198,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:
-        marks = []
-        for key, mark in (("add_bos", self._model.begin), ("add_eos", self._model.end)):
-            wanted = getattr(self, key)
-            if wanted and mark is None:
+        begin, end = self._model.begin, self._model.end
+        for key, mark in (("add_bos", begin), ("add_eos", end)):
+            if getattr(self, key) and mark is None:
                 raise ConfigError(f"{key}=True, but {self.file} has no such mark; use {key}=False")
-            marks.append(np.asarray([mark] if wanted else [], np.int32))
-        return marks[0], marks[1]
+        return (
+            np.asarray([begin] * self.add_bos, np.int32),
+            np.asarray([end] * self.add_eos, np.int32),
+        )
 
     @functools.cached_property
     def _model(self) -> _Model:

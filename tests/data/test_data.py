@@ -1,7 +1,5 @@
 """Which rows there are, and which of them a step trains on."""
 
-import errno
-import os
 import pathlib
 
 import jax
@@ -13,7 +11,6 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import StreamRows
-from maxramp.data.texts import _find_files
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -218,23 +215,3 @@ def test_batches_are_sharded_over_rows(texts):
     loader.close()
     assert {shard.data.shape for shard in batch.tokens.addressable_shards} == {(1, 2, 17)}
     assert isinstance(batch.tokens.sharding, jax.sharding.NamedSharding)
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_a_folder_of_the_default_corpus_that_cannot_be_read(monkeypatch, code):
-    """A disk that fails ends the run; what nobody here may read is no part of the corpus."""
-    scandir = os.scandir
-
-    def failing(path="."):
-        if os.path.basename(path) == "json":
-            raise OSError(code, os.strerror(code), path)
-        return scandir(path)
-
-    names = {name for name, _ in _find_files("")[0]}
-    monkeypatch.setattr(os, "scandir", failing)
-    if code == errno.EIO:
-        with pytest.raises(OSError, match="Input/output error"):
-            _find_files("")
-    else:
-        left = {name for name, _ in _find_files("")[0]}
-        assert left == {name for name in names if not name.startswith("json/")} < names

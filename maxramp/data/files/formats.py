@@ -1,10 +1,12 @@
 """JSON lines, Parquet and text files, and the reader of every format."""
 
+import contextlib
 import functools
 import gzip
 import io
 import json
 import os
+import shutil
 import tempfile
 import threading
 import zlib
@@ -29,7 +31,8 @@ from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.files.storage import optional
 
-_BLANK = (b"\n", b"\r\n")
+_BLANK = (b"", b"\n", b"\r\n")
+_MOST_KEPT = 512 << 20  # bytes of row groups of Parquet files
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
 
 SUFFIXES = {
@@ -90,29 +93,22 @@ class JsonLines(RecordFile):
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
         """The lines that begin in bytes [start, stop); of a compressed file, all."""
-        with self._open() as file:
-            position = 0
+        with self._reading() as file:
+            position = start
             if start:  # a line that begins before `start` belongs to the piece before
                 file.seek(start - 1)
-                position = start - 1 + self._read_line(file)[1]
-            while self._compression or position < stop:
-                try:
-                    line, size = self._read_line(file)
-                except (OSError, EOFError, zlib.error) as error:
-                    raise ConfigError(self._torn(error)) from None
-                if not line:
-                    return
+                position += len(self._line(file)) - 1
+            while (self._compression or position < stop) and (line := self._line(file)):
                 if line not in _BLANK:
-                    yield attempt(position, self._parse, line, size)
-                position += size
+                    yield attempt(position, self._parse, line)
+                position += len(line)
 
     def __len__(self) -> int:
         return len(self._index[1]) - 1
 
     def _record(self, index: int) -> Record:
         data, starts = self._index
-        start, stop = int(starts[index]), int(starts[index + 1])
-        return self._parse(data[start : min(stop, start + LONGEST_LINE)].tobytes(), stop - start)
+        return self._parse(data[int(starts[index]) : int(starts[index + 1])].tobytes())
 
     def where(self, index: int) -> str:
         """The file and the number of the line, from 1 on."""
@@ -121,7 +117,7 @@ class JsonLines(RecordFile):
     def where_place(self, place: int) -> str:
         """The same of the line at a byte; it is counted, which only errors need."""
         count = 1
-        with self._open() as file:
+        with self._reading() as file:
             while place > 0 and (block := file.read(min(place, 1 << 20))):
                 count, place = count + block.count(b"\n"), place - len(block)
         return f"{self.path}: line {count}"
@@ -130,24 +126,34 @@ class JsonLines(RecordFile):
     def _compression(self) -> str:
         return {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(self.path)[1].lower(), "")
 
-    def _open(self) -> BinaryIO:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[BinaryIO]:
+        """The file as it was before it was compressed; what goes wrong with it names it."""
         file = storage.open_binary(self.path)
         if self._compression == "gzip":
-            return gzip.open(file)
-        if self._compression == "zstd":
+            file = gzip.GzipFile(fileobj=file)
+        elif self._compression == "zstd":
             arrow = optional("pyarrow", "pyarrow", self.path)
-            return io.BufferedReader(arrow.CompressedInputStream(file, "zstd"), 1 << 20)
-        return io.BufferedReader(file, 1 << 20) if storage.is_remote(self.path) else file
+            file = io.BufferedReader(arrow.CompressedInputStream(file, "zstd"), 1 << 20)
+        elif storage.is_remote(self.path):
+            file = io.BufferedReader(file, 1 << 20)
+        try:
+            with file:
+                yield file
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None)  # the system's, not the decompressor's
+            what = f"is cut off or no {self._compression} file ({error}); make it again"
+            what = f"cannot be read: {reason}" if reason else what
+            raise ConfigError(f"{self.path}: {what}") from None
 
-    @staticmethod
-    def _read_line(file: BinaryIO) -> tuple[bytes, int]:
-        """The next line, of an over-long one its beginning, and its size."""
-        line = part = file.readline(LONGEST_LINE)
-        size = len(line)
-        while size >= LONGEST_LINE and part and not part.endswith(b"\n"):
-            part = file.readline(1 << 20)
-            size += len(part)
-        return line, size
+    def _line(self, file: BinaryIO) -> bytes:
+        line = file.readline(LONGEST_LINE)
+        if len(line) == LONGEST_LINE:
+            raise ConfigError(
+                f"{self.path}: has a line of {LONGEST_LINE:,} bytes or more; write a JSON object "
+                "on each line"
+            )
+        return line
 
     @functools.cached_property
     def _index(self) -> tuple[Any, np.ndarray]:
@@ -156,30 +162,20 @@ class JsonLines(RecordFile):
         What is compressed or far away is brought to a temporary file first.
         """
         if self._compression or storage.is_remote(self.path):
-            with tempfile.TemporaryFile() as copy, self._open() as file:
-                try:
-                    while block := file.read(1 << 20):
-                        copy.write(block)
-                except (OSError, EOFError, zlib.error) as error:
-                    raise ConfigError(self._torn(error)) from None
+            with tempfile.TemporaryFile() as copy, self._reading() as file:
+                shutil.copyfileobj(file, copy, 1 << 20)
                 copy.flush()
-                empty = not copy.tell()
-                data = np.empty(0, np.uint8) if empty else np.memmap(copy, np.uint8, "r")
+                data = np.memmap(copy, np.uint8, "r") if copy.tell() else np.empty(0, np.uint8)
         else:
             data = storage.map_bytes(self.path)
         blocks = range(0, len(data), 1 << 24)
         breaks = [1 + a + np.flatnonzero(data[a : a + (1 << 24)] == ord("\n")) for a in blocks]
         starts = np.concatenate([[0], *breaks, [len(data)]]).astype(np.int64)
-        length, first = np.diff(starts), starts[:-1]
-        blank = length == 0
-        for size, byte in ((1, ord("\n")), (2, ord("\r"))):
-            short = np.flatnonzero(length == size)
-            blank[short] = data[first[short]] == byte
-        return data, np.append(first[~blank], len(data))
+        short = np.flatnonzero(np.diff(starts) < 3)
+        blank = [i for i in short if data[starts[i] : starts[i + 1]].tobytes() in _BLANK]
+        return data, np.append(np.delete(starts[:-1], blank), len(data))
 
-    def _parse(self, line: bytes, size: int) -> Record:
-        if size > LONGEST_LINE:
-            raise BadRecord(f"has {size:,} bytes, more than the {LONGEST_LINE:,} of a line")
+    def _parse(self, line: bytes) -> Record:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -191,33 +187,21 @@ class JsonLines(RecordFile):
             raise self._missing(record)
         return self._checked(record[self.column])
 
-    def _torn(self, error: Exception) -> str:
-        if reason := getattr(error, "strerror", None):  # the system's, not the decompressor's
-            return f"{self.path}: cannot be read: {reason}"
-        return f"{self.path}: is cut off or no {self._compression} file ({error}); make it again"
+
+_recent: dict[Any, Any] = {}  # columns of row groups, the last used last
+_recent_lock = threading.Lock()
 
 
-class _Recent:
-    """What was used last, up to a number of bytes; what has `nbytes` may be kept."""
-
-    def __init__(self, limit: int):
-        self._limit, self._held, self._kept = limit, 0, {}
-        self._lock = threading.Lock()
-
-    def get(self, key: Any, read: Callable[[], Any]) -> Any:
-        """The value of a key, read if it is not kept."""
-        with self._lock:
-            value = self._kept.pop(key, None)
-            if value is None:
-                value = read()
-                self._held += value.nbytes
-            self._kept[key] = value  # dicts are in order of insertion: the last used is last
-            while self._held > self._limit and len(self._kept) > 1:
-                self._held -= self._kept.pop(next(iter(self._kept))).nbytes
-            return value
-
-
-_ROW_GROUPS = _Recent(512 << 20)
+def _kept(key: Any, read: Callable[[], Any]) -> Any:
+    """The column of a key, read if it is not among those used last, of up to _MOST_KEPT bytes."""
+    with _recent_lock:
+        there = key in _recent
+        _recent[key] = _recent.pop(key) if there else read()
+        while not there and sum(column.nbytes for column in _recent.values()) > _MOST_KEPT:
+            if len(_recent) == 1:
+                break
+            del _recent[next(iter(_recent))]
+        return _recent[key]
 
 
 class ParquetFile(RecordFile):
@@ -248,7 +232,7 @@ class ParquetFile(RecordFile):
 
     def _record(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
-        column = _ROW_GROUPS.get((self.path, self.column, group), lambda: self._column(group))
+        column = _kept((self.path, self.column, group), lambda: self._column(group))
         return self._value(column[index - int(self._starts[group])])
 
     def _column(self, group: int) -> Any:

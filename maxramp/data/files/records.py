@@ -47,12 +47,6 @@ class RecordFile(abc.ABC):
         return self.path
 
     @property
-    def local_path(self) -> str:
-        """The same, without a protocol; "" if it is far away."""
-        path = self.data_path.removeprefix("file://")
-        return "" if storage.is_remote(path) else path
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the file."""
         return storage.size_of(self.data_path)
@@ -115,9 +109,9 @@ class RecordFile(abc.ABC):
         """
         if self.tokens:
             try:
-                ids = np.asarray(value if value is not None else "nothing")
+                ids = np.asarray(value)
             except ValueError:  # lists of several lengths
-                ids = np.asarray("lists")
+                ids = np.asarray(None)
             if ids.size == 0:
                 return np.empty(0, np.int32)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
