@@ -39,6 +39,7 @@ from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.job.loop import train
 from maxramp.job.start import Job, Start, start
 from maxramp.model.size import training_flops_per_token
+from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import run
 from maxramp.processes.preemption import Preemption
 from maxramp.rampup.schedule import Stage
@@ -84,7 +85,7 @@ def _run(begun: Start) -> int:
 
 
 class Pretrainer:
-    """Takes the steps of next-token prediction on rows of text, on the set mesh."""
+    """Takes the steps of next-token prediction on rows of text."""
 
     def __init__(self, job: Job, loader: Loader, abstract: TrainState):
         """Announces the programs of every stage, and makes or restores the state meanwhile.
@@ -117,7 +118,8 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract.model, config.model, span, job.changes)
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)
         self._held = HeldState(first)
-        self._no_sums = jax.jit(lambda: (jnp.float32(0),) * 2)()  # of an evaluation, on the devices
+        no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * 2)
+        self._no_sums = no_sums()  # of an evaluation, on the devices
 
     @property
     def state(self) -> TrainState:

@@ -144,6 +144,17 @@ def test_a_spec_is_found(source, expected):
     assert builds_specs(source) == expected
 
 
+def test_no_mesh_is_global():
+    """A program's mesh is set while it is traced, lowered or called, and nothing reads another."""
+    for name, text in modules().items():
+        nodes = list(ast.walk(ast.parse(text)))
+        scoped = {
+            id(item.context_expr) for n in nodes if isinstance(n, ast.With) for item in n.items
+        }
+        for call in (n for n in nodes if isinstance(n, ast.Call) and id(n) not in scoped):
+            assert ast.unparse(call.func) not in ("jax.set_mesh", "jax.sharding.get_mesh"), name
+
+
 def test_packages_hold_no_code():
     """So an import of a package drags nothing in; `rampup` alone names what programs use."""
     for path in PACKAGE.rglob("__init__.py"):

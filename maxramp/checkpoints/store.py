@@ -24,6 +24,7 @@ from maxramp.checkpoints.timer import Timer
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, place
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
@@ -156,7 +157,8 @@ class Checkpoints:
         """
         if position:
             return self.restore(position, abstract)
-        state = initial_state(recipe)
+        with jax.set_mesh(mesh_of(abstract)):
+            state = initial_state(recipe)
         if self._keys.load_parameters_path:
             path = place(self._keys.load_parameters_path)
             return state.with_model(self.load_parameters(path, abstract.model))

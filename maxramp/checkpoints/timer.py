@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from maxramp.parallel.mesh import line
 from maxramp.parallel.sharding import BY_DEVICE
 
 
@@ -23,7 +24,7 @@ class Timer:
         self._seconds = 60 * minutes
         self._pending: jax.Array | None = None
         if minutes > 0 and jax.process_count() > 1:
-            self._sharding = NamedSharding(jax.sharding.get_mesh(), BY_DEVICE)
+            self._sharding = NamedSharding(line(), BY_DEVICE)
             self._any = jax.jit(jnp.max)
         self.start()
 

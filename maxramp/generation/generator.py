@@ -25,7 +25,7 @@ from maxramp.model.execution import Execution
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.cache import Cache
 from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.mesh import on_mesh
+from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import (
     REPLICATED,
     ROWS_B,
@@ -81,7 +81,7 @@ class Answer:
 
 
 class Generator:
-    """Writes answers with the weights that it is given, on the mesh that is set.
+    """Writes answers with the weights that it is given, on their mesh.
 
     Every process of a job calls it alike, and gets all answers.
     """
@@ -93,17 +93,16 @@ class Generator:
           model: it, or its shapes and shardings.
           options: of the compiler, as `training.programs.compiler_options` gives them.
         """
-        jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
-        self._keys, self._execution = keys, Execution.of(keys)
-        self._mesh = jax.sharding.get_mesh()
+        self._keys, self._execution, self._mesh = keys, Execution.of(keys), mesh_of(model)
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
         self._ranks = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
+        jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options or {}) or None)
         prepared = functools.partial(_prepared, dtype=keys.dtype)
-        _, self._structure = jax.tree.flatten(jax.eval_shape(prepared, model))
+        self._structure = jax.tree.structure(jit(prepared).eval_shape(model))
         self._prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
         # The caches and rows of a step take the place of those of the step before.
@@ -198,7 +197,7 @@ class Generator:
           model: its shapes and shardings.
           count: of prompts, of up to `room` tokens each. The others are as in `generate`.
         """
-        weights = on_mesh(self._prepare.eval_shape(model), self._mesh)
+        weights = self._prepare.eval_shape(model)
         length, slots = self._lengths(room, most_tokens)
         prompts = [np.zeros(1, np.int32)] * count
         rows = _new_rows(prompts, most_tokens, range(count), slots, self._ranks)
@@ -208,7 +207,6 @@ class Generator:
 
         def decode() -> jax.stages.Traced:
             caches = self._prefill.eval_shape(weights, rows, length=length, slots=slots)
-            caches = on_mesh(caches, self._mesh)
             numbers = np.uint32(0), np.int32(1)
             return self._decode.trace(
                 weights, caches, rows, *numbers, sampling=sampling, stops=tuple(stops)

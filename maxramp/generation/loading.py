@@ -109,7 +109,7 @@ class TrainedRun:
         self.config.check()
 
     def load(self) -> Decoder:
-        """The weights, on a mesh of all devices, which is set; starts the backend.
+        """The weights, on a mesh of all devices; starts the backend.
 
         Raises:
           ConfigError: the devices do not suit the keys, or the weights cannot be read.
@@ -118,7 +118,6 @@ class TrainedRun:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         mesh = mesh_lib.make_mesh(self.config.mesh)
-        jax.set_mesh(mesh)
         path, values = self.checkpoint.path, self.config.values
         store = Checkpoints(self.config.checkpoints, path.parent, "", values, print_note)
         return store.load_parameters(path, abstract_state(self.config.recipe, mesh).model)

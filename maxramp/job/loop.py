@@ -51,7 +51,7 @@ class Trainer(Protocol):
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job, on the set mesh.
+    """Trains the steps of a job.
 
     Args:
       job: the run's folder, and which steps of it.

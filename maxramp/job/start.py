@@ -55,7 +55,6 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
             run_folder = place(config.run.base_output_directory) / config.run.run_name
             folder.check_sources(config.checkpoints, run_folder / "checkpoints")
         mesh = mesh_lib.make_mesh(config.mesh)
-        jax.set_mesh(mesh)
         yield Start(config, mesh, mesh_checker(loaded), preemption, watchdog, closing)
 
 
@@ -65,7 +64,7 @@ class Start:
 
     Attributes:
       config: resolved.
-      mesh: of the job's devices; it is set.
+      mesh: of the job's devices.
       usable: whether the model's mesh can be made of so many devices, in a later job.
       preemption: whether somebody asked the run to stop.
       watchdog: gets a beat at every step or part of one, and before the first for what is opened.

@@ -1,10 +1,12 @@
 """The device mesh.
 
-The axes are those of `axes`.
+The axes are those of `axes`. Programs are traced and lowered where their mesh is set, and there
+alone: nothing asks which mesh is set but what is being traced.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,12 +35,16 @@ def num_slices() -> int:
 
 
 def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The device mesh of a resolved config, over all devices of the job or those given.
+    """The mesh of these sizes over all devices of the job or those given: the same one every time.
 
     An axis is its dcn part (outer, between slices) times its ici part (inner, inside a slice).
     """
-    devices = jax.devices() if devices is None else devices
-    ici, dcn = (list(keys.group(group).values()) for group in ("ici", "dcn"))
+    ici, dcn = (tuple(keys.group(group).values()) for group in ("ici", "dcn"))
+    return _make_mesh(ici, dcn, tuple(jax.devices() if devices is None else devices))
+
+
+@functools.cache
+def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.Device, ...]) -> Mesh:
     if math.prod(dcn) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
     elif devices[0].platform == "cpu":
@@ -46,6 +52,17 @@ def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Me
     else:
         grid = mesh_utils.create_device_mesh(ici, devices)
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
+
+
+def line() -> Mesh:
+    """All devices of the job in a line, for what is the same on every mesh."""
+    others = (1,) * (len(AXES) - 1)
+    return _make_mesh((jax.device_count(), *others), (1, *others), tuple(jax.devices()))
+
+
+def mesh_of(tree: Any) -> Mesh:
+    """The mesh on which a tree of arrays, or of their shapes, lies."""
+    return jax.tree.leaves(tree)[0].sharding.mesh
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -65,3 +82,26 @@ def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, tree)
+
+
+class Jitted:
+    """`jax.jit` of a function for one mesh, which is set where it is traced and called."""
+
+    def __init__(self, mesh: Mesh, function: Callable, **options: Any):
+        """`options` are those of `jax.jit`."""
+        self._mesh, self.jitted = mesh, jax.jit(function, **options)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """The function's result."""
+        with jax.set_mesh(self._mesh):
+            return self.jitted(*arguments, **named)
+
+    def trace(self, *arguments: Any, **named: Any) -> jax.stages.Traced:
+        """As that of `jax.jit`; lower what it returns where the mesh is set."""
+        with jax.set_mesh(self._mesh):
+            return self.jitted.trace(*arguments, **named)
+
+    def eval_shape(self, *arguments: Any, **named: Any) -> Any:
+        """The result's shapes and shardings."""
+        with jax.set_mesh(self._mesh):
+            return on_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)

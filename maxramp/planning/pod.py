@@ -103,26 +103,24 @@ class Pod:
         lower = self._lower
         start = time.perf_counter()
         limit = {"peak_tflops_per_device": self.machine.peak_tflops}
-        # Setting a mesh of devices that are not there fails as soon as anything runs.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            try:
-                lowered = lower(accumulation, rows)
-            except RuntimeError as error:  # a library that a kernel needs is not installed
-                raise ConfigError(
-                    f"compile_topology={self.machine.name}: {reason_of(error)} "
-                    "docs/pods.md says what to install"
-                ) from None
-            try:
-                compiled = lowered.compile(self._options or None)
-            except jax.errors.JaxRuntimeError as error:
-                if not (sizes := _too_big(str(error))):
-                    raise
-                memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
-                return limit | {
-                    "memory_gib": memory | {"limit": min(sizes[1], self.limit)},
-                    "fits": False,
-                    "compile_seconds": time.perf_counter() - start,
-                }
+        try:
+            lowered = lower(accumulation, rows)
+        except RuntimeError as error:  # a library that a kernel needs is not installed
+            raise ConfigError(
+                f"compile_topology={self.machine.name}: {reason_of(error)} "
+                "docs/pods.md says what to install"
+            ) from None
+        try:
+            compiled = lowered.compile(self._options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if not (sizes := _too_big(str(error))):
+                raise
+            memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
+            return limit | {
+                "memory_gib": memory | {"limit": min(sizes[1], self.limit)},
+                "fits": False,
+                "compile_seconds": time.perf_counter() - start,
+            }
         seconds = time.perf_counter() - start
         arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
         peak = compiled_bytes(compiled) / GIB

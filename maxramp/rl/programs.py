@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.mesh import on_mesh
+from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.rl.rollout import Rollout
@@ -35,7 +35,7 @@ _SHARED = ("preparing weights", "zeroing sums", "the update", "later updates")
 
 
 class PolicyPrograms:
-    """What a step computes, on the mesh that is set.
+    """What a step computes, on the mesh of its state.
 
     Attributes:
       policy: what is minimized.
@@ -68,10 +68,10 @@ class PolicyPrograms:
           ahead: compiles.
           options: of the compiler (`training.programs.compiler_options`).
         """
-        jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
+        self._mesh = mesh_of(state)
+        jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
         self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        self._mesh: Mesh = jax.sharding.get_mesh()
         self.row_length = recipe.model.max_target_length + 1
         execution = recipe.execution
         dtype, objective = execution.dtype, policy_gradient(policy, execution)
@@ -103,7 +103,7 @@ class PolicyPrograms:
             self._announced[answers] = self.traced(answers)
         for key, trace in self._announced[answers].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
-            self._ahead.announce(key, name, functools.partial(_lower, trace))
+            self._ahead.announce(key, name, self._mesh, functools.partial(_lower, trace))
 
     def wait(self, stage: Stage) -> float:
         """Waits until a stage's programs are compiled, and returns the seconds that took.
@@ -132,7 +132,7 @@ class PolicyPrograms:
         batch = self._batch(answers)
 
         def sums() -> Any:
-            return on_mesh(self.zeros.eval_shape(state.trained), self._mesh)
+            return self.zeros.eval_shape(state.trained)
 
         def change(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
@@ -141,7 +141,7 @@ class PolicyPrograms:
         found["zeroing sums"] = lambda: self.zeros.trace(state.trained)
         if self.policy.grpo_beta:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)
-            log_probs = on_mesh(self.reference.eval_shape(model, batch), self._mesh)
+            log_probs = self.reference.eval_shape(model, batch)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
         found["gradients"] = lambda: self.add.trace(sums(), state.trained, state.frozen, batch)
         found["the update"] = change(again=False)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.rl.batch import Scored, to_batch
@@ -37,7 +38,7 @@ _HELD_OUT = 2**31  # number of the first answer of an evaluation
 
 
 class PolicyTrainer:
-    """Takes the steps of GRPO, on the mesh that is set.
+    """Takes the steps of GRPO.
 
     Attributes:
       state: after the steps that were taken.
@@ -72,7 +73,7 @@ class PolicyTrainer:
         self._prompts, self._held_out, self._scorer = prompts, held_out, scorer
         self._beat, self._stopping = beat, stopping
         self._policy = programs.policy
-        self._sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS_BT)
+        self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
         """One rollout batch and the updates on it, the last of which the devices still work on.

@@ -27,6 +27,7 @@ from maxramp.keys.yamlfile import parse
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import cost_of_packing, select_for
+from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
@@ -309,7 +310,7 @@ class Output:
         changes: Sequence[str],
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
-        ramp, mesh = span.ramp, jax.sharding.get_mesh()
+        ramp, mesh = span.ramp, mesh_of(model)
         kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)

@@ -1,8 +1,8 @@
 """Programs that are compiled before they are needed.
 
-Lowering needs the mesh of the main thread and takes tenths of a second: one program at a time,
-while the devices are busy. Compiling takes seconds to minutes and needs no mesh: one background
-thread does it, in the order of use, which is the same on every host.
+Lowering takes tenths of a second of the main thread: one program at a time, while the devices are
+busy, where the program's mesh is set. Compiling takes seconds to minutes and needs no mesh: one
+background thread does it, in the order of use, which is the same on every host.
 """
 
 import collections
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxramp.errors import StepError, reason_of
 from maxramp.parallel import cpu
@@ -27,6 +28,7 @@ class _Program:
     """A program on its way: lowered, then compiled."""
 
     name: str
+    mesh: Mesh
     lower: Callable[[], jax.stages.Lowered]
     compiled: concurrent.futures.Future
 
@@ -60,16 +62,19 @@ class Ahead:
         )
         self._thread.start()
 
-    def announce(self, key: Hashable, name: str, lower: Callable[[], jax.stages.Lowered]) -> None:
+    def announce(
+        self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], jax.stages.Lowered]
+    ) -> None:
         """Has a program compiled after those that wait to be, unless one of that key is known.
 
         Args:
           key: by which it is asked for.
           name: in lines about it.
-          lower: called in the main thread.
+          mesh: to lower it for.
+          lower: called in the main thread, where the mesh is set.
         """
         if key not in self:
-            self._programs[key] = _Program(name, lower, concurrent.futures.Future())
+            self._programs[key] = _Program(name, mesh, lower, concurrent.futures.Future())
             self._waiting.append(self._programs[key])
 
     def __contains__(self, key: Hashable) -> bool:
@@ -116,7 +121,8 @@ class Ahead:
 
     def _lower_next(self) -> None:
         program = self._waiting.popleft()
-        self._work.put((program, program.lower()))
+        with jax.set_mesh(program.mesh):
+            self._work.put((program, program.lower()))
 
     def _compile_all(self) -> None:
         while item := self._work.get():

@@ -59,8 +59,7 @@ def lower_step(
       platforms: to lower for, where the mesh's devices belong to no backend of this process.
 
     Returns:
-      A function of gradient accumulation steps and the rows of a micro batch over all devices. Call
-      it where the mesh is set.
+      A function of gradient accumulation steps and the rows of a micro batch over all devices.
     """
     state = abstract_state(recipe, mesh)
     jitted = jax.jit(make_train_step(recipe, learning_rate), donate_argnums=0)
@@ -68,8 +67,10 @@ def lower_step(
 
     def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
         shape = (accumulation, rows, recipe.model.max_target_length + 1)
-        traced = jitted.trace(state, abstract_batch(shape, False, sharding))
-        return traced.lower(lowering_platforms=platforms)
+        # Setting a mesh of devices that are not there fails as soon as anything runs.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jitted.trace(state, abstract_batch(shape, False, sharding))
+            return traced.lower(lowering_platforms=platforms)
 
     return lower
 
@@ -94,7 +95,7 @@ class Programs:
 
         Args:
           recipe: what the step is made from.
-          expansion: how rows get to their devices, on the mesh that is set.
+          expansion: how rows get to their devices, on the mesh of these.
           learning_rate: of consumed samples.
           state: abstract state.
           stages: the stages that will run, in order.
@@ -184,7 +185,7 @@ class Programs:
         def lower() -> jax.stages.Lowered:
             return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
-        self._ahead.announce(key, name, lower)
+        self._ahead.announce(key, name, self._expansion.mesh, lower)
 
 
 def _shape(stage: Stage) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.weights import Weight, is_weight, joined, part_of, weights_of
 from maxramp.model.pipeline import by_layers, by_repeats
-from maxramp.parallel.mesh import on_mesh
+from maxramp.parallel.mesh import mesh_of, on_mesh
 from maxramp.parallel.platform import platform
 from maxramp.training.keys import Recipe
 from maxramp.training.optimizers.table import Optimizer
@@ -92,12 +92,11 @@ def in_layer_order(tree: Any) -> Any:
     """
     if not any(map(_is_circular, weights_of(tree))):
         return tree
-    leaves = jax.tree.leaves(tree)
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
-        mesh = leaves[0].sharding.mesh
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if is_abstract:
             return on_mesh(jax.eval_shape(_in_layer_order, tree), mesh)
-    return _in_layer_order(tree)
+        return _in_layer_order(tree)
 
 
 def in_stage_order(tree: Any, like: Any) -> Any:
@@ -106,7 +105,10 @@ def in_stage_order(tree: Any, like: Any) -> Any:
     The tree's arrays are given up.
     """
     repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
-    return _in_stage_order(tree, *repeats) if repeats else tree
+    if not repeats:
+        return tree
+    with jax.set_mesh(mesh_of(tree)):
+        return _in_stage_order(tree, *repeats)
 
 
 def _is_circular(weight: Weight) -> bool:

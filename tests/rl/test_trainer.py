@@ -12,6 +12,7 @@ from conftest import make_config, make_mesh
 
 from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
+from maxramp.parallel.mesh import Jitted
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
@@ -50,38 +51,35 @@ class Run:
         config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
         self.ramp, self.mesh = RampupBatchManager(config.batch, devices), make_mesh(config)
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
-        with jax.set_mesh(self.mesh):
-            make = functools.partial(init_state, config.recipe)
-            self._make = jax.jit(make, compiler_options=QUICK)
-            ahead = Ahead({}, 0, lambda line: None, lambda: None)
-            state = abstract_state(config.recipe, self.mesh)
-            rollout = GeneratorRollout(
-                config.rollout, 1.0, config.model, state.model, bytes_, QUICK
-            )
-            programs = PolicyPrograms(
-                config.recipe,
-                config.policy,
-                LearningRate.of(config.learning_rate, self.ramp),
-                state,
-                rollout,
-                ahead,
-                QUICK,
-            )
-            for stage in self.ramp.stages:
-                programs.announce(stage)
-            count = config.policy.num_generations
-            self.scorer = Scorer(config.rollout, count, rollout, bytes_, rewards)
-            self.trainer = PolicyTrainer(
-                programs,
-                config.rollout,
-                Sums(10, 0),
-                held_out,
-                self.scorer,
-                self._make(),
-                self._make().model if config.policy.grpo_beta else None,
-                lambda: self.beats.append(1),
-                lambda: next(self._stops, False),
-            )
+        make = functools.partial(init_state, config.recipe)
+        self._make = Jitted(self.mesh, make, compiler_options=QUICK)
+        ahead = Ahead({}, 0, lambda line: None, lambda: None)
+        state = abstract_state(config.recipe, self.mesh)
+        rollout = GeneratorRollout(config.rollout, 1.0, config.model, state.model, bytes_, QUICK)
+        programs = PolicyPrograms(
+            config.recipe,
+            config.policy,
+            LearningRate.of(config.learning_rate, self.ramp),
+            state,
+            rollout,
+            ahead,
+            QUICK,
+        )
+        for stage in self.ramp.stages:
+            programs.announce(stage)
+        count = config.policy.num_generations
+        self.scorer = Scorer(config.rollout, count, rollout, bytes_, rewards)
+        self.trainer = PolicyTrainer(
+            programs,
+            config.rollout,
+            Sums(10, 0),
+            held_out,
+            self.scorer,
+            self._make(),
+            self._make().model if config.policy.grpo_beta else None,
+            lambda: self.beats.append(1),
+            lambda: next(self._stops, False),
+        )
 
     def __call__(self, steps=1, stops=()):
         """The metrics of each step, and the change of the weights.
@@ -90,21 +88,20 @@ class Run:
           stops: what is answered when a step asks whether to stop; one that did is repeated.
         """
         self.beats, self._stops = [], iter(stops)
-        with jax.set_mesh(self.mesh):
-            self.trainer.state, records = self._make(), []
-            before = [np.array(x) for x in jax.tree.leaves(self.trainer.state.model)]
-            for step in range(steps):
-                stage = self.ramp.stage_at_step(step)
-                taken = None
-                while taken is None:
-                    taken = self.trainer.step(step, stage, self.ramp.samples_before(step))
-                # A log whose disk was slow saw the step before end as late as this.
-                records.append(record_of(taken, time.perf_counter()))
-                assert records[-1]["rollout_seconds"] > 0 < records[-1]["training_seconds"]
-            state = self.trainer.state
-            assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]
-            after = [np.array(x) for x in jax.tree.leaves(state.model)]
-            return records, [a - b for a, b in zip(after, before, strict=True)]
+        self.trainer.state, records = self._make(), []
+        before = [np.array(x) for x in jax.tree.leaves(self.trainer.state.model)]
+        for step in range(steps):
+            stage = self.ramp.stage_at_step(step)
+            taken = None
+            while taken is None:
+                taken = self.trainer.step(step, stage, self.ramp.samples_before(step))
+            # A log whose disk was slow saw the step before end as late as this.
+            records.append(record_of(taken, time.perf_counter()))
+            assert records[-1]["rollout_seconds"] > 0 < records[-1]["training_seconds"]
+        state = self.trainer.state
+        assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]
+        after = [np.array(x) for x in jax.tree.leaves(state.model)]
+        return records, [a - b for a, b in zip(after, before, strict=True)]
 
 
 MEASURED = ("seconds", "per_second")
@@ -195,8 +192,7 @@ def test_an_evaluation_is_on_all_held_out_prompts_and_changes_nothing(rewards, t
     assert all(a["reward"] == -abs(len(a["answer"]) - len(truth(a["prompt"]))) for a in answers)
     asking, calls = run.scorer.ask, []
     run.scorer.ask = lambda *given: calls.append(asking(*given)) or calls[-1]
-    with jax.set_mesh(run.mesh):
-        found = [record_of(run.trainer.evaluate(run.ramp.stages[0]), 0.0) for _ in range(2)]
+    found = [record_of(run.trainer.evaluate(run.ramp.stages[0]), 0.0) for _ in range(2)]
     assert found[0] == found[1] and [len(part.answers) for part in calls] == [16] * 4
     answers = [answer for part in calls[:2] for answer in part.answers][:20]
     texts = [text for part in calls[:2] for text in part.texts][:20]
