@@ -1,14 +1,12 @@
 """The weights that a run of reinforcement learning begins with, and may stay near to."""
 
-import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import TornError
-from maxramp.commandline import print_note
+from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
@@ -59,14 +57,20 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     except ConfigError as error:
         if config.rollout.prompt_file:
             raise
+        where = quoted([f"base_output_directory={weights.parent}", f"run_name={weights.name}"])
         raise ConfigError(
             f"{_key(config)}={weights}: no checkpoint there; this trains one that can add at "
-            f"times: {_command_for(weights)}"
+            f"times: python -m maxramp.train {_SUMS} {where}"
         ) from error
     there = TrainedRun(weights, []).checkpoint.config
     of_weights = {name: there[name] for name in (*MODEL_KEYS, *_DATA) if name in there}
-    if other := _other_sizes(config, there):
-        note(f"{weights} has {other}; these sizes are taken")
+    other = [
+        f"{name}={there[name]}"
+        for name, default in base.base().items()
+        if name in MODEL_KEYS and config.values[name] not in (there.get(name), default)
+    ]
+    if other:
+        note(f"{weights} has {', '.join(other)}; these sizes are taken")
     if not config.rollout.eval_prompt_file:
         of_weights["eval_interval"] = -1
     config = config.replace(**of_weights)
@@ -143,24 +147,3 @@ def _began_with(run: Place, key: str) -> str:
             continue
         return began if folder_lib.is_step(began) else ""
     return ""
-
-
-def _command_for(weights: Place) -> str:
-    """What trains a model of the sums into this run's folder."""
-    command = ["python", "-m", "maxramp.train", _SUMS]
-    if weights.parent != place("output"):
-        command.append(f"base_output_directory={weights.parent}")
-    if weights.name != "sums":
-        command.append(f"run_name={weights.name}")
-    return shlex.join(command)
-
-
-def _other_sizes(config: Config, there: Mapping[str, Any]) -> str:
-    """The sizes that are given and that weights do not have, with theirs, in one line."""
-    defaults = base.base()
-    other = {
-        name: there[name]
-        for name in MODEL_KEYS
-        if config.values[name] not in (there.get(name), defaults[name])
-    }
-    return ", ".join(f"{name}={value}" for name, value in other.items())

@@ -11,16 +11,15 @@ one that it fails at.
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import importlib
 import multiprocessing
-import numbers
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -50,12 +49,20 @@ class Rewards:
         """
         self._timeout = timeout
         self._workers: list[_Worker] = []
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "rewards")
+        self._asker = concurrent.futures.ThreadPoolExecutor(1, "rewards")
+        limit = max(timeout, _IMPORT_SECONDS)
+        late = (
+            f"their modules are not imported after {limit:g} seconds; leave slow work to the "
+            "first call, or raise reward_timeout_seconds"
+        )
         try:
             for _ in range(workers):
                 self._workers.append(_Worker(tuple(names)))
             for worker in self._workers:
-                worker.ready(timeout)
+                worker.receive(time.monotonic() + limit, late, "while it imported them")
+        except TrainingError as error:
+            self.close()
+            raise ConfigError(str(error)) from None
         except BaseException:
             self.close()
             raise
@@ -68,50 +75,41 @@ class Rewards:
         It raises TrainingError where a function fails, hangs, or returns something else than one
         finite number for each answer.
         """
-        count = len(prompts)
-        size = -(-count // len(self._workers)) or 1
-        parts = [slice(first, first + size) for first in range(0, count, size)]
-        futures = [
-            self._pool.submit(
-                worker.work,
-                list(prompts[part]),
-                list(answers[part]),
-                list(truths[part]),
-                self._timeout,
-            )
-            for worker, part in zip(self._workers, parts, strict=False)
+        return self._asker.submit(self._work, prompts, answers, truths)
+
+    def _work(self, *lists: Sequence) -> tuple[np.ndarray, float]:
+        """Every worker takes its share of the answers."""
+        start, size = time.monotonic(), -(-len(lists[0]) // len(self._workers))
+        parts = [
+            [list(given[first : first + size]) for given in lists]
+            for first in range(0, len(lists[0]), size)
         ]
-        joined: concurrent.futures.Future = concurrent.futures.Future()
-        left = [len(futures)]
-        lock = threading.Lock()
-
-        def done(_: Any) -> None:
-            with lock:
-                left[0] -= 1
-                if left[0]:
-                    return
-            try:
-                rewards, seconds = zip(*(future.result() for future in futures), strict=True)
-                joined.set_result((np.concatenate(rewards), max(seconds)))
-            except BaseException as error:
-                joined.set_exception(error)
-
-        for future in futures:
-            future.add_done_callback(done)
-        return joined
+        asked = list(zip(self._workers, parts, strict=False))
+        for worker, part in asked:
+            worker.send(part)
+        found = []
+        for worker, (prompts, *_) in asked:
+            answers = count(len(prompts), "answer")
+            late = (
+                f"{answers} took more than reward_timeout_seconds={self._timeout:g}, the first to "
+                f"{shortened(prompts[0])}; give them more time, or a limit of their own"
+            )
+            when = f"on {answers}, the first to {shortened(prompts[0])}"
+            found.append(worker.receive(start + self._timeout, late, when))
+        return np.concatenate(found, 1).T, time.monotonic() - start
 
     def close(self) -> None:
         """Ends the workers."""
         for worker in self._workers:
             worker.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._asker.shutdown(wait=False, cancel_futures=True)
 
 
 class _Worker:
     """A process that holds the functions."""
 
     def __init__(self, names: tuple[str, ...]):
-        self._names, self._busy = names, threading.Lock()
+        self._names = names
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
@@ -119,72 +117,32 @@ class _Worker:
             self._process.start()
         other.close()
 
-    def ready(self, timeout: float) -> None:
-        """Waits until the functions are imported."""
-        limit = max(timeout, _IMPORT_SECONDS)
-        try:
-            error = self._receive(limit)
-        except TimeoutError:
-            error = (
-                f"rewards={list(self._names)}: their modules are not imported after {limit:g} "
-                "seconds; leave slow work to the first call, or raise reward_timeout_seconds"
-            )
-        except (EOFError, OSError):
-            self.kill()  # what it started
-            self._process.join(5.0)
-            error = (
-                f"rewards={list(self._names)}: their process ended (exit status "
-                f"{self._process.exitcode}) while it imported them"
-            )
-        if error:
-            raise ConfigError(error)
+    def send(self, arguments: list) -> None:
+        with contextlib.suppress(OSError):  # `receive` says that the process ended
+            self._pipe.send(arguments)
 
-    def work(
-        self, prompts: list[str], answers: list[str], truths: list[Any], timeout: float
-    ) -> tuple[np.ndarray, float]:
-        """The rewards, [answers, functions], and the seconds that they took."""
+    def receive(self, limit: float, late: str, when: str) -> Any:
+        """What the process sends, up to a time; what is wrong with it if that is an error."""
         try:
-            with self._busy:
-                start = time.perf_counter()
-                self._pipe.send((prompts, answers, truths))
-                failed, found = self._receive(timeout)
-                seconds = time.perf_counter() - start
-        except TimeoutError:
+            if self._pipe.poll(max(0.0, limit - time.monotonic())):
+                error, found = self._pipe.recv()
+                if error:
+                    raise TrainingError(error)
+                return found
             self.kill()
-            raise TrainingError(
-                f"rewards={list(self._names)}: {len(prompts)} answers took more than "
-                f"reward_timeout_seconds={timeout:g}, the first to {shortened(prompts[0])}; "
-                "give them more time, or a limit of their own"
-            ) from None
         except (EOFError, OSError):
             self.kill()  # what it started
             self._process.join(5.0)
-            raise TrainingError(
-                f"rewards={list(self._names)}: their process ended (exit status "
-                f"{self._process.exitcode}) on {len(prompts)} answers, the first to "
-                f"{shortened(prompts[0])}"
-            ) from None
-        if failed:
-            raise TrainingError(found)
-        return np.array(found, np.float64).T, seconds
+            late = f"their process ended (exit status {self._process.exitcode}) {when}"
+        raise TrainingError(f"rewards={list(self._names)}: {late}")
 
     def kill(self) -> None:
         workers_lib.end(self._process)
 
-    def _receive(self, timeout: float) -> Any:
-        if not wait([self._pipe], timeout):
-            raise TimeoutError
-        return self._pipe.recv()
 
-
+@workers_lib.leading_group()
 def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
-    """A worker's life, from its start."""
-    with workers_lib.leading_group():
-        _serve(pipe, names, path)
-
-
-def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
-    """Imports the functions, then answers until nobody asks."""
+    """A worker's life: imports the functions, then answers until nobody asks."""
     console.outlive_readers()  # what functions print is no reason to end
     workers_lib.stay_with_parent()
     os.register_at_fork(after_in_child=pipe.close)  # the end of this process is its end
@@ -194,82 +152,63 @@ def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_platforms", "cpu")
     sys.path[:] = ["", *path]
-    functions = []
+    functions = {}
     try:
         for name in names:
             module, _, attribute = name.partition(":")
-            function = getattr(importlib.import_module(module), attribute)
-            if not callable(function):
+            functions[name] = getattr(importlib.import_module(module), attribute)
+            if not callable(functions[name]):
                 raise TypeError("it is no function")
-            functions.append(function)
     except (Exception, SystemExit) as error:  # a script's, which runs at its import
-        pipe.send(
+        wrong = (
             f"rewards: {name} cannot be imported: {_reason(error)}; write "
             "module:function, of a module in this folder or one that is installed"
         )
+        pipe.send((wrong, None))
         return
-    pipe.send(None)
-    while True:
-        try:
-            arguments = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(_call_all(names, functions, arguments))
+    pipe.send(("", None))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_call_all(functions, *pipe.recv()))
 
 
-def _call_all(names: tuple[str, ...], functions: list, arguments: tuple) -> tuple[bool, Any]:
+def _call_all(functions: dict[str, Callable], *lists: list) -> tuple[str, list[list[float]]]:
+    """("", the rewards of each function), or what is wrong."""
     found = []
-    for name, function in zip(names, functions, strict=True):
-        prompts, answers, truths = arguments
-        error, values = _call(function, *arguments)
-        if not error and len(values) != len(prompts):
-            error = f"returned {count(len(values), 'reward')} for {count(len(prompts), 'answer')}"
-            return True, f"rewards: {name} {error}, the first to {shortened(prompts[0])}"
+    for name, function in functions.items():
+        error, rewards = _call(function, *lists)
         if error:
-            for one in zip(prompts, answers, truths, strict=True):  # which of them it is
-                of_one, _ = _call(function, *([part] for part in one))
+            where = f"on {count(len(lists[0]), 'answer')}"
+            for prompt, answer, truth in zip(*lists, strict=True):  # which of them it is
+                of_one, _ = _call(function, [prompt], [answer], [truth])
                 if of_one:
-                    where = f"the answer {shortened(one[1])} to the prompt {shortened(one[0])}"
-                    return True, f"rewards: {name} {of_one} on {where}"
-            return True, f"rewards: {name} {error} on {len(prompts)} answers"
-        found.append(values)
-    return False, found
-
-
-def _call(function: Any, prompts: list, answers: list, truths: list) -> tuple[str, list[float]]:
-    """("", rewards), or what is wrong."""
-    try:
-        returned = function(*copy.deepcopy((prompts, answers, truths)))
-        if not isinstance(returned, Iterable):
-            return f"returned {_shown(returned)}, which is no list of rewards,", []
-        values = list(returned)
-    except (Exception, SystemExit) as error:
-        return f"raised {_reason(error)}", []
-    found = []
-    for value in values:
-        try:
-            found.append(_number(value))
-        except Exception:  # of its own conversion, too
-            return f"returned {_shown(value)}, which is no finite float32 number,", []
+                    where = f"on the answer {shortened(answer)} to the prompt {shortened(prompt)}"
+                    error = of_one
+                    break
+            return f"rewards: {name} {error} {where}", []
+        found.append(rewards)
     return "", found
 
 
-def _number(value: Any) -> float:
-    """A reward as a float.
-
-    Raises:
-      TypeError, ValueError, OverflowError: it is none.
-    """
-    if hasattr(value, "__array__"):  # a scalar of NumPy or JAX
-        value = np.asarray(value)[()]
-    is_real = isinstance(value, numbers.Real | np.generic)
-    if not is_real or isinstance(value, np.character | np.complexfloating):
-        raise TypeError
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(np.float32(number := float(value)))  # as advantages are
-    if not is_finite:
-        raise ValueError
-    return number
+def _call(function: Callable, *lists: list) -> tuple[str, list[float]]:
+    """("", rewards), or what is wrong."""
+    try:
+        returned = function(*copy.deepcopy(lists))
+        if not isinstance(returned, Iterable):
+            return f"returned {_shown(returned)}, which is no list of rewards,", []
+        returned = list(returned)
+        for value in returned:
+            number = np.asarray(value)  # V are the short floats of JAX
+            with np.errstate(over="ignore"):  # finite in float32, as advantages are
+                is_number = number.dtype.kind in "biufV" and np.isfinite(np.float32(number))
+            if number.ndim or not is_number:
+                return f"returned {_shown(value)}, which is no finite float32 number,", []
+        if len(returned) != len(lists[0]):
+            wanted = count(len(lists[0]), "answer")
+            return f"returned {count(len(returned), 'reward')} for {wanted}", []
+        return "", [float(value) for value in returned]
+    except (Exception, SystemExit) as error:
+        return f"raised {_reason(error)}", []
 
 
 def _reason(error: BaseException) -> str:
