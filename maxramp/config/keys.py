@@ -1,14 +1,16 @@
 """The configuration: every section, put together."""
 
 import dataclasses
+import itertools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.config import alternatives
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.errors import ConfigError
+from maxramp.keys.base import base
 from maxramp.keys.section import Keys
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
@@ -52,13 +54,13 @@ class Config:
     objective: ObjectiveKeys
     optimizer: OptimizerKeys
     learning_rate: LearningRateKeys
+    policy: PolicyKeys
     checkpoints: CheckpointKeys
     run: RunKeys
     evaluation: EvalKeys
     profiling: ProfilerKeys
     planning: PlanKeys
     launch: LaunchKeys
-    policy: PolicyKeys
     rollout: RolloutKeys
 
     @classmethod
@@ -70,18 +72,23 @@ class Config:
 
     @classmethod
     def _sections(cls) -> dict[str, type[Keys]]:
-        fields = dataclasses.fields(cls)
-        return {field.name: field.type for field in fields if field.name != "values"}
+        return {field.name: field.type for field in fields(cls) if field.name != "values"}
 
     @classmethod
-    def not_read_by(cls, program: str) -> set[str]:
-        """The keys of other programs that train: they change nothing in a run of this one."""
-        if program not in OF_ONE_PROGRAM:  # which is about a run of any of them
-            return set()
+    def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys that are given for other programs that train, with their defaults.
+
+        They change nothing in a run of this one; none of what is about a run of any of them.
+        """
         sections = cls._sections()
-        others = {name for of, names in OF_ONE_PROGRAM.items() if of != program for name in names}
-        read = [section for name, section in sections.items() if name not in others]
-        return _keys_of(sections[name] for name in others) - _keys_of(read)
+        ours = OF_ONE_PROGRAM.get(program, sections)
+        others = {*itertools.chain(*OF_ONE_PROGRAM.values())} - {*ours}
+        read = {f.name for n, s in sections.items() if n not in others for f in fields(s)}
+        return {
+            name: default
+            for name, default in base().items()
+            if name not in read and values[name] != default
+        }
 
     def check(self) -> None:
         """Checks every section, and the relations across them that need no devices.
@@ -92,7 +99,6 @@ class Config:
         for name in self._sections():
             getattr(self, name).check()
         notations.check(self.batch)
-        alternatives.check_notation(self.values)
         if (
             self.batch.rampup_policy == "noise"
             and self.learning_rate.batch_size_lr_reference == "final"
@@ -116,7 +122,3 @@ class Config:
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
         return self.of({**self.values, **values})
-
-
-def _keys_of(sections: Iterable[type[Keys]]) -> set[str]:
-    return {field.name for section in sections for field in dataclasses.fields(section)}

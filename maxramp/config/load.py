@@ -1,8 +1,7 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
-import collections
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_collections
@@ -48,24 +47,21 @@ def load(
     answer(arguments, doc)
     if not arguments or ("=" in arguments[0] and not _is_file(arguments[0])):
         raise ConfigError(f"no config file given: {usage(doc)}")
-    values = ml_collections.ConfigDict(dict(base.base()), type_safe=True, convert_dict=False)
-    values.lock()
     *files, command_line = read(_config_file(arguments[0]), arguments[1:], note)
-    files = [given for given in files if given.values != base.base()]  # base.yml gives nothing new
-    for given in files:
-        _update(values, given)
-    model_name = command_line.values.get("model_name", values.model_name)
-    if model_name != "default":
-        path = CONFIGS / "models" / f"{model_name}.yml"
-        if len(model_name) > 100 or not path.is_file():
-            names = sorted(p.stem for p in path.parent.glob("*.yml"))
+    names = {name for given in (*files, command_line) for name in given.values}
+    chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
+    if chosen and chosen[-1] != "default":
+        path = CONFIGS / "models" / f"{chosen[-1]}.yml"
+        if len(chosen[-1]) > 100 or not path.is_file():
+            there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yml")))
             raise ConfigError(
-                f"model_name={model_name} has no file configs/models/{model_name}.yml; "
-                f"there are default, {', '.join(names)}"
+                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
+                f"there are default, {there}"
             )
-        model, _ = read(path, (), note)
-        _update(values, model)
-    _update(values, command_line)
+        files += read(path, (), note)[:-1]
+    values = ml_collections.ConfigDict(dict(base.base()), type_safe=False, convert_dict=False)
+    for given in (*files, command_line):
+        alternatives.choose(values, given)
     if program in PROGRAMS:
         if values.program not in ("", program):
             raise ConfigError(
@@ -73,23 +69,15 @@ def load(
                 f"or give program={program}"
             )
         values.program = program
-    names = {name for given in (*files, command_line) for name in given.values}
     merged = alternatives.without_demo(values.to_dict(), names)
-    config = Config.of(_without_unread(merged, values.program, note))
+    alternatives.check_notation(merged)
+    unread = Config.unread_by(values.program, merged)
+    if unread:
+        shown = ", ".join(base.shortened([f"{name}={merged[name]}" for name in unread]))
+        note(f"maxramp.{values.program} does not read {shown}")
+    config = Config.of(merged | unread)
     config.check()
     return config
-
-
-def _without_unread(
-    values: dict[str, Any], program: str, note: Callable[[str], None]
-) -> dict[str, Any]:
-    """The values with those that the program does not read at their defaults, and says so."""
-    unread, defaults = Config.not_read_by(program), base.base()
-    given = [name for name in defaults if name in unread and values[name] != defaults[name]]
-    if given:
-        shown = ", ".join(base.shortened([f"{name}={values[name]}" for name in given]))
-        note(f"maxramp.{program} does not read {shown}")
-    return values | {name: defaults[name] for name in given}
 
 
 def _config_file(text: str) -> Place:
@@ -105,13 +93,6 @@ def _is_file(text: str) -> bool:
     return is_object_storage(text) or os.path.isfile(text)
 
 
-def _update(values: ml_collections.ConfigDict, given: Given) -> None:
-    merged = values.to_dict()
-    alternatives.choose(merged, given)
-    with values.ignore_type():  # a key may be unset
-        values.update(merged)
-
-
 def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
     """Reads a config file, the files that it is based on, and key=value arguments.
 
@@ -123,7 +104,7 @@ def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> 
       note: takes a line about keys of other trainers.
 
     Returns:
-      The files, the base first, and the command line last.
+      The files that give something else than base.yml, the base first, and the command line last.
 
     Raises:
       ConfigError: a file cannot be read, or holds a value of another type; or all keys that do not
@@ -133,113 +114,37 @@ def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> 
         *((f"{file}: ", list(_flat(values.items()))) for file, values in _chain(path)),
         ("", list(_flat(map(_split, arguments)))),
     ]
-    sorter = _Sorter(name for _, pairs in layers for name, _ in pairs)
-    places = [(where, sorter.take(where, pairs)) for where, pairs in layers]
-    for shown, why in _between_keys(layers):
-        sorter.refused.setdefault(why, []).append(shown)
-    sorter.check()
+    places: list[tuple[str, dict[str, tuple[str, Any]]]] = []
+    foreign: dict[str, tuple[str, Any]] = {}  # as given last, on the command line or further up
+    notes: list[str] = []
+    for where, pairs in layers:
+        taken: dict[str, tuple[str, Any]] = {}
+        places.append((where, taken))
+        for name, given_value in pairs:
+            given = f"{where}{base.shown(name, given_value)}"
+            ours = peers.ours(name, given_value)
+            if not ours:
+                foreign[name] = given, given_value
+                continue
+            foreign.pop(name, None)
+            key, value = ours
+            if where and key in taken and taken[key][1] != value:
+                raise ConfigError(
+                    f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
+                )
+            if ours != (name, given_value) and value != base.unset(key):
+                notes.append(f"{given}: taken as {key}={value}")
+            taken[key] = given, value
+    ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
     found = [
         Given(where, {key: base.typed(*given, key) for key, given in taken.items()})
         for where, taken in places
     ]
-    for line in sorter.notes():
+    if ignored:
+        notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
+    for line in notes:
         note(line)
-    return found
-
-
-class _Sorter:
-    """Tells our keys from those of other trainers, and both from those that do not exist.
-
-    Attributes:
-      refused: the keys that other trainers alone can use, as given, by what is wrong with them.
-    """
-
-    def __init__(self, names: Iterable[str]):
-        """
-        Args:
-          names: of all that is given, in all places.
-        """
-        self._left = collections.Counter(names)
-        self._unknown: list[tuple[str, str]] = []  # as given, name
-        self._translated: list[str] = []
-        self._ignored: list[str] = []
-        self.refused: dict[str, list[str]] = {}
-
-    def take(self, where: str, pairs: list[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-        """Our keys that one place gives: key -> as given, value. Places come in their order.
-
-        Raises:
-          ConfigError: a file gives a key twice, by two names and with two values.
-        """
-        taken: dict[str, tuple[str, Any]] = {}
-        for name, value in pairs:
-            given = f"{where}{name}={_short(value)}"
-            peer = peers.look_up(name, value)
-            self._left[name] -= 1
-            if peer and not peer.key and self._left[name]:
-                continue  # overridden further up or later
-            if peer and peer.refusal:
-                self.refused.setdefault(f"({peer.owner}'s): {peer.refusal}", []).append(given)
-            elif peer and not peer.key:
-                self._ignored.append(name)
-            elif not peer and name not in base.base():
-                self._unknown.append((given, name))
-            else:
-                key, value = (peer.key, peer.value) if peer else (name, value)
-                if peer and value != base.unset(key):
-                    self._translated.append(f"{given}: taken as {key}={value}")
-                if where and key in taken and taken[key][1] != value:
-                    raise ConfigError(
-                        f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
-                    )
-                taken[key] = given, value
-        return taken
-
-    def check(self) -> None:
-        """Refuses what cannot be taken.
-
-        Raises:
-          ConfigError: all of it, in one line.
-        """
-        wrong = [f"{', '.join(base.shortened(given))} {why}" for why, given in self.refused.items()]
-        if self._unknown:
-            wrong.append(base.unknown_keys(self._unknown))
-        if wrong:
-            raise ConfigError(". ".join(wrong))
-
-    def notes(self) -> list[str]:
-        """What became of the keys of other trainers, in lines."""
-        if not self._ignored:
-            return self._translated
-        ignored = ", ".join(self._ignored)
-        return [*self._translated, f"ignored, as nothing here depends on them: {ignored}"]
-
-
-def _between_keys(layers: list[tuple[str, list[tuple[str, Any]]]]) -> Iterator[tuple[str, str]]:
-    """(as given, why) of what several keys of another trainer refuse together."""
-    last: dict[str, Any] = {}
-    left_open: set[str] = set()
-    for _, pairs in layers:
-        last |= dict(pairs)
-        if "model.num_attention_heads" in dict(pairs):
-            left_open |= peers.DERIVED.keys()
-        left_open -= {name for name in peers.DERIVED if peers.RENAMED[name] in dict(pairs)}
-    for name in peers.DERIVED:
-        if name in left_open and name not in last:
-            yield (
-                name,
-                f"(NeMo's): is not given, and is {peers.DERIVED[name]} there; give that number",
-            )
-    if last.get("normalize_embedding_logits") and last.get("logits_via_embedding"):
-        yield (
-            "normalize_embedding_logits=True with logits_via_embedding=True",
-            "(MaxText's): not supported: logits are the product alone; use False",
-        )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return [given for given in found[:-1] if given.values != base.base()] + found[-1:]
 
 
 def _flat(pairs: Any) -> Iterator[tuple[str, Any]]:

@@ -45,11 +45,11 @@ def may_be_unset(name: str) -> bool:
     return name in _OPTIONAL or name in _OPTIONAL_TEXT or base()[name] == ""
 
 
-def typed(shown: str, value: Any, name: str) -> Any:
+def typed(given: str, value: Any, name: str) -> Any:
     """`value` as the type of the default of the key `name`; only lossless changes.
 
     Args:
-      shown: what was given, for the error.
+      given: what was given, for the error.
       value: as YAML reads it.
       name: a key of base.yml.
 
@@ -68,9 +68,9 @@ def typed(shown: str, value: Any, name: str) -> Any:
         return float(value)
     if type(value) is kind:
         if kind is float and not math.isfinite(value):
-            raise ConfigError(f"{shown} must be a finite number")
+            raise ConfigError(f"{given} must be a finite number")
         if kind is int and abs(value) >= 2**63:
-            raise ConfigError(f"{shown} must be below 2^63")
+            raise ConfigError(f"{given} must be below 2^63")
         return value
     wanted = {
         bool: "True or False",
@@ -79,7 +79,7 @@ def typed(shown: str, value: Any, name: str) -> Any:
         str: "text (in a file, quote it)",
         list: "a list such as [a, b]",
     }[kind]
-    raise ConfigError(f"{shown} must be {wanted}, not {_kind_of(value)}")
+    raise ConfigError(f"{given} must be {wanted}, not {_kind_of(value)}")
 
 
 def _kind_of(value: Any) -> str:
@@ -99,11 +99,17 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys"
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
         return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
-    shown = [
+    lines = [
         given + (f" (did you mean {key}?)" if key else "")
         for (given, _), key in zip(found, meant, strict=True)
     ]
-    return f"{', '.join(shortened(shown))} are not known keys; {list_of_keys} lists every key"
+    return f"{', '.join(shortened(lines))} are not known keys; {list_of_keys} lists every key"
+
+
+def shown(name: str, value: Any) -> str:
+    """A key as it was given, KEY=VALUE, of a long value the beginning."""
+    text = str(value)
+    return f"{name}={text if len(text) <= 60 else f'{text[:57]}...'}"
 
 
 def shortened(given: list[str]) -> list[str]:

@@ -5,11 +5,13 @@ ignored where training does not depend on it, or refused with what to do in its 
 are those with a dot in them, of NeMo's launcher and of Megatron-Bridge; MaxText's rl. has one too.
 """
 
-import dataclasses
+import collections
 import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxramp.keys import base as defaults
+from maxramp.errors import ConfigError
+from maxramp.keys.base import base, may_be_unset, shortened, unknown_keys
 
 # Their name -> ours, for keys that take the same values.
 RENAMED = {
@@ -333,38 +335,77 @@ _IGNORED = (
 _NOT_GIVEN = (None, "", "none", "None")
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """What becomes of another trainer's key, or of its value for a key of ours.
+def ours(name: str, value: Any) -> tuple[str, Any] | None:
+    """The key of base.yml that a name stands for, and the value as that takes it, if there is one.
 
-    Attributes:
-      owner: the trainer.
-      key, value: what is taken in its place; no key where it is ignored or refused.
-      refusal: why it is refused and what to do; "" where it is not.
+    None of a name that is none of ours, and of a renamed one whose null leaves it out.
     """
-
-    owner: str
-    key: str | None = None
-    value: Any = None
-    refusal: str = ""
-
-
-def look_up(name: str, value: Any) -> Peer | None:
-    """What becomes of `name` with `value`; None where it is ours, or nobody's as far as we know."""
-    owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     key = RENAMED.get(name, name)
-    if key != name and value is None and not defaults.may_be_unset(key):
-        if name in DERIVED:
-            return Peer(owner, refusal=f"is {DERIVED[name]} in NeMo; give that number")
-        return Peer(owner)
-    if key in defaults.base():
-        taken = VALUES.get(key, {}).get(str(value), value)
-        return None if (key, taken) == (name, value) else Peer(owner, key, taken)
-    for names, asks_for_nothing, refusal in _REFUSED:
+    if key not in base() or (key != name and value is None and not may_be_unset(key)):
+        return None
+    return key, VALUES.get(key, {}).get(str(value), value)
+
+
+def refusal(name: str, value: Any) -> str | None:
+    """What is wrong with a key that is none of `ours`.
+
+    Returns:
+      "" where training does not depend on it; None where no trainer that we know has it.
+    """
+    why = f"is {DERIVED[name]} there; give that number" if name in DERIVED else None
+    for names, asks_for_nothing, wrong in () if why else _REFUSED:
         if _matches(name, names):
-            nothing = value in _NOT_GIVEN or value in asks_for_nothing
-            return Peer(owner, refusal="" if nothing else refusal)
-    return Peer(owner) if _matches(name, _IGNORED) else None
+            why = "" if value in (*_NOT_GIVEN, *asks_for_nothing) else wrong
+            break
+    if why is None and (name in RENAMED or _matches(name, _IGNORED)):
+        return ""
+    owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
+    return f"({owner}'s): {why}" if why else why
+
+
+def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of other keys than ours on which training does not depend.
+
+    Args:
+      foreign: (as given, value) of all keys that are none of `ours`.
+      layers: all keys that each file and the command line give, the base first.
+
+    Raises:
+      ConfigError: there are others; all of them, in one line.
+    """
+    refused, unknown, ignored = collections.defaultdict(list), [], []
+    for name, (given, value) in foreign.items():
+        if why := refusal(name, value):
+            refused[why].append(given)
+        elif why is None:
+            unknown.append((given, name))
+        else:
+            ignored.append(name)
+    for together, why in _refused_together(layers):
+        refused[why].append(together)
+    wrong = [f"{', '.join(shortened(given))} {why}" for why, given in refused.items()]
+    if unknown:
+        wrong.append(unknown_keys(unknown))
+    if wrong:
+        raise ConfigError(". ".join(wrong))
+    return ignored
+
+
+def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(as given, why) of what several keys of another trainer refuse together."""
+    last: dict[str, Any] = {}
+    beside: set[str] = set()  # the keys that go with the newest heads
+    for given in layers:
+        last |= given
+        beside = {*given} | (set() if "model.num_attention_heads" in given else beside)
+    for name, default in DERIVED.items():
+        if "model.num_attention_heads" in last and name not in last and RENAMED[name] not in beside:
+            yield name, f"(NeMo's): is not given, and is {default} there; give that number"
+    if last.get("normalize_embedding_logits") and last.get("logits_via_embedding"):
+        yield (
+            "normalize_embedding_logits=True with logits_via_embedding=True",
+            "(MaxText's): not supported: logits are the product alone; use False",
+        )
 
 
 def _matches(name: str, patterns: str) -> bool:

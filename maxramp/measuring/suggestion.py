@@ -7,7 +7,6 @@ from maxramp.commandline import short
 from maxramp.config import alternatives
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.keys import base
 from maxramp.measuring.comparison import Comparison, schedule_keys, shown
 from maxramp.measuring.evidence import Evidence
 from maxramp.measuring.ramp import Measurement, ramp_of
@@ -51,9 +50,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
             batches = batches[:1]
             keys, rows = _keys(batches, planned.total_samples), planned.rows(batches)
     if keys:  # so that they can follow what this command line gives in another notation
-        others, defaults = alternatives.none_chosen(), base.base()
-        given = [k for k in alternatives.of_one_notation() if config.values[k] != defaults[k]]
-        keys |= {k: others[k] for k in given if k not in keys}
+        defaults = alternatives.of_one_notation().items()
+        keys = {k: v for k, v in defaults if config.values[k] != v} | keys
     return {
         "batches": batches,
         "keys": keys,

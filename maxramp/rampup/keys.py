@@ -246,10 +246,9 @@ def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict
     """
     found, unknown = {}, []
     for name, value in config.items():
-        peer = peers.look_up(str(name), value)
-        if peer or name in base.base():
-            found |= {peer.key: peer.value} if peer else {name: value}
-        else:
+        if taken := peers.ours(str(name), value):
+            found[taken[0]] = taken[1]
+        elif peers.refusal(str(name), value) is None:
             unknown.append((f"{name}={value}", str(name)))
     if unknown:
         raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))

@@ -125,7 +125,10 @@ def test_each_function_of_each_answer():
     [
         ("fails", "of_test:fails raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
         ("no_number", "of_test:no_number returned nan, which is no.*'bad' to the prompt 'p2'"),
-        ("short", "of_test:short returned 0 rewards for 1 answer on the answer 'a' to the prompt 'p1'"),
+        (
+            "short",
+            "of_test:short returned 0 rewards for 1 answer on the answer 'a' to the prompt 'p1'",
+        ),
         ("huge", r"of_test:huge returned 10{76}\.\.\., which is no finite float32 number"),
         (
             "digits",
