@@ -204,7 +204,7 @@ def main() -> None:
     eaten = {}
     for length in (2048, 8192):
         large = resolved("model_name=llama3-8b", f"max_target_length={length}")
-        flops = training_flops_per_token(large)
+        flops = training_flops_per_token(large, large.max_target_length)
         eaten[length] = {
             "default model, here": default / length,
             "8B, 8 H200 at 50% MFU": GPUS * PEAK * MFU / flops / length,

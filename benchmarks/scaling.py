@@ -13,11 +13,9 @@ import time
 import jax
 from figures import ROOT, parser, save
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
@@ -51,13 +49,12 @@ def resolved(devices: int, *keys: str):
     return resolve(loaded, devices, 1, 1)
 
 
-def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
+def measure(config, devices, stage_index: int = -1) -> dict[str, float]:
     """Seconds to lower and to compile the step of a stage, and the lines of its program."""
-    ramp = RampupBatchManager(config.batch, mesh.size)
-    stage = ramp.stages[stage_index]
-    lower = lower_step(config.recipe, mesh, LearningRate.of(config.learning_rate, ramp))
+    ramp = RampupBatchManager(config.batch, len(devices))
+    rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[stage_index].spec
     start = time.perf_counter()
-    lowered = lower(stage.gradient_accumulation_steps, stage.micro_batch_size)
+    lowered = lower_step(config.recipe, rate, spec, devices)
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
@@ -70,24 +67,12 @@ def measure(config, mesh: Mesh, stage_index: int = -1) -> dict[str, float]:
 
 
 def on_cpu(*keys: str, stage_index: int = -1) -> dict[str, float]:
-    config = resolved(1, *SMALL, *keys)
-    mesh = mesh_lib.make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        return measure(config, mesh, stage_index)
+    return measure(resolved(1, *SMALL, *keys), jax.devices()[:1], stage_index)
 
 
 def on_pod(topology: str) -> dict[str, float]:
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    config = resolved(len(devices), *POD)
-    sizes = config.mesh.sizes
-    shape = tuple(sizes.values())
-    types = (mesh_lib.AXIS_TYPE,) * len(sizes)
-    mesh = topologies.make_mesh(  # abstract chips in the order of their coordinates
-        topologies.get_topology_desc(topology, platform="tpu"), shape, tuple(sizes)
-    )
-    mesh = Mesh(mesh.devices, tuple(sizes), axis_types=types)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return measure(config, mesh)
+    return measure(resolved(len(devices), *POD), devices)
 
 
 def show(name: str, found: dict[str, float]) -> dict[str, float]:

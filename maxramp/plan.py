@@ -206,12 +206,12 @@ def _print_advice(plan: dict[str, Any]) -> None:
         )
     for warning in plan["warnings"]:
         print(f"warning   {warning}")
-    if memory := last["memory_gib"]:
-        print(
-            f"memory    per device in the last stage, estimated: weights {memory['weights']:.3g}, "
-            f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
-            f"activations {memory['activations']:.3g} GiB (--fit asks the compiler)"
-        )
+    memory = last["memory_gib"]
+    print(
+        f"memory    per device in the last stage, estimated: weights {memory['weights']:.3g}, "
+        f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
+        f"activations {memory['activations']:.3g} GiB (--fit asks the compiler)"
+    )
 
 
 _EXPENDABLE = (
@@ -244,7 +244,7 @@ def _same_for_all(plan: dict[str, Any]) -> set[str]:
 
 
 def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
-    memory, on_all = s["memory_gib"], s["nodes"] == plan["num_nodes"]
+    on_all = s["nodes"] == plan["num_nodes"]
     against = f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x"
     return {
         "stage": str(s["index"]),
@@ -260,8 +260,8 @@ def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
         "share of\ntime": f"{s['share_of_node_time']:.1%}",
         "share of\nnode-time": f"{s['share_of_node_time']:.1%}",
         "cost, time of\nall nodes": "-" if on_all else against,
-        "GiB per\ndevice": f"{memory['total']:.3g}" if memory else "-",
-        "pipeline\nidle": "-" if s["pipeline_bubble"] is None else f"{s['pipeline_bubble']:.1%}",
+        "GiB per\ndevice": f"{s['memory_gib']['total']:.3g}",
+        "pipeline\nidle": f"{s['pipeline_bubble']:.1%}",
     }
 
 

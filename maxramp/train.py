@@ -100,8 +100,7 @@ class Pretrainer:
         """
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader = config.evaluation, loader
-        self._row_tokens = config.model.max_target_length
-        self._flops_per_token = training_flops_per_token(config.model)
+        self._model = config.model
         self._programs = Programs(
             config.recipe,
             loader.expansion,
@@ -138,12 +137,13 @@ class Pretrainer:
         self._programs.lower_ahead()
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            seconds, tokens = end - begin, stage.global_batch_size * self._row_tokens
-            flops = tokens * self._flops_per_token / stage.devices
+            seconds, row = end - begin, stage.spec.tokens
+            tokens = stage.global_batch_size * row
+            flops = tokens * training_flops_per_token(self._model, row) / stage.devices
             targets = int(read["target_tokens"])
             high, low = (int(word) for word in read["batch_fingerprint"])
             return {
-                "consumed_tokens": first_sample * self._row_tokens + tokens,
+                "consumed_tokens": first_sample * row + tokens,
                 "target_tokens": targets,
                 "step_seconds": seconds,
                 "data_seconds": data_seconds,

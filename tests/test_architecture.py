@@ -17,7 +17,8 @@ FLOORS = (
     ("commandline",),
     ("keys",),
     ("files",),
-    ("rampup", "parallel", "processes"),
+    ("parallel", "processes"),
+    ("rampup",),
     ("model",),
     ("data", "folders"),
     ("training",),
@@ -94,17 +95,20 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 5) imports training.loss (floor 7)",
+            "model.a (floor 6) imports training.loss (floor 8)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},
-            "model.a (floor 5) imports",
+            "model.a (floor 6) imports",
         ),
         (
             {"model.a": "from maxramp.run.b import x", "run.b": ""},
-            "model.a (floor 5) imports run.b",
+            "model.a (floor 6) imports run.b",
         ),
-        ({"rampup.a": "from maxramp.parallel import b", "parallel.b": ""}, "rampup.a (floor 4)"),
+        (
+            {"processes.a": "from maxramp.parallel import b", "parallel.b": ""},
+            "processes.a (floor 4)",
+        ),
         (
             {"data.a": "from maxramp.data import b", "data.b": "import maxramp.data.c"}
             | {"data.c": "from maxramp.data.a import x"},

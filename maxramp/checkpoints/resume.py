@@ -1,7 +1,7 @@
 """What a start of a run takes up: its schedule, and the history that it must fit."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxramp.checkpoints import decisions
@@ -12,6 +12,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.spec import Meshes
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
@@ -154,7 +155,7 @@ def take_up(
     batch: BatchKeys,
     keys: CheckpointKeys,
     num_devices: int,
-    usable: Callable[[int], bool],
+    meshes: Meshes,
     restart_passes: float,
     position: Checkpoint | None = None,
     recorded: Sequence[dict[str, Any]] = (),
@@ -165,7 +166,7 @@ def take_up(
       batch: resolved.
       keys: where a job ends before its run does.
       num_devices: devices of this job.
-      usable: whether the model's mesh can be made of so many devices, in a later job.
+      meshes: the mesh by the number of devices, for later jobs.
       restart_passes: how long a change of nodes takes (`PassCost.restart`).
       position: the checkpoint to go on from.
       recorded: what the run has decided (`decisions.read`).
@@ -176,7 +177,7 @@ def take_up(
     """
     origin, change = origin_of(batch, num_devices, position, recorded)
     ramp = RampupBatchManager(batch, num_devices, **origin)
-    planned = RampupBatchManager(batch, usable=usable, restart_passes=restart_passes, **origin)
+    planned = RampupBatchManager(batch, meshes=meshes, restart_passes=restart_passes, **origin)
     span = Span(position, ramp, planned, change, keys, num_devices)
     if ramp.rungs:  # what the first decision of this job cannot change
         ramp.settle(span.first_step + ladder.DELAY - 1)

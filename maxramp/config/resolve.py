@@ -1,5 +1,6 @@
 """What the devices of a job decide about a configuration."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,18 +11,20 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import BATCH_AXES, NAME_IN_KEYS
+from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
 
 
-def resolve(config: Config, num_devices: int, num_slices: int, num_processes: int) -> Config:
+def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
     """Fills in what the devices decide and checks what depends on them.
 
     Args:
       config: from `load`.
       num_devices: devices of the whole job.
-      num_slices: groups of devices joined by the slow network (TPU slices; 1 elsewhere).
+      num_slices: groups of devices joined by the slow network (TPU slices; 1 elsewhere); None =
+        those that the keys give.
       num_processes: processes of the job.
 
     Returns:
@@ -32,11 +35,7 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
       ConfigError: the job has other devices than the keys say, or a batch, a stage or a weight does
         not divide over them.
     """
-    dcn = _filled(
-        config.mesh.group("dcn"), num_slices, f"this job has {count(num_slices, 'slice')}"
-    )
-    inside = num_devices // math.prod(dcn.values())
-    ici = _filled(config.mesh.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
+    mesh = config.mesh.on(num_devices, num_slices)
     factor = config.data.expansion_factor_real_data
     config = config.replace(
         run_name=config.run.run_name or config.run.model_name,
@@ -46,8 +45,7 @@ def resolve(config: Config, num_devices: int, num_slices: int, num_processes: in
         **_adaptive(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
-        **dcn,
-        **ici,
+        **dataclasses.asdict(mesh),
     )
     config = config.replace(**_pipeline(config))
     if config.evaluation.eval_per_device_batch_size == 0:
@@ -63,22 +61,20 @@ def resolve_planned(config: Config, num_devices: int) -> Config:
     Raises:
       ConfigError: as `resolve`.
     """
-    slices = math.prod(max(1, size) for size in config.mesh.group("dcn").values())
-    return resolve(config, num_devices, slices, 1)
+    return resolve(config, num_devices, None, 1)
 
 
-def mesh_checker(config: Config) -> Callable[[int], bool]:
-    """Whether a loaded config resolves for a number of devices: its mesh, and its weights on it."""
+def meshes_of(config: Config) -> Callable[[int], MeshKeys | None]:
+    """The mesh of a loaded config by the number of devices; None where it does not resolve."""
 
     @functools.cache
-    def usable(num_devices: int) -> bool:
+    def mesh(num_devices: int) -> MeshKeys | None:
         try:
-            resolve_planned(config, num_devices)
+            return resolve_planned(config, num_devices).mesh
         except ConfigError:
-            return False
-        return True
+            return None
 
-    return usable
+    return mesh
 
 
 def _adaptive(config: Config) -> dict[str, Any]:
@@ -146,24 +142,6 @@ def _pipeline(config: Config) -> dict[str, int]:
         "num_layers_per_pipeline_stage": per_stage,
         "num_pipeline_repeats": repeats,
     }
-
-
-def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
-    """A group of axes with its -1 replaced so that the product is `wanted`."""
-    known = math.prod(size for size in sizes.values() if size != -1)
-    is_open = -1 in sizes.values()
-    if is_open and wanted and wanted % known == 0:
-        return {name: wanted // known if size == -1 else size for name, size in sizes.items()}
-    if not is_open and known == wanted:
-        return sizes
-    shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    if not is_open:
-        remedy = "let one of them be -1"
-    elif wanted == 1:
-        remedy = "give 1 or -1"
-    else:
-        remedy = f"give sizes whose product divides {wanted}"
-    raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")
 
 
 def _check_divides(config: Config, num_devices: int) -> None:

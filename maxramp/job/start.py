@@ -17,7 +17,7 @@ from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
-from maxramp.config.resolve import mesh_checker, resolve
+from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.files.place import Place, place
 from maxramp.job.rate import rate_change
@@ -26,6 +26,7 @@ from maxramp.planning.cost import PassCost
 from maxramp.processes import agreement, backend, lifeline
 from maxramp.processes.preemption import Preemption
 from maxramp.processes.watchdog import Watchdog
+from maxramp.rampup.spec import Meshes
 from maxramp.run.output import Output
 from maxramp.training.state import TrainState, abstract_state
 
@@ -55,7 +56,7 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
             run_folder = place(config.run.base_output_directory) / config.run.run_name
             folder.check_sources(config.checkpoints, run_folder / "checkpoints")
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(config, mesh, mesh_checker(loaded), preemption, watchdog, closing)
+        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Start:
     Attributes:
       config: resolved.
       mesh: of the job's devices.
-      usable: whether the model's mesh can be made of so many devices, in a later job.
+      meshes: the mesh by the number of devices, for later jobs.
       preemption: whether somebody asked the run to stop.
       watchdog: gets a beat at every step or part of one, and before the first for what is opened.
       closing: closes what the job opens, the last first.
@@ -73,7 +74,7 @@ class Start:
 
     config: Config
     mesh: Mesh
-    usable: Callable[[int], bool]
+    meshes: Meshes
     preemption: Preemption
     watchdog: Watchdog
     closing: contextlib.ExitStack
@@ -108,7 +109,7 @@ class Start:
             config.batch,
             config.checkpoints,
             jax.device_count(),
-            self.usable,
+            self.meshes,
             PassCost(config.batch, config.planning, config.model).restart,
             position,
             agreement.all_gather_json(recorded)[0],

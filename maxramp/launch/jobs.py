@@ -20,7 +20,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
-from maxramp.config.resolve import mesh_checker, resolve_planned
+from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, place
 from maxramp.launch.keys import LaunchKeys
@@ -188,7 +188,7 @@ def _planned(
     origin, _ = origin_of(target.batch, devices, position, decided)
     return RampupBatchManager(
         target.batch,
-        usable=mesh_checker(config),
+        meshes=meshes_of(config),
         restart_passes=PassCost(target.batch, target.planning, target.model).restart,
         **origin,
     )

@@ -9,7 +9,7 @@ from maxramp.commandline import short
 from maxramp.config import alternatives
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.config.resolve import mesh_checker, resolve_planned
+from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.planning.stages import PlannedRun
@@ -33,7 +33,7 @@ class Comparison:
         Raises:
           ConfigError: it makes no run.
         """
-        self._config, self._usable = config, mesh_checker(config)
+        self._config, self._meshes = config, meshes_of(config)
         devices = config.batch.num_devices
         ramp = RampupBatchManager(resolve_planned(config, devices).batch, devices)
         self.total_samples = ramp.total_samples
@@ -87,7 +87,7 @@ class Comparison:
     ) -> dict[str, Any]:
         """Steps and node-time of such a run; neither where it cannot run."""
         try:
-            run = PlannedRun.of(config, self._usable)
+            run = PlannedRun.of(config, self._meshes)
         except ConfigError as error:
             if must_run:
                 raise

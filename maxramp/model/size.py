@@ -3,12 +3,17 @@
 import math
 
 from maxramp.model.keys import ModelKeys
+from maxramp.rampup.spec import StageSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def training_flops_per_token(keys: ModelKeys) -> float:
+def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     """Floating-point operations of a training step per token: the model's, without remat.
+
+    Args:
+      keys: the model.
+      tokens: T, of a row.
 
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
@@ -18,7 +23,7 @@ def training_flops_per_token(keys: ModelKeys) -> float:
     H, K = keys.base_num_query_heads, keys.base_num_kv_heads
     layer = D * h * (2 * H + 2 * K) + 3 * D * keys.base_mlp_dim
     products = keys.base_num_decoder_layers * layer + D * keys.vocab_size
-    attention = keys.base_num_decoder_layers * H * h * keys.max_target_length
+    attention = keys.base_num_decoder_layers * H * h * tokens
     return 6.0 * products + 6.0 * attention
 
 
@@ -32,10 +37,10 @@ def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
     return microbatches * repeats + stages - 1
 
 
-def pipeline_bubble(keys: ModelKeys, stages: int) -> float:
-    """The share of a pass's turns in which a stage has nothing to do; of a resolved config."""
-    work = keys.num_pipeline_microbatches * keys.num_pipeline_repeats
-    return 1 - work / pipeline_turns(work, stages, 1)
+def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
+    """The share of a pass's turns in which a pipeline's stage has nothing to do."""
+    work = spec.pipeline_microbatches * keys.num_pipeline_repeats
+    return 1 - work / pipeline_turns(work, spec.mesh.pipeline_stages, 1)
 
 
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
@@ -59,20 +64,18 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
     return count // blocks, blocks, math.ceil(tokens / count)
 
 
-def pass_bytes(
-    keys: ModelKeys, rows: float, tensor: int, loss_block_tokens: int, stages: int = 1
-) -> float:
+def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
     """What a device keeps of a pass for its backward pass, and a block of logits: an estimate.
 
     Args:
-      keys: the model.
-      rows: of the pass on the device.
-      tensor: devices that share heads, MLP and vocabulary.
+      keys: the model, resolved.
+      spec: of a stage.
       loss_block_tokens: tokens whose logits exist at a time; 0 = all.
-      stages: of the pipeline; with more than 1 the keys are resolved.
     """
+    rows, sizes = spec.rows / spec.ranks, spec.mesh.sizes
+    tensor, stages = sizes["tensor"], sizes["stage"]
     itemsize = _BYTES[keys.dtype]
-    T, D, F = keys.max_target_length, keys.base_emb_dim, keys.base_mlp_dim / tensor
+    T, D, F = spec.tokens, keys.base_emb_dim, keys.base_mlp_dim / tensor
     heads = keys.base_num_query_heads / tensor
     kv_heads = keys.base_num_kv_heads / tensor
     tokens = rows * T
@@ -89,16 +92,16 @@ def pass_bytes(
     minimal = 3 * shard + products
     kept = {"full": shard, "minimal": minimal, "none": everything}
     kept["minimal_with_context"] = minimal + (context if kernel else 0)
-    policy, recomputed = keys.remat_policy, 0 if keys.remat_policy == "none" else everything
+    policy, recomputed = spec.remat_policy, 0 if spec.remat_policy == "none" else everything
     groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
     sums = 4 * D * (2 if groups > 1 else 1)  # of all groups, and the product that is added to them
     logits = (block * (2 * 4 + blocks * itemsize) + sums) * keys.vocab_size / tensor
     layers, slots = keys.base_num_decoder_layers, 0.0
     if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
-        layers /= 1 - pipeline_bubble(keys, stages)
+        layers /= 1 - pipeline_bubble(keys, spec)
         slots = 2 * stream
         at_once = 1
         if policy == "none":  # a turn keeps its products, and is recomputed as a whole
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
-        recomputed = at_once * everything * stages / keys.num_pipeline_microbatches
+        recomputed = at_once * everything * stages / spec.pipeline_microbatches
     return layers * kept[policy] + max(recomputed, logits) + slots

@@ -1,24 +1,43 @@
-"""The section of the mesh."""
+"""The section of the mesh. Imports no JAX."""
 
 import dataclasses
+import math
 
+from maxramp.commandline import count
 from maxramp.errors import ConfigError
-from maxramp.keys.section import Keys
+from maxramp.keys.section import Keys, positive_or_open
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
+
+_OPEN = "to be filled in"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshKeys(Keys):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
 
-    ici_data_parallelism: int
-    ici_pipeline_parallelism: int
-    ici_fsdp_parallelism: int
-    ici_tensor_parallelism: int
-    dcn_data_parallelism: int
-    dcn_pipeline_parallelism: int
-    dcn_fsdp_parallelism: int
-    dcn_tensor_parallelism: int
+    ici_data_parallelism: int = positive_or_open(_OPEN)
+    ici_pipeline_parallelism: int = positive_or_open(_OPEN)
+    ici_fsdp_parallelism: int = positive_or_open(_OPEN)
+    ici_tensor_parallelism: int = positive_or_open(_OPEN)
+    dcn_data_parallelism: int = positive_or_open(_OPEN)
+    dcn_pipeline_parallelism: int = positive_or_open(_OPEN)
+    dcn_fsdp_parallelism: int = positive_or_open(_OPEN)
+    dcn_tensor_parallelism: int = positive_or_open(_OPEN)
+
+    def check(self) -> None:
+        """Checks the sizes, and that one of a group is open at most.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        super().check()
+        for group in ("ici", "dcn"):
+            open_names = [name for name, size in self.group(group).items() if size == -1]
+            if len(open_names) > 1:
+                raise ConfigError(
+                    f"{open_names[1]}=-1 and {open_names[0]}=-1: one -1 per group can be filled "
+                    "in; give the others"
+                )
 
     def group(self, group: str) -> dict[str, int]:
         """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
@@ -27,24 +46,51 @@ class MeshKeys(Keys):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of every mesh axis; of a resolved config."""
-        ici, dcn = self.group("ici").values(), self.group("dcn").values()
-        return {axis: i * d for axis, i, d in zip(AXES, ici, dcn, strict=True)}
+        """Size of every mesh axis; 1 for one that is open."""
+        pairs = zip(self.group("ici").values(), self.group("dcn").values(), strict=True)
+        return {axis: max(1, i) * max(1, d) for axis, (i, d) in zip(AXES, pairs, strict=True)}
 
-    def check(self) -> None:
-        """Checks the sizes of each group.
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that together hold one row."""
+        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the pipeline; 1 = there is none."""
+        return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
+
+    def on(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
+        """These sizes without an open one, on so many devices.
+
+        Args:
+          num_devices: of a job.
+          num_slices: groups of them that the slow network joins; None = those that the keys give.
 
         Raises:
-          ConfigError: a size is out of range, or two of a group are open.
+          ConfigError: they make no such mesh.
         """
-        for group in ("ici", "dcn"):
-            sizes = self.group(group)
-            for name, size in sizes.items():
-                if size < 1 and size != -1:
-                    raise ConfigError(f"{name}={size} must be 1 or more, or -1 to be filled in")
-            open_names = [name for name, size in sizes.items() if size == -1]
-            if len(open_names) > 1:
-                raise ConfigError(
-                    f"{open_names[1]}=-1 and {open_names[0]}=-1: one -1 per group can be filled "
-                    "in; give the others"
-                )
+        slices = math.prod(max(1, size) for size in self.group("dcn").values())
+        slices = num_slices or slices
+        dcn = _filled(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
+        inside = num_devices // math.prod(dcn.values())
+        ici = _filled(self.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
+        return MeshKeys(**ici, **dcn)
+
+
+def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
+    """A group of axes with its -1 replaced so that the product is `wanted`."""
+    known = math.prod(size for size in sizes.values() if size != -1)
+    is_open = -1 in sizes.values()
+    if is_open and wanted and wanted % known == 0:
+        return {name: wanted // known if size == -1 else size for name, size in sizes.items()}
+    if not is_open and known == wanted:
+        return sizes
+    shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if not is_open:
+        remedy = "let one of them be -1"
+    elif wanted == 1:
+        remedy = "give 1 or -1"
+    else:
+        remedy = f"give sizes whose product divides {wanted}"
+    raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")

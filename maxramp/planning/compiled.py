@@ -12,13 +12,14 @@ from maxramp.files.place import Place
 from maxramp.model.size import training_flops_per_token
 from maxramp.planning import machine as machines
 from maxramp.planning.cost import price
-from maxramp.planning.fit import by_speed, least_rows, pods
+from maxramp.planning.fit import by_speed, least_rows
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.machine import Machine
 from maxramp.planning.pod import Pod
 from maxramp.processes.backend import take_hardware
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.spec import StageSpec
 
 
 def compile_stages(
@@ -49,14 +50,13 @@ def compile_stages(
     pod = Pod.of(target, ramp, machine, say)
     entries = []
     for stage in stages:
-        entry = stage.to_json() | pod.step(
-            stage.gradient_accumulation_steps, stage.micro_batch_size
-        )
+        entry = stage.to_json() | pod.step(stage.spec)
         entry["run_steps"] = ramp.run_steps(stage)
         if not entry["fits"]:
-            entry["nearest_fit"] = pod.nearest_fit(stage)
-        entries.append(entry | _over_the_run(entry, entry["run_steps"], len(devices), target))
-    last, total = entries[-1], ramp.total_samples
+            entry["nearest_fit"] = pod.nearest_fit(stage.spec)
+        run = _over_the_run(entry, stage.spec, entry["run_steps"], len(devices), target)
+        entries.append(entry | run)
+    last, spec, total = entries[-1], stages[-1].spec, ramp.total_samples
     fit = all(entry["fits"] for entry in entries)
     device_hours = sum(entry["device_hours"] for entry in entries) if fit else None
     constant = -(-total // last["global_batch_size"])
@@ -65,9 +65,9 @@ def compile_stages(
         "device": machine.device,
         "num_slices": slices,
         "devices": len(devices),
-        "mesh": target.mesh.sizes,
-        "max_target_length": target.model.max_target_length,
-        "rows_multiple": target.batch.rows_multiple,
+        "mesh": spec.mesh.sizes,
+        "max_target_length": spec.tokens,
+        "rows_multiple": spec.rows_multiple,
         "peak_tflops_per_device": machine.peak_tflops,
         "groups": machine.groups,
         "times": machine.times,
@@ -81,7 +81,7 @@ def compile_stages(
             "price": price(target.planning, device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(last, constant, len(devices), target),
+            | _over_the_run(last, spec, constant, len(devices), target),
         },
     }
 
@@ -103,10 +103,10 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
     target, ramp, machine = _resolved(config)
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
     ramp.check([stage])
-    ways = by_speed(pods(Pod.of(target, ramp, machine, say)), stage)
+    ways = by_speed(Pod.of(target, ramp, machine, say), stage.spec)
     if not ways:
         raise ConfigError(
-            f"compile_topology={machine.name}: not even {least_rows(target.batch.rows_multiple)} a "
+            f"compile_topology={machine.name}: not even {least_rows(stage.spec.rows_multiple)} a "
             "group of devices would fit under remat_policy=full; use more devices or more "
             "ici_tensor_parallelism"
         )
@@ -115,7 +115,10 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
         "compile_topology": machine.name,
         "device": machine.device,
         "times": machine.times,
-        "ways": [way | _over_the_run(way, ramp.run_steps(stage), devices, target) for way in ways],
+        "ways": [
+            way | _over_the_run(way, stage.spec, ramp.run_steps(stage), devices, target)
+            for way in ways
+        ],
     }
 
 
@@ -130,18 +133,18 @@ def _resolved(config: Config) -> tuple[Config, RampupBatchManager, Machine]:
 
 
 def _over_the_run(
-    entry: dict[str, Any], steps: int, devices: int, config: Config
+    entry: dict[str, Any], spec: StageSpec, steps: int, devices: int, config: Config
 ) -> dict[str, float | None]:
     """What so many of a stage's steps take."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
-    tokens = entry["global_batch_size"] * config.model.max_target_length
+    tokens = entry["global_batch_size"] * spec.tokens
     rate = tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600
     return {
         "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(config.model) / peak,
+        "mfu": rate * training_flops_per_token(config.model, spec.tokens) / peak,
         "hours": hours,
         "device_hours": hours * devices,
         "price": price(config.planning, hours * devices),

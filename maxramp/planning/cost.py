@@ -33,7 +33,8 @@ class PassCost:
     def __init__(self, batch: BatchKeys, plan: PlanKeys, model: ModelKeys):
         self._batch = batch
         self._limit = rows_per_device_limit(batch)
-        flops = float(self._limit) * model.max_target_length * training_flops_per_token(model)
+        tokens = batch.max_target_length
+        flops = float(self._limit) * tokens * training_flops_per_token(model, tokens)
         known = plan.planned_tflops_per_device != -1
         tflops = plan.planned_tflops_per_device if known else _ASSUMED_TFLOPS
         hours = flops / (tflops * 1e12) / 3600

@@ -1,7 +1,7 @@
 """What fits a device by the compiler's own account: the largest batch under each remat policy."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,18 +14,11 @@ from maxramp.planning.pod import Pod
 from maxramp.processes import backend
 from maxramp.processes.backend import take_hardware
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.spec import StageSpec
 
 # Values of remat_policy, from the least work to the least memory.
 POLICIES = ("none", "minimal_with_context", "minimal", "full")
-
-
-def pods(pod: Pod) -> Iterator[tuple[str, Pod]]:
-    """A compiler under each remat policy instead of its own, the cheapest first."""
-    for policy in POLICIES:
-        model = dataclasses.replace(pod.recipe.model, remat_policy=policy)
-        recipe = dataclasses.replace(pod.recipe, model=model)
-        yield policy, dataclasses.replace(pod, recipe=recipe)
 
 
 def least_rows(multiple: int) -> str:
@@ -72,15 +65,19 @@ def fit_devices(config: Config, say: Callable[[str], None]) -> str:
         backend.start(config.backend)
         machine = machines.here()
     config = resolve(config, len(machine.devices), machine.slices, 1)
-    ramp = RampupBatchManager(config.batch, len(machine.devices))
-    return largest_batch(Pod.of(config, ramp, machine, say))
+    batch, ramp = config.batch, RampupBatchManager(config.batch, len(machine.devices))
+    # With accumulation the sums of the gradients live through the passes: two passes show it.
+    passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
+    return largest_batch(Pod.of(config, ramp, machine, say), ramp.stages[-1].spec, passes)
 
 
-def largest_batch(pod: Pod) -> str:
+def largest_batch(pod: Pod, spec: StageSpec, passes: int = 1) -> str:
     """Compiles steps of growing size under each remat policy.
 
     Args:
       pod: the compiler of a machine, which may be this one.
+      spec: of a stage, but for its batch.
+      passes: of a step.
 
     Returns:
       The lines to put into a config: the cheapest policy under which anything fits, and the most
@@ -89,23 +86,22 @@ def largest_batch(pod: Pod) -> str:
     Raises:
       ConfigError: the device does not say how much memory it has, or one row is too much.
     """
-    limit, batch = pod.limit, pod.batch
+    limit = pod.limit
     if not limit:
         raise ConfigError(
             f"device_memory_gib=-1: {pod.machine.name} does not report its memory; "
             "give device_memory_gib"
         )
-    parallel, multiple = batch.model_parallel_size, batch.rows_multiple
+    parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
     least = least_rows(multiple)
-    ranks = pod.mesh.size // parallel
-    # With accumulation the sums of the gradients live through the passes: two passes show it.
-    passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
     lines: list[str] = []
     others: list[str] = []
-    for policy, of_policy in pods(pod):
+    for policy in POLICIES:
 
-        def needed(shares: int, pod: Pod = of_policy) -> float:
-            return pod.step(passes, shares * multiple * ranks)["memory_gib"]["peak"]
+        def needed(shares: int, policy: str = policy) -> float:
+            of_size = spec.of_size(passes, shares * multiple * spec.ranks)
+            found = pod.step(dataclasses.replace(of_size, remat_policy=policy))
+            return found["memory_gib"]["peak"]
 
         if needed(1) > limit:
             others.append(f"{policy} needs {needed(1):.3g} GiB for {least}")
@@ -129,7 +125,7 @@ def largest_batch(pod: Pod) -> str:
     return "\n".join([lines[0], "; ".join([lines[1], *others])])
 
 
-def by_speed(candidates: Iterator[tuple[str, Pod]], stage: Stage) -> list[dict[str, Any]]:
+def by_speed(pod: Pod, spec: StageSpec) -> list[dict[str, Any]]:
     """What fits of a stage's global batch, the most tokens per second first.
 
     Under each remat policy, the two largest micro batches: a smaller one is slower but for small
@@ -137,7 +133,7 @@ def by_speed(candidates: Iterator[tuple[str, Pod]], stage: Stage) -> list[dict[s
     """
     found = [
         {"remat_policy": policy} | entry
-        for policy, pod in candidates
-        for entry in pod.largest_fits(stage, 2)
+        for policy in POLICIES
+        for entry in pod.largest_fits(dataclasses.replace(spec, remat_policy=policy), 2)
     ]
     return sorted(found, key=lambda entry: entry["step_seconds"])

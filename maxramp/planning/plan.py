@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.config.keys import Config
-from maxramp.config.resolve import mesh_checker, resolve_planned
-from maxramp.errors import ConfigError
+from maxramp.config.resolve import meshes_of
 from maxramp.model.size import pipeline_bubble
 from maxramp.planning.cost import price
 from maxramp.planning.memory import estimate
@@ -32,22 +31,16 @@ def make_plan(config: Config) -> dict[str, Any]:
       ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
     """
     config = with_nodes(config)
-    run = PlannedRun.of(config, mesh_checker(config))
+    run = PlannedRun.of(config, meshes_of(config))
     ramp, keys, rate = run.ramp, run.config.batch, run.config.learning_rate
     plan = ramp.to_json() | {
         "num_nodes": keys.num_nodes,
         "devices_per_node": keys.devices_per_node,
-        "max_target_length": keys.max_target_length,
+        "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": run.config.planning.restart_minutes,
         "warnings": [*_of_program(run.config.run.program), *filter(None, [ramp.cut_short])],
     }
     plan["stages"] = [stage.to_json() | _part_of_run(run, stage) for stage in run.stages]
-    for stage, entry in zip(run.stages, plan["stages"], strict=True):
-        try:
-            entry |= _on_devices(config, stage)
-        except ConfigError as error:
-            entry |= {"memory_gib": None, "pipeline_bubble": None}
-            plan["warnings"].append(f"stage {stage.index} on {stage.devices} devices: {error}")
     plan["totals"] = _totals(run)
     plan["adaptive"] = _bounds_of_ramp(ramp) if keys.rampup_policy == "noise" else None
     plan["smaller_bubble"] = _smaller_bubble(run.config, run.stages)
@@ -72,21 +65,14 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
     return {
         "run_steps": steps,
         "run_samples": samples,
-        "run_tokens": samples * keys.max_target_length,
+        "run_tokens": samples * stage.spec.tokens,
         "share_of_node_time": time * stage.nodes / run.node_time,
         "hours": cost.hours(time),
         "node_hours": cost.hours(time * stage.nodes),
         "hours_against_all_nodes": time / time_of_all,
         "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
-    }
-
-
-def _on_devices(config: Config, stage: Stage) -> dict[str, Any]:
-    """The memory of a stage, and how long its pipeline idles."""
-    here = resolve_planned(config, stage.devices)
-    return {
-        "memory_gib": estimate(here.recipe, here.mesh.sizes, stage),
-        "pipeline_bubble": pipeline_bubble(here.model, here.batch.pipeline_stages),
+        "memory_gib": estimate(run.config.recipe, stage.spec),
+        "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
     }
 
 
@@ -147,13 +133,13 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
     The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
     """
-    count, model = config.batch.pipeline_stages, config.model
-    if pipeline_bubble(model, count) <= SMALL_BUBBLE:
+    spec, model = stages[-1].spec, config.model
+    if pipeline_bubble(model, spec) <= SMALL_BUBBLE:
         return None
+    count = spec.mesh.pipeline_stages
     fewest = (count - 1) * (1 / SMALL_BUBBLE - 1) / model.num_pipeline_repeats
     least = math.ceil(fewest / count - 1e-9)
-    parallel = config.batch.model_parallel_size
-    rows = [int(stage.per_device_batch_size * parallel) for stage in stages]
+    rows = [stage.spec.rows // stage.spec.ranks for stage in stages]
     common = math.gcd(*rows)
     share = next((n for n in range(least, common + 1) if common % n == 0), least)
     return {

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError, reason_of
-from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.machine import Machine
-from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.spec import StageSpec
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -29,19 +27,15 @@ class Pod:
 
     Attributes:
       recipe, learning_rate: what the step is made from.
-      mesh: over the machine's devices.
       machine: whose compiler it is.
       device_memory_gib: of a device; -1 = what the machine says.
-      batch: how many devices hold a row, and what their rows are a multiple of.
       say: takes a line of progress, before and after each compile.
     """
 
     recipe: Recipe
     learning_rate: LearningRate
-    mesh: Mesh
     machine: Machine
     device_memory_gib: float
-    batch: BatchKeys
     say: Callable[[str], None]
 
     @classmethod
@@ -65,10 +59,8 @@ class Pod:
         return cls(
             config.recipe,
             LearningRate.of(config.learning_rate, ramp),
-            mesh_lib.make_mesh(config.mesh, machine.devices),
             machine,
             config.planning.device_memory_gib,
-            config.batch,
             say,
         )
 
@@ -78,20 +70,13 @@ class Pod:
         given = self.device_memory_gib
         return self.machine.memory_gib if given == -1 else given
 
-    @functools.cached_property
-    def _lower(self) -> Callable[[int, int], jax.stages.Lowered]:
-        return lower_step(self.recipe, self.mesh, self.learning_rate, self.machine.platforms)
-
-    @functools.cached_property
-    def _options(self) -> dict[str, Any]:
-        return compiler_options(self.mesh.devices.flat[0].platform) | self.machine.options
-
     @functools.cache  # noqa: B019
-    def step(self, accumulation: int, rows: int) -> dict[str, Any]:
-        """What the compiler says of the step of a batch shape."""
-        policy = self.recipe.model.remat_policy
-        self.say(f"compiling {accumulation} x {rows:,} rows, remat_policy={policy}")
-        entry = self._step(accumulation, rows)
+    def step(self, spec: StageSpec) -> dict[str, Any]:
+        """What the compiler says of the step of a stage."""
+        self.say(
+            f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
+        )
+        entry = self._step(spec)
         memory = entry["memory_gib"]
         self.say(
             f"compiled in {entry['compile_seconds']:.0f} s, needs {memory['peak']:.3g} of "
@@ -99,19 +84,21 @@ class Pod:
         )
         return entry
 
-    def _step(self, accumulation: int, rows: int) -> dict[str, Any]:
-        lower = self._lower
-        start = time.perf_counter()
-        limit = {"peak_tflops_per_device": self.machine.peak_tflops}
+    def _step(self, spec: StageSpec) -> dict[str, Any]:
+        machine, start = self.machine, time.perf_counter()
+        limit = {"peak_tflops_per_device": machine.peak_tflops}
+        options = compiler_options(machine.devices[0].platform) | machine.options
         try:
-            lowered = lower(accumulation, rows)
+            lowered = lower_step(
+                self.recipe, self.learning_rate, spec, machine.devices, machine.platforms
+            )
         except RuntimeError as error:  # a library that a kernel needs is not installed
             raise ConfigError(
                 f"compile_topology={self.machine.name}: {reason_of(error)} "
                 "docs/pods.md says what to install"
             ) from None
         try:
-            compiled = lowered.compile(self._options or None)
+            compiled = lowered.compile(options or None)
         except jax.errors.JaxRuntimeError as error:
             if not (sizes := _too_big(str(error))):
                 raise
@@ -143,10 +130,10 @@ class Pod:
             **work,
         }
 
-    def nearest_fit(self, stage: Stage) -> dict[str, Any] | None:
+    def nearest_fit(self, spec: StageSpec) -> dict[str, Any] | None:
         """The same global batch in the largest micro batches that fit; None if one row does not."""
-        below = stage.micro_batch_size // self._ranks(stage)
-        found = self._fits(stage, [n for n in self._sizes(stage) if n < below], 1)
+        below = spec.rows // spec.ranks
+        found = self._fits(spec, [n for n in _sizes(spec) if n < below], 1)
         if not found:
             return None
         names = ("per_device_batch_size", "gradient_accumulation_steps")
@@ -154,34 +141,32 @@ class Pod:
             "peak_gib": found[0]["memory_gib"]["peak"]
         }
 
-    def largest_fits(self, stage: Stage, number: int) -> list[dict[str, Any]]:
+    def largest_fits(self, spec: StageSpec, number: int) -> list[dict[str, Any]]:
         """A stage's global batch in the largest micro batches that fit, a few sizes of them."""
-        return self._fits(stage, self._sizes(stage), number)
+        return self._fits(spec, _sizes(spec), number)
 
-    def _ranks(self, stage: Stage) -> int:
-        return stage.devices // self.batch.model_parallel_size
-
-    def _sizes(self, stage: Stage) -> list[int]:
-        """Rows a group of devices can take at a time, up to all of its own."""
-        rows, multiple = stage.global_batch_size // self._ranks(stage), self.batch.rows_multiple
-        return [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
-
-    def _fits(self, stage: Stage, sizes: list[int], number: int) -> list[dict[str, Any]]:
+    def _fits(self, spec: StageSpec, sizes: list[int], number: int) -> list[dict[str, Any]]:
         """The compiler's account of the largest sizes that fit, by bisection."""
-        ranks = self._ranks(stage)
-        rows = stage.global_batch_size // ranks
+        ranks = spec.ranks
+        rows = spec.samples // ranks
 
         def step(size: int) -> dict[str, Any]:
-            return self.step(rows // size, size * ranks)
+            return self.step(spec.of_size(rows // size, size * ranks))
 
         low = bisect.bisect_left(sizes, True, key=lambda size: not step(size)["fits"])
         return [
             step(size)
-            | {"global_batch_size": stage.global_batch_size}
-            | {"per_device_batch_size": size / self.batch.model_parallel_size}
+            | {"global_batch_size": spec.samples}
+            | {"per_device_batch_size": size / spec.mesh.model_parallel_size}
             | {"gradient_accumulation_steps": rows // size}
             for size in reversed(sizes[max(0, low - number) : low])
         ]
+
+
+def _sizes(spec: StageSpec) -> list[int]:
+    """Rows a group of devices can take at a time, up to all of its own."""
+    rows, multiple = spec.samples // spec.ranks, spec.rows_multiple
+    return [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
 
 
 def _too_big(error: str) -> tuple[float, float] | None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 
@@ -17,6 +16,7 @@ from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.spec import Meshes
 
 
 def with_nodes(config: Config) -> Config:
@@ -75,12 +75,12 @@ class PlannedRun:
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of(cls, config: Config, usable: Callable[[int], bool]) -> "PlannedRun":
+    def of(cls, config: Config, meshes: Meshes) -> "PlannedRun":
         """Plans a run.
 
         Args:
           config: loaded, with its nodes (`with_nodes`).
-          usable: whether the model's mesh can be made of so many devices (`mesh_checker`).
+          meshes: the mesh by the number of devices (`meshes_of`).
 
         Raises:
           ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
@@ -90,7 +90,7 @@ class PlannedRun:
         ramp = RampupBatchManager(
             target.batch,
             decided=ladder.expected(target.batch),
-            usable=usable,
+            meshes=meshes,
             restart_passes=cost.restart,
         )
         stages = ramp.stages_between(0, ramp.total_steps)

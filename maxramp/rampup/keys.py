@@ -15,6 +15,7 @@ import ml_collections
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
+from maxramp.rampup.spec import ShapeKeys
 
 # Each of them makes a batch.
 _SIZES = (
@@ -62,8 +63,8 @@ class CurveKeys(Keys):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchKeys(CurveKeys):
-    """The keys that describe the batch, and the curve that it may follow."""
+class BatchKeys(CurveKeys, ShapeKeys):
+    """The keys that stages are made of: batch sizes, the curve that they may follow, the shape."""
 
     per_device_batch_size: float
     gradient_accumulation_steps: int = at_least(1)
@@ -87,7 +88,6 @@ class BatchKeys(CurveKeys):
     rampup_decision_samples: int = positive_or_open()
     rampup_earliest: Sequence[int]
     rampup_latest: Sequence[int]
-    max_target_length: int = at_least(1)
     # what it runs on
     num_nodes: int = positive_or_open()
     devices_per_node: int = positive_or_open()
@@ -95,11 +95,6 @@ class BatchKeys(CurveKeys):
     node_schedule: str = one_of("best", "nemo", "fixed")
     node_time_tolerance: float = at_least(0)
     planned_pass_overhead: float = at_least(0)
-    ici_tensor_parallelism: int = positive_or_open()
-    dcn_tensor_parallelism: int = positive_or_open()
-    ici_pipeline_parallelism: int = positive_or_open()
-    dcn_pipeline_parallelism: int = positive_or_open()
-    num_pipeline_microbatches: int = positive_or_open()
     # how long
     steps: int = positive_or_open()
     total_samples: int = positive_or_open()
@@ -155,9 +150,9 @@ class BatchKeys(CurveKeys):
                 "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; "
                 "give one of them"
             )
-        if self._open_pipeline and self.nodes > 1 and self.node_schedule != "fixed":
+        if self.open_pipeline and self.nodes > 1 and self.node_schedule != "fixed":
             raise ConfigError(
-                f"{self._open_pipeline} makes other stages on other numbers of nodes, and "
+                f"{self.open_pipeline} makes other stages on other numbers of nodes, and "
                 f"node_schedule={self.node_schedule} takes any up to num_nodes={self.nodes}; give "
                 "the number of stages, or use node_schedule=fixed"
             )
@@ -177,55 +172,6 @@ class BatchKeys(CurveKeys):
     def nodes(self) -> int:
         """Nodes that the keys describe, at least one."""
         return max(1, self.num_nodes)
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Devices that together hold one row."""
-        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Stages of the pipeline; 1 = there is none."""
-        return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
-
-    @property
-    def _open_pipeline(self) -> str:
-        """The key that leaves the stages open, with its value; empty where none does."""
-        names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
-        return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
-
-    @property
-    def rows_multiple(self) -> int:
-        """What a rank's rows of a pass are a multiple of: its share of a pipeline's micro batches.
-
-        Raises:
-          ConfigError: stages do not share them equally, or it is open how many there are.
-        """
-        count, stages = self.num_pipeline_microbatches, self.pipeline_stages
-        if count == -1:
-            return 1
-        made = (
-            f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
-            f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism}"
-        )
-        if self._open_pipeline:
-            raise ConfigError(
-                f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "
-                f"{self._open_pipeline} leaves their number open; give it"
-            )
-        if stages == 1 and count > 1:
-            raise ConfigError(
-                f"num_pipeline_microbatches={count} is for a pipeline, and {made} is none; use -1, "
-                "or 2 or more stages"
-            )
-        if count % stages:
-            low = count // stages * stages
-            near = f"{low} or {low + stages}" if low else f"{stages}"
-            raise ConfigError(
-                f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
-                f"{made} make; use {near}"
-            )
-        return count // stages
 
     @property
     def num_devices(self) -> int:

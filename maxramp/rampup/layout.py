@@ -12,7 +12,7 @@ This module imports no jax.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import exact, show
+from maxramp.rampup.spec import Meshes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,87 +94,57 @@ def refusal(
     keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
 ) -> ConfigError:
     """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
-    pipeline = ""
-    if keys.rows_multiple > 1:
-        pipeline = (
-            f" in multiples of {keys.rows_multiple} rows (num_pipeline_microbatches="
+    batch, size = threshold.global_batch_size, threshold.rows_per_device
+    parallel, multiple = keys.model_parallel_size, keys.rows_multiple
+    shares = ""
+    if multiple > 1:
+        shares = (
+            f" in multiples of {multiple} rows (num_pipeline_microbatches="
             f"{keys.num_pipeline_microbatches} / {keys.pipeline_stages} stages)"
         )
-    stage = f"stage {index} with a global batch of {threshold.global_batch_size}"
-    if not _rows_per_rank_limit(keys, threshold.rows_per_device) and not threshold.accumulation:
-        return _too_little_for_pipeline(keys, stage, pipeline)
-    of_all_devices = keys.rows_multiple > 1 and threshold.rows_per_device
-    if num_devices is None and keys.node_schedule != "fixed" and not of_all_devices:
-        return _no_nodes(keys, stage, threshold, pipeline)
-    devices, parallel = num_devices or keys.num_devices, keys.model_parallel_size
-    ranks, rest = divmod(devices, parallel)
-    if rest or not ranks:
+    stage = f"stage {index} with a global batch of {batch}"
+    rows = _rows_per_rank_limit(keys, size)
+    if not rows and not threshold.accumulation:
+        name, least = "per_device_batch_size", Fraction(multiple, parallel)
+        if keys.micro_batch_size != -1:
+            name, least = "micro_batch_size", Fraction(multiple)
         return ConfigError(
-            f"stage {index}: {devices} devices do not divide into groups of {parallel} "
+            f"{stage}: {name}={show(getattr(keys, name))} is too little for a pipeline that "
+            f"works{shares}; use {name}={show(least)}, or fewer micro batches"
+        )
+    fixed = num_devices or keys.node_schedule == "fixed" or bool(size and shares)
+    fewest = 1 if keys.node_schedule == "nemo" else min(keys.min_nodes, keys.nodes)
+    jobs = [n * keys.devices_per_node for n in range(fewest, keys.nodes + 1)]
+    jobs = [num_devices or keys.num_devices] if fixed else jobs
+    ranks = [devices // parallel for devices in jobs if devices % parallel == 0]
+    if not ranks:
+        return ConfigError(
+            f"stage {index}: {jobs[-1]} devices do not divide into groups of {parallel} "
             f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
         )
-    axes = "data x stage x fsdp" if keys.pipeline_stages > 1 else "data x fsdp"
-    groups = f" groups of {parallel}" if parallel > 1 else ""
-    spread_over = f"{axes} = {ranks}{groups}{pipeline}"
-    if threshold.rows_per_device:
-        size, unit = threshold.rows_per_device, Fraction(keys.rows_multiple, parallel)
-        rows, below = size * devices, size // unit * unit
+    over = f"any number of nodes from {fewest} to num_nodes={keys.nodes}{shares}"
+    if fixed:
+        axes = "data x stage x fsdp" if keys.pipeline_stages > 1 else "data x fsdp"
+        groups = f" groups of {parallel}" if parallel > 1 else ""
+        over = f"{axes} = {ranks[0]}{groups}{shares}"
+    other = "fewer micro batches" if shares else "another number of devices"
+    if size:
+        unit, devices = Fraction(multiple, parallel), jobs[-1]
+        below = size // unit * unit
         near = f"{show(below)} or {show(below + unit)}" if below else show(unit)
-        remedy = "fewer micro batches" if pipeline else "more ici_tensor_parallelism"
         return ConfigError(
-            f"per_device_batch_size {show(size)} (stage {index}) on {devices} "
-            f"devices is {show(rows)} rows, which do not divide over {spread_over}; make "
-            "per_device_batch_size, its start and its increment multiples of "
-            f"{show(unit)} (the nearest are {near}), or use {remedy}"
+            f"per_device_batch_size {show(size)} (stage {index}) on {devices} devices is "
+            f"{show(size * devices)} rows, which do not divide over {over}; make "
+            f"per_device_batch_size, its start and its increment multiples of {show(unit)} (the "
+            f"nearest are {near}), or use {other if shares else 'more ici_tensor_parallelism'}"
         )
-    unit = ranks * keys.rows_multiple
-    below = threshold.global_batch_size // unit * unit
-    near = f"{below} or {below + unit}" if below else f"{unit}"
+    units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
+    below = max(batch // unit * unit for unit in units)
+    above = min(-(-batch // unit) * unit for unit in units)
+    near = f"{below} or {above}" if below else f"{above}"
     return ConfigError(
-        f"{stage} does not divide over {spread_over}; the "
-        f"nearest sizes that do are {near}, or use another number of devices"
-    )
-
-
-def _too_little_for_pipeline(keys: BatchKeys, stage: str, pipeline: str) -> ConfigError:
-    """That a pass holds too few rows for the pipeline, whatever the devices."""
-    given = f"per_device_batch_size={keys.per_device_batch_size:g}"
-    least = Fraction(keys.rows_multiple, keys.model_parallel_size)
-    enough = f"per_device_batch_size={show(least)}"
-    if keys.micro_batch_size != -1:
-        given = f"micro_batch_size={keys.micro_batch_size}"
-        enough = f"micro_batch_size={keys.rows_multiple}"
-    return ConfigError(
-        f"{stage}: {given} is too little for a pipeline "
-        f"that works{pipeline}; use {enough}, or fewer micro batches"
-    )
-
-
-def _no_nodes(keys: BatchKeys, stage: str, threshold: Threshold, pipeline: str) -> ConfigError:
-    """That no number of nodes divides a batch, and the nearest batches that one does."""
-    batch, rows = threshold.global_batch_size, keys.rows_multiple
-    unit = Fraction(keys.devices_per_node, keys.model_parallel_size)
-    ranks = f"{show(unit)} data-parallel {'rank' if unit == 1 else 'ranks'} a node"
-    what = f"divides it over {ranks}{pipeline}"
-    fewest = min(keys.min_nodes, keys.nodes)
-    other = "fewer devices_per_node" if keys.devices_per_node > 1 else "other num_nodes"
-    other = "fewer micro batches" if pipeline else other
-    if keys.node_schedule == "nemo":
-        rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
-        what = f"gives each of {ranks} whole micro batches of {rows}"
-        fewest, other = 1, "a smaller micro_batch_size, or node_schedule=best"
-    numbers = [n for n in range(fewest, keys.nodes + 1) if rows and n * unit % 1 == 0]
-    units = [int(n * unit) * rows for n in numbers]
-    least = min(units, default=max(Fraction(1), unit) * rows)
-    remedy = f"use a multiple of {show(least)}"
-    below = max((batch // size * size for size in units), default=0)
-    if units and below < batch:
-        above = min(-(-batch // size) * size for size in units)
-        nearest = f"are {below} and {above}" if below else f"is {above}"
-        remedy += f" (the nearest {nearest})"
-    return ConfigError(
-        f"{stage}: no number of nodes from "
-        f"{fewest} to num_nodes={keys.nodes} {what}; {remedy}, or {other}"
+        f"{stage} does not divide over {over}; the nearest sizes that do are {near}, as do "
+        f"multiples of {min(units)}, or use {other}"
     )
 
 
@@ -191,7 +162,7 @@ def schedule_nodes(
     keys: BatchKeys,
     thresholds: Sequence[Threshold],
     steps: Sequence[int],
-    usable: Callable[[int], bool],
+    meshes: Meshes,
     restart_passes: float,
 ) -> list[Layout | None]:
     """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
@@ -200,8 +171,7 @@ def schedule_nodes(
       keys: the batch keys.
       thresholds: the batch size of each stage.
       steps: how many the run takes of each stage; 0 where it ends before.
-      usable: whether the mesh and the model's weights divide over so many devices; `best` and
-        `nemo` take no other numbers.
+      meshes: the mesh by the number of devices; `best` and `nemo` take none without a mesh.
       restart_passes: how long a change of nodes takes, in passes of the largest micro batch.
 
     Returns:
@@ -209,9 +179,9 @@ def schedule_nodes(
     """
     nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
-        return _nemo_schedule(keys, thresholds, usable)
+        return _nemo_schedule(keys, thresholds, meshes)
     if keys.node_schedule == "best":
-        options = [_options(keys, threshold, usable) for threshold in thresholds]
+        options = [_options(keys, threshold, meshes) for threshold in thresholds]
         end = next((i for i, count in enumerate(steps) if not count), len(steps))
         # Stages behind the end of the run have no say in those before it.
         reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
@@ -219,12 +189,12 @@ def schedule_nodes(
     return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
 
 
-def _options(keys: BatchKeys, threshold: Threshold, usable: Callable[[int], bool]) -> list[Layout]:
+def _options(keys: BatchKeys, threshold: Threshold, meshes: Meshes) -> list[Layout]:
     found = []
     for nodes in range(min(keys.min_nodes, keys.nodes), keys.nodes + 1):
         devices = nodes * keys.devices_per_node
         layout = spread(keys, threshold, nodes, devices)
-        if layout and usable(devices):
+        if layout and meshes(devices):
             found.append(layout)
     return found
 
@@ -285,7 +255,7 @@ def _cost(plan: _Plan) -> tuple[int, float, float]:
 
 
 def _nemo_schedule(
-    keys: BatchKeys, thresholds: Sequence[Threshold], usable: Callable[[int], bool]
+    keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes
 ) -> list[Layout | None]:
     """NeMo's rule, from the largest batch down.
 
@@ -301,7 +271,7 @@ def _nemo_schedule(
             ranks, rest = divmod(devices, keys.model_parallel_size)
             rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
             unit = 0 if rest else rows * ranks
-            if unit and threshold.global_batch_size % unit == 0 and usable(devices):
+            if unit and threshold.global_batch_size % unit == 0 and meshes(devices):
                 layout = spread(keys, threshold, nodes, devices)
                 most = nodes
                 break

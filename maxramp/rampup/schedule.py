@@ -20,17 +20,19 @@ This module imports no jax.
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import layout as layout_lib
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
+from maxramp.rampup.spec import Meshes, ShapeKeys, StageSpec
 from maxramp.rampup.walk import Stretch, layouts, undecided, walk
 
 
@@ -48,34 +50,36 @@ class Stage:
     global_batch_size: int
     nodes: int
     devices: int
+    spec: StageSpec
 
     @classmethod
-    def of(cls, index: int, stretch: Stretch, layout: Layout) -> "Stage":
-        """The steps of a stretch, as its batch lies on the devices."""
+    def of(
+        cls, index: int, stretch: Stretch, layout: Layout, keys: ShapeKeys, mesh: MeshKeys | None
+    ) -> "Stage":
+        """The steps of a stretch, as its batch lies on the devices of a mesh."""
         size, steps = stretch.threshold.global_batch_size, stretch.steps
+        accumulation = layout.gradient_accumulation_steps
         return cls(
             index=index,
             first_step=stretch.first_step,
             steps=steps,
             first_sample=stretch.first_sample,
             samples=None if steps is None else steps * size,
-            per_device_batch_size=layout.per_device_batch_size,
-            gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=size,
-            nodes=layout.nodes,
-            devices=layout.devices,
+            spec=keys.spec(accumulation, size // accumulation, mesh),
+            **vars(layout),
         )
 
     @property
     def micro_batch_size(self) -> int:
         """Rows of one forward and backward pass over all devices."""
-        return self.global_batch_size // self.gradient_accumulation_steps
+        return self.spec.rows
 
     def to_json(self) -> dict[str, Any]:
         """The stage as it stands in plan.json."""
-        return dataclasses.asdict(self) | {
-            "per_device_batch_size": plain_number(self.per_device_batch_size)
-        }
+        size = plain_number(self.per_device_batch_size)
+        found = vars(self) | {"per_device_batch_size": size}
+        return {name: value for name, value in found.items() if name != "spec"}
 
 
 class RampupBatchManager:
@@ -101,7 +105,7 @@ class RampupBatchManager:
         first_sample: int = 0,
         first_index: int = 0,
         decided: Sequence[tuple[int, int]] = (),
-        usable: Callable[[int], bool] = lambda devices: True,
+        meshes: Meshes | None = None,
         restart_passes: float = 0.0,
     ):
         """
@@ -116,7 +120,8 @@ class RampupBatchManager:
             stages behind it that the keys of today would have made otherwise.
           decided: (first sample, global batch size) of the rungs that a run with
             rampup_policy=noise has taken (`adaptive.decided`).
-          usable: whether the model's mesh can be made of so many devices, for `node_schedule`.
+          meshes: the mesh by the number of devices, None where the model has none on so many:
+            `node_schedule` does not take them. By default, what these keys give.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
             for `node_schedule` (`cost.PassCost`).
 
@@ -131,7 +136,8 @@ class RampupBatchManager:
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         walked = list(walk(thresholds, first_step, first_sample))
         stretches = walked + undecided(keys, thresholds)
-        found = layouts(keys, stretches, num_devices, usable, restart_passes)
+        meshes = meshes or keys.mesh_on
+        found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
@@ -140,7 +146,7 @@ class RampupBatchManager:
                 size = stretch.threshold
                 self._refusals[index] = layout_lib.refusal(keys, index, size, num_devices)
                 layout = layout_lib.uneven(keys, size, num_devices)
-            stages.append(Stage.of(index, stretch, layout))
+            stages.append(Stage.of(index, stretch, layout, keys, meshes(layout.devices)))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
         self._first_steps = [stage.first_step for stage in self.stages]

@@ -3,13 +3,14 @@
 This module imports no jax.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from maxramp.rampup import ladder, layout, notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
+from maxramp.rampup.spec import Meshes
 
 
 class Stretch(NamedTuple):
@@ -52,7 +53,7 @@ def layouts(
     keys: BatchKeys,
     stretches: Sequence[Stretch],
     num_devices: int | None,
-    usable: Callable[[int], bool],
+    meshes: Meshes,
     restart_passes: float,
 ) -> list[Layout | None]:
     """How the batch of every stretch lies on its devices; None where it does not divide.
@@ -61,31 +62,31 @@ def layouts(
       keys: the batch keys.
       stretches: of the walk, and those that are `undecided`.
       num_devices: of one job; None = on the nodes that `node_schedule` gives each.
-      usable, restart_passes: as of `layout.schedule_nodes`.
+      meshes, restart_passes: as of `layout.schedule_nodes`.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
     if keys.rampup_policy != "noise":
-        return _on_nodes(keys, stretches, usable, restart_passes)
+        return _on_nodes(keys, stretches, meshes, restart_passes)
     # The nodes of a size do not depend on when it will be decided.
     decided = [Threshold(*pair) for pair in ladder.expected(keys)]
     expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
     sizes = [one.threshold.global_batch_size for one in expected]
-    by_size = dict(zip(sizes, _on_nodes(keys, expected, usable, restart_passes), strict=True))
+    by_size = dict(zip(sizes, _on_nodes(keys, expected, meshes, restart_passes), strict=True))
     return [by_size[one.threshold.global_batch_size] for one in stretches]
 
 
 def _on_nodes(
     keys: BatchKeys,
     stretches: Sequence[Stretch],
-    usable: Callable[[int], bool],
+    meshes: Meshes,
     restart_passes: float,
 ) -> list[Layout | None]:
     """The layout of every stretch of a walk on the nodes that `node_schedule` gives it."""
     thresholds = [one.threshold for one in stretches]
     steps = [_steps_of_run(keys, one) for one in stretches]
-    return layout.schedule_nodes(keys, thresholds, steps, usable, restart_passes)
+    return layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
 
 
 _LONG = 10**6  # steps that the last stretch of a run without a length is planned with

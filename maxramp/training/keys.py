@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
 from maxramp.model.execution import Execution
 from maxramp.model.keys import ROLES, ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
+from maxramp.rampup.spec import StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +99,12 @@ class Recipe:
     def execution(self) -> Execution:
         """How passes through the model are computed."""
         return Execution.of(self.model)
+
+    def of(self, spec: StageSpec) -> Self:
+        """The same for the steps of a stage, which says how its passes are computed."""
+        execution = {
+            "max_target_length": spec.tokens,
+            "remat_policy": spec.remat_policy,
+            "num_pipeline_microbatches": spec.pipeline_microbatches,
+        }
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, **execution))

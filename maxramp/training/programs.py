@@ -1,18 +1,20 @@
 """Every stage's program, compiled before it is needed: a new batch shape is a new program."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.mesh import make_mesh
 from maxramp.parallel.sharding import BATCH_ABS
 from maxramp.rampup.schedule import Stage
+from maxramp.rampup.spec import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -47,32 +49,27 @@ def compiler_options(on: str | None) -> dict[str, int | str]:
 
 def lower_step(
     recipe: Recipe,
-    mesh: Mesh,
     learning_rate: LearningRate,
+    spec: StageSpec,
+    devices: Sequence[jax.Device] | None = None,
     platforms: tuple[str, ...] | None = None,
-) -> Callable[[int, int], jax.stages.Lowered]:
-    """Lowers the train step alone, to ask how much memory a batch needs.
+) -> jax.stages.Lowered:
+    """Lowers the train step of a stage alone, to ask how much memory it needs.
 
     Args:
       recipe, learning_rate: what the step is made from.
-      mesh: to lower for.
-      platforms: to lower for, where the mesh's devices belong to no backend of this process.
-
-    Returns:
-      A function of gradient accumulation steps and the rows of a micro batch over all devices.
+      spec: what the stage is.
+      devices: to lower for; by default those of this job.
+      platforms: to lower for, where the devices belong to no backend of this process.
     """
-    state = abstract_state(recipe, mesh)
-    jitted = jax.jit(make_train_step(recipe, learning_rate), donate_argnums=0)
-    sharding = NamedSharding(mesh, BATCH_ABS)
-
-    def lower(accumulation: int, rows: int) -> jax.stages.Lowered:
-        shape = (accumulation, rows, recipe.model.max_target_length + 1)
-        # Setting a mesh of devices that are not there fails as soon as anything runs.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jitted.trace(state, abstract_batch(shape, False, sharding))
-            return traced.lower(lowering_platforms=platforms)
-
-    return lower
+    mesh = make_mesh(spec.mesh, devices)
+    shape = (spec.accumulation, spec.rows, spec.tokens + 1)
+    batch = abstract_batch(shape, False, NamedSharding(mesh, BATCH_ABS))
+    jitted = jax.jit(make_train_step(recipe.of(spec), learning_rate), donate_argnums=0)
+    # Setting a mesh of devices that are not there fails as soon as anything runs.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jitted.trace(abstract_state(recipe, mesh), batch)
+        return traced.lower(lowering_platforms=platforms)
 
 
 class Programs:

@@ -158,7 +158,7 @@ def test_training_flops(scan, tied):
     config = load(*SMALL, f"scan_layers={scan}", f"logits_via_embedding={tied}")
     H, h, L, T = 6, 4, 3, 12
     masked = 2 * T * h * H * L * 2 * 3 / 2
-    assert gradient_flops(config) - masked == training_flops_per_token(config.model)
+    assert gradient_flops(config) - masked == training_flops_per_token(config.model, T)
 
 
 def test_remat_recomputes_what_it_says():

@@ -315,7 +315,8 @@ def test_bubble(microbatches, stages, repeats, expected):
         *(f"num_pipeline_repeats={repeats}", "base_num_decoder_layers=8"),
         *("enable_rampup_batch_size=False", "per_device_batch_size=8"),
     )
-    assert pipeline_bubble(config.model, stages) == pytest.approx(expected)
+    spec = RampupBatchManager(config.batch).stages[0].spec
+    assert pipeline_bubble(config.model, spec) == pytest.approx(expected)
 
 
 def test_what_a_pass_is_estimated_to_keep():
@@ -325,7 +326,9 @@ def test_what_a_pass_is_estimated_to_keep():
     def estimated(policy, *arguments, length=512):
         given = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
         given += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
-        return pass_bytes(config_of(*given).model, 4, 1, 1, stages=2)
+        config = config_of(*given, "ici_fsdp_parallelism=1", devices=2)
+        spec = RampupBatchManager(config.batch, 2).stages[0].spec
+        return pass_bytes(config.model, spec.of_size(1, 8), 1)
 
     assert estimated("none", "num_pipeline_repeats=2") == estimated(
         "minimal_with_context", "num_pipeline_repeats=2"
@@ -417,7 +420,7 @@ def test_every_line_of_the_table_has_a_test():
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
 
 
-NEAREST = {"fixed": "16 or 32", "best": "16 and 24", "nemo": "16 and 24"}
+NEAREST = {"fixed": "16 or 32", "best": "16 or 24", "nemo": "16 or 24"}
 
 
 @pytest.mark.parametrize("schedule", NEAREST)
@@ -467,9 +470,9 @@ REFUSED_BY_ITSELF = {
         {"num_pipeline_microbatches": 4, "global_batch_size": 7, "micro_batch_size": 2}
         | {"per_device_batch_size": -1, "devices_per_node": 1},
         (
-            "over 1 data-parallel rank a node in multiples of 2 rows",
-            "the nearest are 6 and 8",
-            "or fewer micro batches",
+            "any number of nodes from 1 to num_nodes=1 in multiples of 2 rows",
+            "the nearest sizes that do are 6 or 8",
+            "or use fewer micro batches",
         ),
     ),
 }

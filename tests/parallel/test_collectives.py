@@ -4,7 +4,7 @@ import re
 
 import jax
 import pytest
-from conftest import make_config, make_mesh
+from conftest import make_config
 
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -16,8 +16,8 @@ SENDS = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_sca
 @pytest.mark.parametrize("devices", [1, 2])
 def test_one_device_sends_nothing(devices):
     config = make_config("log_gradient_noise_scale=True", devices=devices)
-    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch, devices)
-    with jax.set_mesh(mesh):
-        lower = lower_step(config.recipe, mesh, LearningRate.of(config.learning_rate, ramp))
-        text = lower(2, 4 * devices).as_text()
+    ramp = RampupBatchManager(config.batch, devices)
+    rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[0].spec
+    spec = spec.of_size(2, 4 * devices)
+    text = lower_step(config.recipe, rate, spec, jax.devices()[:devices]).as_text()
     assert bool(re.search(SENDS, text)) == (devices > 1)

@@ -90,7 +90,7 @@ def test_loops_are_counted_as_often_as_they_run(compiled):
     attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
     for s in compiled[0]["stages"]:
         tokens = s["global_batch_size"] * 256 / 8
-        expected = tokens * (training_flops_per_token(config.model) + attention)
+        expected = tokens * (training_flops_per_token(config.model, 256) + attention)
         # The loss's blocks are recomputed: one product of the head more, of three.
         head = 2.0 * 256 * 512 * tokens
         assert s["flops_per_device"] == pytest.approx(expected + head, rel=0.02)

@@ -59,7 +59,7 @@ def expected_flops(config, tokens_per_device: float) -> float:
     width = m.base_num_query_heads * m.head_dim * m.max_target_length
     halves = 6 if m.decoder_block == "mistral" else 1  # of the products of 2 * width
     extra = m.base_num_decoder_layers * width * halves
-    return tokens_per_device * (training_flops_per_token(m) + extra)
+    return tokens_per_device * (training_flops_per_token(m, m.max_target_length) + extra)
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
             on_failure=lambda: None,
         )
         compiled, _ = programs.train_step(ramp.stages[0])
-    found = estimate(config.recipe, config.mesh.sizes, ramp.stages[0])
+    found = estimate(config.recipe, ramp.stages[0].spec)
     sizes = {name: gib * 2**30 for name, gib in found.items()}
     clock, bad_steps, batch = 8, 4, 8 * 257 * 4
     held = compiled.memory_analysis().argument_size_in_bytes - clock - bad_steps - batch

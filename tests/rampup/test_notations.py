@@ -1,5 +1,6 @@
 """NeMo's and Megatron's notations, the split over devices and the node schedules."""
 
+import functools
 import itertools
 import math
 import random
@@ -11,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 from maxramp.config.load import load
-from maxramp.config.resolve import mesh_checker
+from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
@@ -166,6 +167,12 @@ def documented(**changes):
     )
 
 
+def mesh_unless(config, bad_nodes, devices):
+    """The mesh of so many devices, but for those of some numbers of nodes."""
+    bad = devices // config.devices_per_node in bad_nodes
+    return None if bad else BatchKeys.read(config).mesh_on(devices)
+
+
 def test_nemos_node_table():
     ramp = RampupBatchManager(documented())
     assert [s.nodes for s in ramp.stages] == [8, 8, 8, 8, 10, 12, 14, 16]
@@ -207,7 +214,7 @@ def test_best_nodes_against_trying_all():
         restart = rng.choice([0, 10, 100])
         ramp = RampupBatchManager(
             config,
-            usable=lambda devices: devices // config.devices_per_node not in bad,  # noqa: B023
+            meshes=functools.partial(mesh_unless, config, bad),
             restart_passes=restart,
         )
         reached = ramp.stages_between(0, ramp.total_steps)
@@ -254,7 +261,8 @@ def test_stages_of_a_few_steps_get_no_job_of_their_own():
         node_time_tolerance=0.05,
         total_samples=300_000,
     )
-    mesh = {"usable": lambda devices: 128 % devices == 0}
+    odd = [nodes for nodes in range(1, 17) if 128 % (8 * nodes)]
+    mesh = {"meshes": functools.partial(mesh_unless, config, odd)}
     nodes = [s.nodes for s in RampupBatchManager(config, restart_passes=600, **mesh).stages]
     assert nodes == [4] * 45
     free = [s.nodes for s in RampupBatchManager(config, **mesh).stages]
@@ -288,7 +296,7 @@ def test_nemos_rule_passes_over_nodes_that_the_mesh_refuses():
         "devices_per_node=8",
         "node_schedule=nemo",
     )
-    ramp = RampupBatchManager(config.batch, usable=mesh_checker(config))
+    ramp = RampupBatchManager(config.batch, meshes=meshes_of(config))
     # 128 columns do not divide over the 24 devices of 3 nodes, and 96 rows fill none of 2 nodes.
     assert [s.nodes for s in ramp.stages] == [1, 1, 1, 4]
 

@@ -98,7 +98,11 @@ def test_every_field_is_there_and_means_what_it_says(uninterrupted):
         assert r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"])
         assert r["target_tokens"] == tokens  # every row is full
         assert r["target_tokens_per_second"] == r["tokens_per_second"]
-        flops = tokens * training_flops_per_token(config.model) / r["step_seconds"]
+        flops = (
+            tokens
+            * training_flops_per_token(config.model, config.model.max_target_length)
+            / r["step_seconds"]
+        )
         assert r["tflops_per_device"] == pytest.approx(flops / 1e12)
         before = r["consumed_samples"] - r["global_batch_size"]
         assert r["learning_rate"] == pytest.approx(float(rate(before)), rel=1e-5)

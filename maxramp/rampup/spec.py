@@ -1,0 +1,125 @@
+"""What a stage is: the shape of its steps, the mesh they run on, how their passes are computed.
+
+Shapes: A gradient accumulation steps, B rows of a pass over all devices, T tokens of a row.
+
+This module imports no jax.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Self
+
+from maxramp.errors import ConfigError
+from maxramp.keys.section import at_least, positive_or_open
+from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.keys import MeshKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeKeys(MeshKeys):
+    """The keys that give a step its shape, but for the number of its rows."""
+
+    max_target_length: int = at_least(1)
+    remat_policy: str  # `ModelKeys` checks it: MaxText's configuration has others
+    num_pipeline_microbatches: int = positive_or_open()
+
+    @property
+    def open_pipeline(self) -> str:
+        """The key that leaves the pipeline's stages open, with its value; empty where none does."""
+        names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
+        return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
+
+    @property
+    def rows_multiple(self) -> int:
+        """What a rank's rows of a pass are a multiple of: its share of a pipeline's micro batches.
+
+        Raises:
+          ConfigError: stages do not share them equally, or it is open how many there are.
+        """
+        count, stages = self.num_pipeline_microbatches, self.pipeline_stages
+        if count == -1:
+            return 1
+        made = (
+            f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
+            f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism}"
+        )
+        if self.open_pipeline:
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "
+                f"{self.open_pipeline} leaves their number open; give it"
+            )
+        if stages == 1 and count > 1:
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} is for a pipeline, and {made} is none; use -1, "
+                "or 2 or more stages"
+            )
+        if count % stages:
+            low = count // stages * stages
+            near = f"{low} or {low + stages}" if low else f"{stages}"
+            raise ConfigError(
+                f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
+                f"{made} make; use {near}"
+            )
+        return count // stages
+
+    def mesh_on(self, num_devices: int) -> MeshKeys | None:
+        """The mesh on so many devices; None where they make none."""
+        with contextlib.suppress(ConfigError):
+            return self.on(num_devices)
+
+    def spec(self, accumulation: int, rows: int, mesh: MeshKeys | None) -> "StageSpec":
+        """What a stage of these keys is, on a mesh."""
+        return StageSpec(
+            accumulation,
+            rows,
+            self.max_target_length,
+            mesh,
+            self.remat_policy,
+            self.num_pipeline_microbatches,
+        )
+
+
+Meshes = Callable[[int], MeshKeys | None]  # the mesh by the number of devices, where there is one
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpec:
+    """What the steps of a stage are. Programs are keyed by it.
+
+    Attributes:
+      accumulation: A.
+      rows: B.
+      tokens: T.
+      mesh: the sizes of its axes; None where the devices make no such mesh, so nothing can run.
+      remat_policy: what a layer keeps for its backward pass.
+      pipeline_microbatches: into how many a pipeline cuts a pass; 1 without one.
+    """
+
+    accumulation: int
+    rows: int
+    tokens: int
+    mesh: MeshKeys | None
+    remat_policy: str
+    pipeline_microbatches: int
+
+    @property
+    def samples(self) -> int:
+        """Rows of a step."""
+        return self.accumulation * self.rows
+
+    @property
+    def rows_multiple(self) -> int:
+        """What a rank's rows of a pass are a multiple of."""
+        return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
+
+    @property
+    def ranks(self) -> int:
+        """Groups of devices that each hold rows of their own."""
+        sizes = self.mesh.sizes
+        return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+    def of_size(self, accumulation: int, rows: int) -> Self:
+        """The same in other passes."""
+        return dataclasses.replace(self, accumulation=accumulation, rows=rows)
