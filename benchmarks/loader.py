@@ -15,19 +15,21 @@ import tempfile
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from figures import ROOT, parser, save
+from jax.sharding import NamedSharding
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.batch import Batch
+from maxramp.data.batch import abstract_batch, text_fields
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import initial_state
@@ -183,8 +185,10 @@ def step_eats() -> float:
         ramp = RampupBatchManager(config.batch, 1)
         rate = LearningRate.of(config.learning_rate, ramp)
         state = initial_state(config.recipe)
-        shape = (1, ramp.stages[-1].global_batch_size, config.batch.max_target_length + 1)
-        batch = Batch(jax.device_put(np.zeros(shape, np.int32), BATCH_ABS))
+        rows, tokens = ramp.stages[-1].global_batch_size, config.batch.max_target_length
+        sharding = NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
+        abstract = abstract_batch(text_fields(tokens, False), (1, rows), sharding)
+        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
         step = make_train_step(config.recipe, rate)
         compiled = jax.jit(step).lower(state, batch).compile()
         seconds = []
@@ -192,7 +196,7 @@ def step_eats() -> float:
             start = time.perf_counter()
             jax.block_until_ready(compiled(state, batch))
             seconds.append(time.perf_counter() - start)
-    return shape[1] * config.batch.max_target_length / statistics.median(seconds)
+    return rows * tokens / statistics.median(seconds)
 
 
 def main() -> None:

@@ -30,11 +30,12 @@ SIZES = [
 PROGRAM = """
 import functools, json, resource, sys
 import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.batch import Batch
+from maxramp.data.batch import abstract_batch, text_fields
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup import RampupBatchManager
 from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
@@ -45,8 +46,10 @@ config = resolve(load(sys.argv[1:]), 1, 1, 1)
 jax.set_mesh(mesh_lib.make_mesh(config.mesh))
 rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
 state = initial_state(config.recipe)
-shape = (1, int(config.batch.per_device_batch_size), config.batch.max_target_length + 1)
-batch = Batch(jax.device_put(jnp.zeros(shape, jnp.int32), BATCH_ABS))
+rows, tokens = int(config.batch.per_device_batch_size), config.batch.max_target_length
+sharding = NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
+abstract = abstract_batch(text_fields(tokens, False), (1, rows), sharding)
+batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 step = make_train_step(config.recipe, rate)
 compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 with open("/proc/self/clear_refs", "w") as file:

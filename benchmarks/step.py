@@ -20,7 +20,7 @@ from maxramp.data.batch import Batch
 from maxramp.keys.base import CONFIGS
 from maxramp.parallel import cpu
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.processes import backend
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -63,7 +63,9 @@ def ours(size, batch, *keys):
     rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     state = initial_state(config.recipe)
     step = make_train_step(config.recipe, rate)
-    batch = Batch(jax.device_put(batch, BATCH_ABS))
+    tokens, targets = (jax.device_put(x, BATCH_ABT) for x in (batch[..., :-1], batch[..., 1:]))
+    hashes = jax.device_put(np.zeros((A, B, 2), np.uint32), BATCH_ABT)
+    batch = Batch(tokens, targets, hashes=hashes)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
     def run():

@@ -29,6 +29,8 @@ from forked import run_forked
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.data.batch import Batch, stack, text_fields
+from maxramp.data.row import Row
 from maxramp.parallel import mesh as mesh_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -109,15 +111,26 @@ def make_mesh(config):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=jax.devices()[:count])
 
 
-def numpy_fingerprint(rows_RS: np.ndarray) -> list[int]:
-    """The batch fingerprint as docs define it, in numpy."""
+def batch_of(tokens_S: np.ndarray, begins_S: np.ndarray | None = None) -> Batch:
+    """The batch [..., T] of rows of ids [..., S], and of where documents begin: bool [..., S]."""
+    *leading, S = tokens_S.shape
+    begins = [None] * math.prod(leading)
+    if begins_S is not None:
+        begins = [np.flatnonzero(of_row) for of_row in begins_S.reshape(-1, S)]
+    rows = list(map(Row, tokens_S.reshape(-1, S), begins))
+    batch = stack(rows, text_fields(S - 1, begins_S is not None), range(len(rows)))
+    return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)
+
+
+def numpy_fingerprint(rows_RS: np.ndarray, begins_RS: np.ndarray | bool = False) -> list[int]:
+    """The batch fingerprint as docs define it, in numpy; of rows of ids [..., S]."""
 
     def mix(x):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
         x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return x ^ (x >> np.uint32(16))
 
-    tokens = rows_RS.ravel().astype(np.uint32)
+    tokens = (rows_RS + (1 << 30) * np.asarray(begins_RS)).ravel().astype(np.uint32)
     position = np.arange(tokens.size, dtype=np.uint32)
     # The two halves of 2^64 divided by the golden ratio.
     return [

@@ -22,10 +22,10 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.fingerprint import fingerprint
+from maxramp.training.fingerprint import fingerprint_of_weights
 
 _MOVE = re.compile(
-    r"s32\[([\d,]+)\]\S* collective-permute(?:-start)?\("
+    r"[su]32\[([\d,]+)\]\S* collective-permute(?:-start)?\("
     r".*source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
 )
 
@@ -48,7 +48,7 @@ def serve(first_step: int, loaded) -> dict:
         ramp = RampupBatchManager(config.batch, jax.device_count())
         given = config.data, config.reading, config.evaluation
         loader = Loader(*given, corpus, ramp, expansion, first_step)
-        gather = jax.jit(lambda batch: fingerprint(expansion.gather(batch)))
+        gather = jax.jit(expansion.gather)
         programs = {}
 
         def look(batch):
@@ -57,8 +57,7 @@ def serve(first_step: int, loaded) -> dict:
                 compiled = gather.lower(batch).compile()
                 programs[shape] = compiled, moved_bytes(compiled.as_text())
             compiled, moved = programs[shape]
-            high, low = jax.device_get(compiled(batch)).tolist()
-            return f"{high:08x}{low:08x}", moved
+            return fingerprint_of_weights(compiled(batch)), moved
 
         steps = [look(loader.batch(k)[0]) for k in range(first_step, ramp.total_steps)]
         evaluations = [look(batch) for batch in loader.eval_batches()]

@@ -1,59 +1,157 @@
-"""What a step trains on: rows of tokens, and what stands beside each token.
+"""What a step trains on: the tokens of its rows, what each of them predicts, and the rows' hashes.
 
-Between a file and a batch a row is one array of integers, in which marks say where documents begin
-(`marks`); here they are taken apart.
-
-Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the next one.
+Shapes: A gradient accumulation steps, B rows of a micro batch, N rows, T tokens of a row, S = T + 1
+with the one after them.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.marks import START
+from maxramp.data.row import PADDING, Row
+
+_START = 1 << 30  # what the hash of a row adds to the id of a document's first token
+_NOWHERE = np.empty(0, np.int64)
+_BLOCK = 1 << 16  # tokens that are hashed together: they stay in a core's cache
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arrays of one shape: [A, B, S] of a step, [B, S] of a micro batch.
+    """Arrays [A, B, ...] of a step, [B, ...] of a micro batch.
 
-    Every field lies and travels as the tokens do. One that is None is in no program.
+    One that is None is in no program. All but `hashes` have T numbers a row; what stands at a token
+    is about the one that it predicts.
 
     Attributes:
       tokens: int32 ids; PADDING (-1) is no token.
-      begins: bool, whether a document begins with the token; None where rows are read as one text.
-      loss_mask: bool, whether the token may be a target; None = all may.
-      weights: float32, what an objective multiplies the token's term by; None = 1.
-      shares: float32, what the token adds to the divisor of all terms; None = 1.
-      sampled_log_probs: float32, of the token when it was sampled; None where none was.
-      reference_log_probs: float32, of the token under a policy to stay near; None without one.
+      targets: int32, the id that each token predicts; PADDING where that is nothing.
+      segments: int32, the number of each token's document in its row; None where rows are read as
+        one text.
+      hashes: uint32 [..., 2], of each row at its place in the step (`hash_rows`).
+      weights: float32, what an objective multiplies a target's term by; None = 1.
+      shares: float32, what a target adds to the divisor of all terms; None = 1.
+      sampled_log_probs: float32, of the target when it was sampled; None where none was.
+      reference_log_probs: float32, of the target under a policy to stay near; None without one.
     """
 
     tokens: jax.Array | np.ndarray
-    begins: jax.Array | np.ndarray | None = None
-    loss_mask: jax.Array | np.ndarray | None = None
+    targets: jax.Array | np.ndarray
+    segments: jax.Array | np.ndarray | None = None
+    hashes: jax.Array | np.ndarray | None = None
     weights: jax.Array | np.ndarray | None = None
     shares: jax.Array | np.ndarray | None = None
     sampled_log_probs: jax.Array | np.ndarray | None = None
     reference_log_probs: jax.Array | np.ndarray | None = None
 
 
-def take_apart(rows: np.ndarray, packed: bool) -> Batch:
-    """The batch of rows, which carry marks where they are packed."""
-    if not packed:
-        return Batch(rows)
-    begins = rows >= START
-    return Batch(np.where(begins, rows - START, rows), begins)
+class Field(NamedTuple):
+    """An array of a batch: [A, B, *suffix]."""
+
+    name: str
+    dtype: str
+    suffix: tuple[int, ...]
 
 
-def abstract_batch(shape: tuple[int, ...], packed: bool, sharding: NamedSharding) -> Batch:
-    """Shapes, dtypes and shardings of what `take_apart` makes of rows."""
+def text_fields(tokens: int, separate: bool) -> tuple[Field, ...]:
+    """The arrays of a batch of text.
 
-    def of(dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    Args:
+      tokens: T.
+      separate: whether rows hold several documents, which do not see each other.
+    """
+    names = ("tokens", "targets", "segments")[: 3 if separate else 2]
+    return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
-    return Batch(of(jnp.int32), of(jnp.bool_) if packed else None)
+
+def abstract_batch(
+    fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
+) -> Batch:
+    """Shapes, dtypes and shardings of a batch, whose leading axes are mostly A and B."""
+    return Batch(
+        **{
+            name: jax.ShapeDtypeStruct((*leading, *suffix), dtype, sharding=sharding)
+            for name, dtype, suffix in fields
+        }
+    )
+
+
+def stack(
+    rows: Sequence[Row], fields: Sequence[Field], places: Sequence[int] | None = None
+) -> Batch:
+    """The batch [N, ...] of rows.
+
+    A token that begins a document is no target of the document before it.
+
+    Args:
+      rows: N of them.
+      fields: the arrays that are wanted, as from `text_fields`.
+      places: of the rows in their step; None = from 0 on.
+    """
+    tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
+    N, S = tokens_NS.shape
+    begins = (n * S + row.begins for n, row in enumerate(rows) if row.begins is not None)
+    at = np.concatenate([_NOWHERE, *begins])  # where documents begin, in all rows
+    marked = tokens_NS.ravel()
+    marked[at] += _START
+    hashes_N2 = hash_rows(tokens_NS, tuple(places or range(N)))
+    marked[at] -= _START
+    targets_NS = tokens_NS.copy()
+    targets_NS.ravel()[at] = PADDING
+    for targets_S, row in zip(targets_NS, rows, strict=True):
+        if row.is_target is not None:
+            targets_S[~row.is_target] = PADDING
+    if any(field.name == "segments" for field in fields):
+        numbers = np.arange(len(at) + 1, dtype=np.int32)
+        segments_NS = np.repeat(numbers, np.diff(at, prepend=0, append=N * S)).reshape(N, S)
+        segments_NT = segments_NS[:, :-1] - segments_NS[:, :1]
+    return Batch(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2)
+
+
+def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
+    """What each row adds to the fingerprint of its step: uint32 [N, 2], high and low word.
+
+    The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
+    read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of
+    MurmurHash3 and c the word's constant. A sum, so that rows add up to the same whatever devices
+    hold them; positions are those in the step, so that the split into micro batches does not show
+    either.
+
+    Args:
+      tokens_NS: ids, of a document's first token 2^30 more where documents are apart.
+      places: of the rows in the step.
+    """
+    N, S = tokens_NS.shape
+    mixed_N2S, hashes_N2 = _mixed_positions(places, S), np.empty((N, 2), np.uint32)
+    size = max(1, _BLOCK // S)
+    scratch = np.empty((2, min(size, N), 2, S), np.uint32)
+    for first in range(0, N, size):
+        block = slice(first, first + size)
+        x_n2S, shifted_n2S = scratch[:, : N - first]
+        tokens_n1S = tokens_NS[block, None].view(np.uint32)
+        np.bitwise_xor(mixed_N2S[block], tokens_n1S, out=x_n2S)
+        _mix(x_n2S, shifted_n2S).sum(2, dtype=np.uint32, out=hashes_N2[block])
+    return hashes_N2
+
+
+@functools.lru_cache(2)  # all steps of a stage ask for the same; those of two are read at once
+def _mixed_positions(places: tuple[int, ...], length: int) -> np.ndarray:
+    """mix(i + c) of every token of rows at these places: uint32 [N, 2, S]."""
+    constants_21 = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)[:, None]
+    positions_NS = np.array(places)[:, None] * length + np.arange(length)
+    mixed_N2S = positions_NS.astype(np.uint32)[:, None] + constants_21
+    return _mix(mixed_N2S, np.empty_like(mixed_N2S))
+
+
+def _mix(x: np.ndarray, shifted: np.ndarray) -> np.ndarray:
+    """The finalizer of MurmurHash3, in place, with room for what it shifts."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x ^= np.right_shift(x, np.uint32(shift), out=shifted)
+        x *= np.uint32(factor)
+    x ^= np.right_shift(x, np.uint32(16), out=shifted)
+    return x

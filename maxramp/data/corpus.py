@@ -54,7 +54,7 @@ class Corpus:
     description: str  # one line for a person
     hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
-    packed: bool = False  # rows of several documents, marked (`marks.START`)
+    packed: bool = False  # rows say where documents begin, which do not see each other
 
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""

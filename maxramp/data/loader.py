@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import jax
 
-from maxramp.data.batch import Batch
+from maxramp.data.batch import Batch, text_fields
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
@@ -19,7 +19,7 @@ from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.data.shared_ramp import SharedRamp
 from maxramp.errors import ConfigError
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 
 class Loader:
@@ -28,6 +28,7 @@ class Loader:
     Attributes:
       corpus: the rows.
       expansion: which processes read them.
+      fields: the arrays of a batch.
       eval_rows: rows of an evaluation batch; 0 = the run never evaluates.
     """
 
@@ -60,7 +61,7 @@ class Loader:
         self._check_enough()
         self._reading, self._ramp = reading, ramp
         self.corpus, self.expansion = corpus, expansion
-        self._row_length, self._packed = data.max_target_length + 1, corpus.packed
+        self.fields = text_fields(data.max_target_length, corpus.packed)
         self._eval_steps = evaluation.eval_steps
         self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
@@ -72,10 +73,10 @@ class Loader:
             key=lambda stage: stage.global_batch_size,
         )
         self._batches = self._read_ahead(
-            StepBatches(rows, corpus.packed, steps, self._shared_ramp, expansion.share),
+            StepBatches(rows, self.fields, steps, self._shared_ramp, expansion.share),
             first_step,
             steps,
-            largest=self._abstract(largest.gradient_accumulation_steps, largest.micro_batch_size),
+            largest=self._abstract(largest),
             workers=reading.grain_worker_count,
         )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
@@ -87,7 +88,7 @@ class Loader:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
 
         Returns:
-          What `Expansion.gather` makes [A, B, S] of, and seconds.
+          What `Expansion.gather` makes [A, B, ...] of, and seconds.
 
         Raises:
           ConfigError: the ramp has grown, and the run needs more rows than there are.
@@ -110,9 +111,8 @@ class Loader:
         return None
 
     def _place(self, step: int) -> Batch:
-        stage = self._ramp.stage_at_step(step)
-        shape = self._abstract(stage.gradient_accumulation_steps, stage.micro_batch_size)
-        return self.expansion.place(next(self._batches), shape)
+        abstract = self._abstract(self._ramp.stage_at_step(step))
+        return self.expansion.place(next(self._batches), abstract)
 
     def eval_batches(self) -> Iterator[Batch]:
         """The batches of one evaluation, as from `batch` with A = 1.
@@ -120,8 +120,8 @@ class Loader:
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
         expansion, rows = self.expansion, self.eval_rows
-        abstract = self._abstract(1, rows)
-        batches = EvalBatches(self._held_out, self._packed, rows, self._row_length, expansion.share)
+        abstract = expansion.abstract_batch(self.fields, 1, rows)
+        batches = EvalBatches(self._held_out, self.fields, rows, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
         ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
         with contextlib.closing(ahead):
@@ -134,8 +134,9 @@ class Loader:
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
-    def _abstract(self, accumulation: int, rows: int) -> Batch:
-        return self.expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
+    def _abstract(self, stage: Stage) -> Batch:
+        A, B = stage.gradient_accumulation_steps, stage.micro_batch_size
+        return self.expansion.abstract_batch(self.fields, A, B)
 
     def _read_ahead(
         self, batches: Any, first: int, last: int, largest: Batch, workers: int

@@ -16,18 +16,10 @@ from maxramp.data import tokenizers
 from maxramp.data.corpus import APART, Corpus, Part
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.hubset import HubSet
-from maxramp.data.files.megatron import TokenStream
+from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import DataKeys
-from maxramp.data.rows import (
-    Chain,
-    Checked,
-    Documents,
-    RecordRows,
-    SeparateRows,
-    Span,
-    StreamRows,
-)
+from maxramp.data.rows import Chain, Documents, RecordRows, StreamRows, TokenDocuments
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
@@ -92,7 +84,7 @@ class _Entry:
 
     @property
     def packed(self) -> bool:
-        return isinstance(self.items, SeparateRows)
+        return isinstance(self.items, StreamRows) and self.items.separate
 
 
 def open_mixture(keys: DataKeys) -> Corpus:
@@ -121,9 +113,9 @@ def open_mixture(keys: DataKeys) -> Corpus:
     held_out = [entry.items for entry in evaluated]
     if not evaluated:  # the end of every part
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
-        held_out = [Span(e.items, cut, len(e.items)) for e, cut in zip(train, cuts, strict=True)]
+        held_out = [e.items.span(cut, len(e.items)) for e, cut in zip(train, cuts, strict=True)]
     parts = tuple(
-        Part(entry.name, entry.weight, Span(entry.items, 0, cut))
+        Part(entry.name, entry.weight, entry.items.span(0, cut))
         for entry, cut in zip(train, cuts, strict=True)
     )
     noun = "documents" if documents else "rows"
@@ -193,10 +185,8 @@ class _Opener:
             manifests, files = zip(*map(prepared.open_set, paths), strict=True)
             for folder, manifest in zip(paths, manifests, strict=True):
                 self._check_set(folder, manifest)
-            stream = TokenStream(list(itertools.chain(*files)))
-            rows = self._checked(key, pattern, StreamRows(stream, keys.max_target_length))
-            digest = "+".join(manifest["hash"] for manifest in manifests)
-            return self._separate(rows, stream), False, digest
+            rows = self._stream_rows(key, pattern, list(itertools.chain(*files)))
+            return rows, False, "+".join(manifest["hash"] for manifest in manifests)
         (column,) = keys.train_data_columns
         tokens = not keys.tokenize_train_data
         files = [formats.READERS[kind](path, column, tokens) for path in paths]
@@ -206,21 +196,21 @@ class _Opener:
         self, key: str, pattern: str, kind: str, files: list[RecordFile]
     ) -> tuple[Any, bool, str]:
         """The same as `_open`, of files of one format that is no prepared set."""
-        length, tokens = self._keys.max_target_length, not self._keys.tokenize_train_data
+        keys, tokens = self._keys, not self._keys.tokenize_train_data
         for file in files:
             file.check()
         documents = kind != "megatron" and not (kind == "arrayrecord" and tokens)
-        stream = TokenStream(files) if kind == "megatron" else None
-        if stream:
-            items: Any = StreamRows(stream, length)
+        if kind == "megatron":
+            items: Any = self._stream_rows(key, pattern, files)
         elif not documents:
-            items = RecordRows(files, length)
+            items = RecordRows(files, keys.max_target_length, keys.vocab_size)
+        elif tokens:
+            items = TokenDocuments(files, keys.vocab_size)
         else:
-            items = Chain(files) if tokens else Documents(files, self._open_tokenizer())
-        items = self._checked(key, pattern, items)
+            items = Documents(files, self._open_tokenizer())
+        self._refuse_empty(key, pattern, items)
         size = sum(file.num_bytes for file in files)
-        digest = _sampled_hash(items, size)
-        return self._separate(items, stream) if stream else items, documents, digest
+        return items, documents, _sampled_hash(items, documents, size)
 
     def _check_set(self, folder: str, manifest: dict[str, Any]) -> None:
         """Refuses a prepared set whose tokens are of another vocabulary or another tokenizer."""
@@ -263,19 +253,20 @@ class _Opener:
             )
         self.uses_tokenizer = True
 
-    def _checked(self, key: str, pattern: str, items: Any) -> Checked:
+    def _stream_rows(self, key: str, pattern: str, files: Sequence[MegatronFile]) -> StreamRows:
+        """Rows that say where documents begin, if more than one does and that is wanted."""
+        keys, stream = self._keys, TokenStream(files)
+        separate = keys.separate_documents and stream.num_documents > 1
+        rows = StreamRows(stream, keys.max_target_length, keys.vocab_size, separate)
+        self._refuse_empty(key, pattern, rows)
+        return rows
+
+    def _refuse_empty(self, key: str, pattern: str, items: Any) -> None:
         if not len(items):
             raise ConfigError(
                 f"{key}: {pattern} has not one row of max_target_length + 1 = "
                 f"{self._keys.max_target_length + 1} tokens; give more data or shorter rows"
             )
-        return Checked(items, self._keys.vocab_size)
-
-    def _separate(self, rows: Checked, stream: TokenStream) -> Any:
-        """Rows that say where documents begin, if more than one does and that is wanted."""
-        if not self._keys.separate_documents or stream.num_documents < 2:
-            return rows
-        return SeparateRows(rows, stream, self._keys.max_target_length)
 
     def _open_tokenizer(self) -> Tokenizer:
         self.uses_tokenizer = True
@@ -341,10 +332,10 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     return kind, paths
 
 
-def _sampled_hash(items: Sequence[np.ndarray], size: int) -> str:
+def _sampled_hash(items: Sequence[Any], documents: bool, size: int) -> str:
     """Of the count, the bytes and evenly spaced items: reading terabytes would take hours."""
     digest = hashlib.blake2b(f"{len(items)} {size}".encode(), digest_size=8)
     for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
-        item = items[int(index)]
-        digest.update(f"{len(item)} ".encode() + item.tobytes())
+        tokens = items[int(index)] if documents else items[int(index)].tokens
+        digest.update(f"{len(tokens)} ".encode() + tokens.tobytes())
     return digest.hexdigest()

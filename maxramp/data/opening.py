@@ -133,8 +133,8 @@ def _rows_of(
     lengths = _count_lengths(reading, documents, readers, beat)
     lay_out = _LAYOUTS[data.grain_packing_type] if data.packing else packing.one_per_row
     layout = lay_out(lengths, data.max_target_length)
-    mark = data.packing and data.separate_documents
-    rows = packing.PackedRows(documents, layout, data.max_target_length, mark)
+    separate = data.packing and data.separate_documents
+    rows = packing.PackedRows(documents, layout, data.max_target_length, separate)
     return rows, int(layout.size.sum())
 
 

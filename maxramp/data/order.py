@@ -10,13 +10,14 @@ Glossary
   share        the groups whose rows a process reads; no other row is read
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them that a process
-reads, S tokens of a row and the next one.
+reads.
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,8 +25,8 @@ import jax
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxramp.data.batch import Batch, take_apart
-from maxramp.data.marks import PADDING
+from maxramp.data.batch import Batch, Field, stack
+from maxramp.data.row import PADDING, Row
 from maxramp.data.shared_ramp import SharedRamp
 
 _LONGEST_PERIOD = 100_000
@@ -88,6 +89,7 @@ def _whole_shares(weights: Sequence[float]) -> list[int]:
     return [share // common for share in shares]
 
 
+@functools.cache
 def _seed_of_shuffle(seed: int, part: int, epoch: int) -> int:
     """A seed of its own, of 32 bits, for every shuffle of every run."""
 
@@ -121,7 +123,7 @@ class RunRows:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, row: int) -> np.ndarray:
+    def __getitem__(self, row: int) -> Row:
         part, index = self._mixture.locate(row)
         items = self._parts[part].items
         epoch, place = divmod(index, len(items))
@@ -154,23 +156,30 @@ class Share:
         size = micro_batch_size // self.num_groups
         return [row for g in self.groups for row in range(g * size, (g + 1) * size)]
 
-    def lay_out(self, batch: Batch) -> Batch:
-        """What was read, as this process's part of the batch that the step takes.
+    def read(
+        self, row: Callable[[int], Row], accumulation: int, size: int, fields: Sequence[Field]
+    ) -> Batch:
+        """This process's part of a batch.
+
+        Args:
+          row: of the batch, by its place.
+          accumulation, size: A and B.
+          fields: the arrays of a batch.
 
         Returns:
-          [A, R, S] as it is, or with slots [factor, A, devices x rows of a group, S].
+          Arrays [A, R, ...], or with slots [factor, A, devices x rows of a group, ...].
         """
-        if self.slots is None:
-            return batch
+        places = [a * size + place for a in range(accumulation) for place in self.rows(size)]
 
-        def slots(x_ARS: np.ndarray) -> np.ndarray:
-            A, R, S = x_ARS.shape
-            size = R // len(self.groups)
-            by_group = x_ARS.reshape(A, len(self.groups), size, S)
-            chosen = np.moveaxis(by_group[:, self.slots], 1, 0)  # [factor, A, devices, size, S]
-            return chosen.reshape(len(self.slots), A, -1, S)
+        def lay_out(x_N: np.ndarray) -> np.ndarray:
+            leading = accumulation, len(self.groups), size // self.num_groups
+            x_AgR, suffix = x_N.reshape(*leading, *x_N.shape[1:]), x_N.shape[1:]
+            if self.slots is None:
+                return x_AgR.reshape(accumulation, -1, *suffix)
+            chosen = np.moveaxis(x_AgR[:, self.slots], 1, 0)  # [factor, A, devices, ...]
+            return chosen.reshape(len(self.slots), accumulation, -1, *suffix)
 
-        return jax.tree.map(slots, batch)
+        return jax.tree.map(lay_out, stack([row(place) for place in places], fields, places))
 
 
 class StepBatches:
@@ -178,14 +187,21 @@ class StepBatches:
 
     def __init__(
         self,
-        rows: Sequence[np.ndarray],
-        packed: bool,
+        rows: Sequence[Row],
+        fields: Sequence[Field],
         steps: int,
         ramp: SharedRamp,
         share: Share,
     ):
-        """`steps` are the most that there can be: a ramp that grows ends after fewer."""
-        self._rows, self._packed, self._steps = rows, packed, steps
+        """
+        Args:
+          rows: of the run.
+          fields: the arrays of a batch.
+          steps: the most that there can be: a ramp that grows ends after fewer.
+          ramp: which rows a step takes.
+          share: those that this process reads.
+        """
+        self._rows, self._fields, self._steps = rows, fields, steps
         self._ramp, self._share = ramp, share
 
     def __len__(self) -> int:
@@ -194,13 +210,9 @@ class StepBatches:
     def __getitem__(self, step: int) -> Batch:
         ramp = self._ramp.at(step)
         stage = ramp.stage_at_step(step)
-        first, B = ramp.samples_before(step), stage.micro_batch_size
-        local = self._share.rows(B)
-        rows = [
-            [self._rows[first + a * B + row] for row in local]
-            for a in range(stage.gradient_accumulation_steps)
-        ]
-        return self._share.lay_out(take_apart(np.asarray(rows, np.int32), self._packed))
+        A, B = stage.gradient_accumulation_steps, stage.micro_batch_size
+        first = ramp.samples_before(step)
+        return self._share.read(lambda place: self._rows[first + place], A, B, self._fields)
 
     def __repr__(self) -> str:
         return "the batch of step"
@@ -209,26 +221,20 @@ class StepBatches:
 class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
-    def __init__(
-        self,
-        rows: Sequence[np.ndarray],
-        packed: bool,
-        batch_size: int,
-        length: int,
-        share: Share,
-    ):
-        self._rows, self._packed, self._share = rows, packed, share
-        self._batch_size = batch_size
-        self._padding = np.full((length,), PADDING, np.int32)
+    def __init__(self, rows: Sequence[Row], fields: Sequence[Field], size: int, share: Share):
+        self._rows, self._fields, self._size, self._share = rows, fields, size, share
+        (tokens,) = fields[0].suffix
+        self._padding = Row(np.full(tokens + 1, PADDING, np.int32))
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+        return -(-len(self._rows) // self._size)
 
     def __getitem__(self, index: int) -> Batch:
-        first = index * self._batch_size
-        rows = [first + row for row in self._share.rows(self._batch_size)]
-        rows = [self._rows[i] if i < len(self._rows) else self._padding for i in rows]
-        return self._share.lay_out(take_apart(np.asarray([rows], np.int32), self._packed))
+        def row(place: int) -> Row:
+            number = index * self._size + place
+            return self._rows[number] if number < len(self._rows) else self._padding
+
+        return self._share.read(row, 1, self._size, self._fields)
 
     def __repr__(self) -> str:
         return "evaluation batch"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxramp.data.marks import PADDING, START
+from maxramp.data.row import PADDING, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +42,34 @@ class RowLayout:
 
 
 class PackedRows:
-    """Rows made of pieces of documents; with `mark`, a piece's first token carries START."""
+    """Rows made of pieces of documents."""
 
-    def __init__(self, documents: Sequence[np.ndarray], layout: RowLayout, length: int, mark: bool):
+    def __init__(
+        self, documents: Sequence[np.ndarray], layout: RowLayout, length: int, separate: bool
+    ):
         """
         Args:
           documents: int32 arrays with random access.
           layout: of their rows.
           length: tokens that a row predicts.
-          mark: whether a row may hold several documents, which do not see each other.
+          separate: whether rows say where their pieces begin, which then do not see each other.
         """
-        self._documents, self._layout, self._length, self._mark = documents, layout, length, mark
+        self._documents, self._layout, self._length = documents, layout, length
+        self._separate = separate
 
     def __len__(self) -> int:
         return len(self._layout.first) - 1
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        row = np.full((self._length + 1,), PADDING, np.int32)
+    def __getitem__(self, index: int) -> Row:
+        tokens, begins = np.full((self._length + 1,), PADDING, np.int32), []
         layout, at = self._layout, 0
         for piece in range(layout.first[index], layout.first[index + 1]):
             start, size = int(layout.start[piece]), int(layout.size[piece])
             document = self._documents[int(layout.document[piece])]
-            row[at : at + size] = document[start : start + size]
-            if self._mark:
-                row[at] += START
+            tokens[at : at + size] = document[start : start + size]
+            begins.append(at)
             at += size
-        return row
+        return Row(tokens, np.array(begins, np.int64) if self._separate else None)
 
     def __repr__(self) -> str:
         return f"PackedRows({len(self)} rows of {self._documents})"

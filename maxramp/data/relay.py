@@ -11,21 +11,22 @@ carries exactly the rows that devices without a reader need. Factor 1 adds nothi
 other factors change nothing in what comes after it: the same rows give the same bits.
 
 Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows of all devices
-(those that several devices hold are counted for each), S tokens of a row and the next one.
+(those that several devices hold are counted for each).
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxramp.data.batch import Batch, abstract_batch
+from maxramp.data.batch import Batch, Field, abstract_batch
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, BATCH_AXES
-from maxramp.parallel.sharding import BATCH_ABS, SLOTS_fANS
+from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 
 
 def _process_of_place(mesh: Mesh) -> list[int]:
@@ -90,20 +91,13 @@ class Expansion:
         )
         self._nothing = functools.cache(self._make_nothing)
 
-    def abstract_batch(self, accumulation: int, rows: int, length: int, packed: bool) -> Batch:
-        """Shapes and shardings of what `gather` takes.
-
-        Args:
-          accumulation: A.
-          rows: B.
-          length: S.
-          packed: whether rows hold several documents.
-        """
-        shape, spec = (accumulation, rows, length), BATCH_ABS
+    def abstract_batch(self, fields: Sequence[Field], accumulation: int, rows: int) -> Batch:
+        """Shapes and shardings of what `gather` takes, of a batch of A x B rows."""
+        leading, spec = (accumulation, rows), BATCH_ABT
         if self.factor > 1:
-            shape = (self.factor, accumulation, rows * self._devices_per_group, length)
-            spec = SLOTS_fANS
-        return abstract_batch(shape, packed, NamedSharding(self.mesh, spec))
+            leading = self.factor, accumulation, rows * self._devices_per_group
+            spec = SLOTS_fANT
+        return abstract_batch(fields, leading, NamedSharding(self.mesh, spec))
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
         """The batch of all processes, from what this one read (None where it does not read)."""
@@ -128,19 +122,19 @@ class Expansion:
           batch: from `place`.
 
         Returns:
-          Its arrays as [A, B, S], sharded as BATCH_ABS.
+          Its arrays as [A, B, ...], sharded as BATCH_ABT.
         """
         if self.factor == 1:
             return batch
 
-        def move(slots_fANS: jax.Array) -> jax.Array:
-            moved = (jax.lax.ppermute(slots_fANS[j], AXES, p) for j, p in enumerate(self._moves, 1))
-            arrived = [slots_fANS[0], *moved]
+        def move(slots_fANT: jax.Array) -> jax.Array:
+            moved = (jax.lax.ppermute(slots_fANT[j], AXES, p) for j, p in enumerate(self._moves, 1))
+            arrived = [slots_fANT[0], *moved]
             # A choice that the compiler leaves alone. A sum with zeros, or a select, it would put
             # into the loops that read the rows, and a loss's sum, compiled so, has other last bits.
             slot = jnp.array(self._slot_of_place)[jax.lax.axis_index(AXES)]
             return jax.lax.switch(slot, [lambda j=j: arrived[j] for j in range(self.factor)])
 
         # The devices of a group get equal rows, which the compiler cannot know.
-        spread = jax.shard_map(move, in_specs=SLOTS_fANS, out_specs=BATCH_ABS, check_vma=False)
+        spread = jax.shard_map(move, in_specs=SLOTS_fANT, out_specs=BATCH_ABT, check_vma=False)
         return jax.tree.map(spread, batch)

@@ -5,66 +5,63 @@ of a stream is its tokens [i * T, i * T + T]. What comes from files has `where(i
 file and the record of an item.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
-from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
-from maxramp.data.marks import START
+from maxramp.data.row import Row
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
 
-class StreamRows:
+class Items:
+    """Numbered items of a data set, all or a span of them."""
+
+    def __init__(self, count: int):
+        self._numbers = range(count)  # in the data set
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def span(self, start: int, stop: int) -> Self:
+        """Items [start, stop) of these."""
+        part = copy.copy(self)
+        part._numbers = self._numbers[start:stop]
+        return part
+
+
+class StreamRows(Items):
     """Rows of fixed length cut from one stream of tokens."""
 
-    def __init__(self, tokens: Any, length: int):
+    def __init__(
+        self, tokens: Any, length: int, vocab_size: int | None = None, separate: bool = False
+    ):
         """
         Args:
           tokens: an array, or a TokenStream.
           length: tokens that a row predicts.
+          vocab_size: which token ids are below; None = it is known that they are.
+          separate: whether rows say where documents begin; of a TokenStream.
         """
-        self._tokens, self._length = tokens, length
+        super().__init__(max(0, (len(tokens) - 1) // length))
+        self._tokens, self._length, self._vocab_size = tokens, length, vocab_size
+        self.separate = separate
 
-    def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self._length)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self._length
-        return self._tokens[start : start + self._length + 1].astype(np.int32)
-
-    def where(self, index: int, position: int = 0) -> str:
-        """The file and the document of a token of a row."""
-        return self._tokens.where(index * self._length + position)
+    def __getitem__(self, index: int) -> Row:
+        start = self._numbers[index] * self._length
+        stop = start + self._length + 1
+        tokens, begins = self._tokens[start:stop].astype(np.int32, copy=False), None
+        if self._vocab_size is not None:
+            _check(tokens, self._vocab_size, lambda n: self._tokens.where(start + n))
+        if self.separate:
+            begins = self._tokens.document_starts(start, stop) - start
+        return Row(tokens, begins)
 
     def __repr__(self) -> str:
         return f"StreamRows({len(self)} rows of {self._length} tokens)"
-
-
-class SeparateRows:
-    """Rows of a stream in which a document's first token carries START."""
-
-    def __init__(self, rows: Any, stream: TokenStream, length: int):
-        """
-        Args:
-          rows: of the stream, as from StreamRows.
-          stream: which says where documents begin.
-          length: tokens that a row predicts.
-        """
-        self._rows, self._stream, self._length = rows, stream, length
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        row, start = self._rows[index], index * self._length
-        row[self._stream.document_starts(start, start + len(row)) - start] += START
-        return row
-
-    def __repr__(self) -> str:
-        return repr(self._rows)
 
 
 class SyntheticRows:
@@ -76,36 +73,35 @@ class SyntheticRows:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Row:
         random = np.random.default_rng([self._seed, index])
-        return random.integers(0, self._vocab_size, self._length + 1, dtype=np.int32)
+        return Row(random.integers(0, self._vocab_size, self._length + 1, dtype=np.int32))
 
     def __repr__(self) -> str:
         return f"SyntheticRows({self._count} rows of {self._length} tokens)"
 
 
-class Chain:
+class Chain(Items):
     """The items of several sequences, one after another."""
 
     def __init__(self, parts: Sequence[Any]):
         self._parts = parts
         self._starts = np.cumsum([0, *map(len, parts)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
+        super().__init__(int(self._starts[-1]))
 
     def __getitem__(self, index: int) -> Any:
         part, number = self._find(index)
         return part[number]
 
-    def where(self, index: int, position: int = 0) -> str:
+    def where(self, index: int) -> str:
         """The file and the record of an item."""
         part, number = self._find(index)
         return part.where(number)
 
     def _find(self, index: int) -> tuple[Any, int]:
-        which = int(np.searchsorted(self._starts, index, "right")) - 1
-        return self._parts[which], index - int(self._starts[which])
+        number = self._numbers[index]
+        which = int(np.searchsorted(self._starts, number, "right")) - 1
+        return self._parts[which], number - int(self._starts[which])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} items of {len(self._parts)} files)"
@@ -122,58 +118,44 @@ class Documents(Chain):
         return self._tokenizer.encode([super().__getitem__(index)])[0]
 
 
+class TokenDocuments(Chain):
+    """Documents that are token ids in their files."""
+
+    def __init__(self, files: Sequence[RecordFile], vocab_size: int):
+        super().__init__(files)
+        self._vocab_size = vocab_size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        document = super().__getitem__(index)
+        _check(document, self._vocab_size, lambda _: self.where(index))
+        return document
+
+
 class RecordRows(Chain):
     """Records of token ids that are rows already."""
 
-    def __init__(self, files: Sequence[RecordFile], length: int):
+    def __init__(self, files: Sequence[RecordFile], length: int, vocab_size: int):
         super().__init__(files)
-        self._length = length
+        self._length, self._vocab_size = length, vocab_size
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        row = super().__getitem__(index)
-        if len(row) != self._length + 1:
+    def __getitem__(self, index: int) -> Row:
+        tokens = super().__getitem__(index)
+        if len(tokens) != self._length + 1:
             raise ConfigError(
-                f"{self.where(index)}: has {len(row)} tokens, but a row takes max_target_length + "
-                f"1 = {self._length + 1}; use max_target_length={len(row) - 1}, or prepare the "
-                "files with maxramp.prepare, which takes any length"
+                f"{self.where(index)}: has {len(tokens)} tokens, but a row takes max_target_length "
+                f"+ 1 = {self._length + 1}; use max_target_length={len(tokens) - 1}, or prepare "
+                "the files with maxramp.prepare, which takes any length"
             )
-        return row
+        _check(tokens, self._vocab_size, lambda _: self.where(index))
+        return Row(tokens)
 
 
-class Checked:
-    """Items whose token ids are below the vocabulary's size."""
-
-    def __init__(self, items: Any, vocab_size: int):
-        self._items, self._vocab_size = items, vocab_size
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        item = self._items[index]
-        if item.size and not 0 <= item.min() <= item.max() < self._vocab_size:
-            position = int(np.argmax((item < 0) | (item >= self._vocab_size)))
-            raise ConfigError(
-                f"{self._items.where(index, position)}: token id {item[position]} is not below "
-                f"vocab_size={self._vocab_size}; use the vocab_size of its tokenizer"
-            )
-        return item
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-class Span:
-    """Items [start, stop) of a sequence."""
-
-    def __init__(self, items: Any, start: int, stop: int):
-        self._items, self._start, self._stop = items, start, stop
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self._items[self._start + index]
-
-    def __repr__(self) -> str:
-        return f"{self._items}[{self._start}:{self._stop}]"
+def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:
+    """Refuses token ids that are none of the vocabulary; `where` names the place of one."""
+    unsigned = tokens.view(np.uint32)  # negative ids are large ones
+    if tokens.size and unsigned.max() >= vocab_size:
+        position = int(np.argmax(unsigned >= vocab_size))
+        raise ConfigError(
+            f"{where(position)}: token id {tokens[position]} is not below "
+            f"vocab_size={vocab_size}; use the vocab_size of its tokenizer"
+        )

@@ -128,7 +128,8 @@ def map_bytes(path: str) -> Any:
     if is_remote(path):
         return _RemoteBytes(path, size)
     with _reading(path):
-        return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        # As a plain array: slices of a memmap take microseconds.
+        return np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
 
 
 class _RemoteBytes:

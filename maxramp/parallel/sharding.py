@@ -2,7 +2,7 @@
 
 Other modules import names and functions from here; none builds a spec of its own.
 
-Shapes: A accumulation steps, B rows, T tokens, S tokens of a row and the next one, N tokens of all
+Shapes: A accumulation steps, B rows, T tokens, N tokens of all
 rows, D model width, H query heads, K key/value heads, G query heads per key/value head, h head
 width, F MLP width, V vocabulary, L layers, C copies of the weights, m micro batches of a pipeline.
 """
@@ -19,11 +19,11 @@ REPLICATED = P()
 BY_DEVICE = P(AXES)  # one number of each device
 
 # The batch and what follows from it
-BATCH_ABS = P(None, BATCH_AXES, None)
+BATCH_ABT = P(None, BATCH_AXES, None)
 TOKENS_BT = P(BATCH_AXES, None)
 ROWS_B = P(BATCH_AXES)
 ROWS_ACB = P(None, "data", "fsdp")  # rows by the copy of the weights that reads them
-SLOTS_fANS = P(None, None, AXES, None)  # rows on their way to the devices that need them
+SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
 SEGMENTS_mBT = P(None, ("data", "fsdp"), None)  # of every micro batch of a pipeline, on all stages
 
 # Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor

@@ -1,6 +1,6 @@
 """What a step trains on: prompts with their answers, as rows.
 
-Shapes: P prompts, G answers to each, R = P * G rows, S tokens of a row and the one after it.
+Shapes: P prompts, G answers to each, R = P * G rows, T tokens.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxramp.data.batch import Batch
-from maxramp.data.marks import PADDING
+from maxramp.data.row import PADDING
 from maxramp.training.policy import shares
 
 
@@ -30,30 +30,30 @@ class Scored:
     advantages_PG: np.ndarray
 
 
-def to_batch(scored: Scored, row_length: int, grpo_normalization: str) -> Batch:
-    """Rows of a micro batch, [R, S]: a prompt, its answer, and padding.
+def to_batch(scored: Scored, tokens: int, grpo_normalization: str) -> Batch:
+    """Rows of a micro batch, [R, T]: a prompt, its answer, and padding; answers are the targets.
 
     Args:
       scored: R answers.
-      row_length: S.
+      tokens: T.
       grpo_normalization: how tokens share the divisor (`policy.shares`).
     """
-    shape = len(scored.answers), row_length
-    tokens_RS = np.full(shape, PADDING, np.int32)
-    mask_RS = np.zeros(shape, bool)
-    weights_RS, shares_RS, log_probs_RS = (np.zeros(shape, np.float32) for _ in range(3))
+    shape = len(scored.answers), tokens
+    tokens_RT, targets_RT = (np.full(shape, PADDING, np.int32) for _ in range(2))
+    weights_RT, shares_RT, log_probs_RT = (np.zeros(shape, np.float32) for _ in range(3))
     share_R = shares([len(answer) for answer in scored.answers], grpo_normalization)
     for row, (prompt, answer) in enumerate(zip(scored.prompts, scored.answers, strict=True)):
         begin, end = len(prompt), len(prompt) + len(answer)
-        tokens_RS[row, :begin], tokens_RS[row, begin:end] = prompt, answer
-        mask_RS[row, begin:end] = True
-        weights_RS[row, begin:end] = scored.advantages_PG.ravel()[row]
-        shares_RS[row, begin:end] = share_R[row]
-        log_probs_RS[row, begin:end] = scored.log_probs[row]
+        tokens_RT[row, :begin], tokens_RT[row, begin:end] = prompt, answer
+        predicting = slice(begin - 1, end - 1)
+        targets_RT[row, predicting] = answer
+        weights_RT[row, predicting] = scored.advantages_PG.ravel()[row]
+        shares_RT[row, predicting] = share_R[row]
+        log_probs_RT[row, predicting] = scored.log_probs[row]
     return Batch(
-        tokens_RS,
-        loss_mask=mask_RS,
-        weights=weights_RS,
-        shares=shares_RS,
-        sampled_log_probs=log_probs_RS,
+        tokens_RT,
+        targets_RT,
+        weights=weights_RT,
+        shares=shares_RT,
+        sampled_log_probs=log_probs_RT,
     )

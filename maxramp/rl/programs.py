@@ -3,7 +3,7 @@
 A stage's parts have one shape, that of so many rows. What answers them, adds up their gradients and
 moves the weights is compiled while the stages before train.
 
-Shapes: R answers of a part, S tokens of a row and the one after it.
+Shapes: R answers of a part, T tokens of a row.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PolicyPrograms:
     Attributes:
       policy: what is minimized.
       rollout: writes the answers.
-      row_length: tokens of a row and the one after it.
+      tokens: of a row.
       zeros: the trained weights -> sums of nothing.
       add: sums (donated), trained and frozen weights and a part of the batch -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
@@ -72,7 +72,7 @@ class PolicyPrograms:
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
         self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        self.row_length = recipe.model.max_target_length + 1
+        self.tokens = recipe.model.max_target_length
         execution = recipe.execution
         dtype, objective = execution.dtype, policy_gradient(policy, execution)
 
@@ -85,7 +85,7 @@ class PolicyPrograms:
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
             log_probs_RT, _ = of_tokens(policy, execution)(model.cast(dtype), batch)
-            return jax.reshard(jnp.pad(log_probs_RT, ((0, 0), (1, 0))), TOKENS_BT)
+            return log_probs_RT
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)
@@ -153,11 +153,11 @@ class PolicyPrograms:
         sharding = NamedSharding(self._mesh, TOKENS_BT)
 
         def of(dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((answers, self.row_length), dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct((answers, self.tokens), dtype, sharding=sharding)
 
         return Batch(
             of(jnp.int32),
-            loss_mask=of(jnp.bool_),
+            of(jnp.int32),
             weights=of(jnp.float32),
             shares=of(jnp.float32),
             sampled_log_probs=of(jnp.float32),

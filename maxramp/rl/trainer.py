@@ -178,7 +178,7 @@ class PolicyTrainer:
             [answer.log_probs for answer in part.answers],
             advantages(total_PG, self._policy.grpo_normalize_advantages),
         )
-        batch = to_batch(scored, self._programs.row_length, self._policy.grpo_normalization)
+        batch = to_batch(scored, self._programs.tokens, self._policy.grpo_normalization)
         batch = self._place(batch)
         if self._reference is not None:
             log_probs = self._programs.reference(self._reference, batch)

@@ -5,23 +5,19 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from maxramp.commandline import count
 from maxramp.data import tokenizers
-from maxramp.data.batch import take_apart
+from maxramp.data.batch import stack, text_fields
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
-from maxramp.data.marks import PADDING
 from maxramp.data.mixture import entry_of, open_mixture
+from maxramp.data.row import PADDING
 from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.model.parts.attention import starts
-from maxramp.processes.backend import take_hardware
-from maxramp.training.objective import segments, targets
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown
@@ -66,24 +62,23 @@ def _show_rows(
     tokenizer: Tokenizer | None,
     say: Callable[[str], None],
 ) -> None:
-    """Rows by the functions that training makes its segments and targets with."""
+    """Rows as training stacks them."""
     entry = entry_of("--inspect", folder)
     opened = {"grain_train_files": entry, "eval_fraction": 0.0, "eval_interval": -1}
     opened |= {"vocab_size": manifest["max_token"] + 1}
     corpus = open_mixture(dataclasses.replace(keys, **opened))
-    rows = corpus.train[0].items
-    take_hardware("cpu")
+    rows, fields = corpus.train[0].items, text_fields(keys.max_target_length, corpus.packed)
     console = Console(highlight=False)
     say(
         f"rows       {len(rows):,} of max_target_length={keys.max_target_length}, "
         f"{'documents apart' if corpus.packed else 'each one text'}"
     )
     for number in _spread(len(rows), _ROWS):
-        batch = take_apart(rows[int(number)][None], corpus.packed)
-        tokens, predicted = np.asarray(batch.tokens[0, :-1]), np.asarray(targets(batch))[0]
-        parts = segments(batch)
-        parts = jnp.zeros_like(batch.tokens[:, :-1]) if parts is None else parts
-        begins = np.unique(np.asarray(starts(parts))[0])
+        batch = stack([rows[int(number)]], fields)
+        tokens, predicted = batch.tokens[0], batch.targets[0]
+        begins = np.array([0])
+        if batch.segments is not None:
+            begins = np.unique(batch.segments[0], return_index=True)[1]
         say(f"row {number:,}, {count(len(begins), 'document')}")
         ends = [*begins[1:], len(tokens)]
         for piece, (begin, end) in enumerate(zip(begins, ends, strict=True)):

@@ -37,7 +37,6 @@ from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objective import targets
 from maxramp.training.optimizers.table import Optimizer
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
@@ -101,7 +100,7 @@ def metrics(
       there is one micro batch.
     """
     A, B, _ = batch.tokens.shape
-    tokens_AB = jax.vmap(lambda micro_batch: (targets(micro_batch) >= 0).sum(-1))(batch)
+    tokens_AB = (batch.targets >= 0).sum(-1)
     spec = ROWS_ACB if copies > 1 else stacked(ROWS_B, 2)
     tokens_ACB = jax.lax.reshape(
         tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=spec

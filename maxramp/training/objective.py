@@ -1,16 +1,14 @@
 """What a step minimizes: a function of the model and a micro batch to sums.
 
-Shapes: B rows, T tokens, S tokens of a row and the one after it (T + 1).
+Shapes: B rows, T tokens, D model width.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
-from maxramp.data.marks import PADDING
 from maxramp.model.decoder import Decoder
 from maxramp.model.execution import Execution
 from maxramp.training.keys import ObjectiveKeys
@@ -48,35 +46,15 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
-        x_BTD, aux = model.hidden(batch.tokens[:, :-1], execution, segments(batch))
+        x_BTD, aux = model.hidden(batch.tokens, execution, batch.segments)
         with jax.named_scope("loss"):
             minimized, loss, tokens = cross_entropy_sums(
                 x_BTD,
                 model.head(execution.dtype),
-                targets(batch),
+                batch.targets,
                 keys.z_loss_multiplier,
                 keys.loss_block_tokens,
             )
         return minimized, {"loss": loss, "tokens": tokens}
 
     return Objective(sums)
-
-
-def targets(batch: Batch) -> jax.Array:
-    """What each token of a micro batch predicts: [B, T], PADDING where that is nothing.
-
-    The token that begins a document is no target of the document before it.
-    """
-    targets_BT = batch.tokens[:, 1:]
-    if batch.begins is not None:
-        targets_BT = jnp.where(batch.begins[:, 1:], PADDING, targets_BT)
-    if batch.loss_mask is not None:
-        targets_BT = jnp.where(batch.loss_mask[:, 1:], targets_BT, PADDING)
-    return targets_BT
-
-
-def segments(batch: Batch) -> jax.Array | None:
-    """The number of each token's document in its row, [B, T]; None where a row is one text."""
-    if batch.begins is None:
-        return None
-    return jnp.cumsum(batch.begins, axis=1, dtype=jnp.int32)[:, :-1]

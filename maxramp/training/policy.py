@@ -1,6 +1,6 @@
 """Group relative policy optimization (Shao et al., arXiv 2402.03300) as an objective.
 
-Shapes: P prompts, G answers to each, B rows, T tokens, S tokens of a row and the one after it.
+Shapes: P prompts, G answers to each, B rows, T tokens.
 """
 
 from collections.abc import Callable
@@ -63,10 +63,10 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 
     def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
         log_p_BT, entropy_BT = of_tokens(keys, execution)(model, batch)
-        mask_BT = batch.loss_mask[:, 1:]
-        share_BT = jnp.where(mask_BT, batch.shares[:, 1:], 0)
-        advantage_BT = batch.weights[:, 1:]
-        change_BT = jnp.where(mask_BT, log_p_BT - batch.sampled_log_probs[:, 1:], 0)
+        mask_BT = batch.targets >= 0
+        share_BT = jnp.where(mask_BT, batch.shares, 0)
+        advantage_BT = batch.weights
+        change_BT = jnp.where(mask_BT, log_p_BT - batch.sampled_log_probs, 0)
         ratio_BT = jnp.exp(change_BT)
         clipped_BT = jnp.clip(ratio_BT, 1 - keys.grpo_epsilon, 1 + keys.grpo_epsilon_high)
         surrogate_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
@@ -74,7 +74,7 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         loss_BT = -surrogate_BT
         shown = {}
         if keys.grpo_beta:
-            ahead_BT = jnp.where(mask_BT, batch.reference_log_probs[:, 1:] - log_p_BT, 0)
+            ahead_BT = jnp.where(mask_BT, batch.reference_log_probs - log_p_BT, 0)
             kl_BT = jnp.exp(ahead_BT) - ahead_BT - 1
             loss_BT += keys.grpo_beta * kl_BT
             shown["kl"] = (share_BT * kl_BT).sum()
@@ -97,12 +97,11 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 def of_tokens(
     keys: PolicyKeys, execution: Execution
 ) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
-    """Log-probabilities of a batch's tokens behind the first, and entropies: two [B, T]."""
+    """Log-probabilities of a batch's targets, and entropies: two [B, T]."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        x_BTD, _ = model.hidden(batch.tokens[:, :-1], execution)
+        x_BTD, _ = model.hidden(batch.tokens, execution)
         temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
-        head_DV = model.head(execution.dtype)
-        return log_probs(x_BTD, head_DV, batch.tokens[:, 1:], temperature, block)
+        return log_probs(x_BTD, model.head(execution.dtype), batch.targets, temperature, block)
 
     return find

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch, abstract_batch
+from maxramp.data.batch import Batch, Field, abstract_batch, text_fields
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import make_mesh
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
 from maxramp.rampup.spec import StageSpec
 from maxramp.training.ahead import Ahead
@@ -63,8 +63,8 @@ def lower_step(
       platforms: to lower for, where the devices belong to no backend of this process.
     """
     mesh = make_mesh(spec.mesh, devices)
-    shape = (spec.accumulation, spec.rows, spec.tokens + 1)
-    batch = abstract_batch(shape, False, NamedSharding(mesh, BATCH_ABS))
+    fields, leading = text_fields(spec.tokens, False), (spec.accumulation, spec.rows)
+    batch = abstract_batch(fields, leading, NamedSharding(mesh, BATCH_ABT))
     jitted = jax.jit(make_train_step(recipe.of(spec), learning_rate), donate_argnums=0)
     # Setting a mesh of devices that are not there fails as soon as anything runs.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -82,8 +82,8 @@ class Programs:
         learning_rate: LearningRate,
         state: TrainState,
         stages: list[Stage],
+        fields: tuple[Field, ...],
         eval_rows: int,
-        packed: bool,
         memory_limit: int,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
@@ -96,14 +96,13 @@ class Programs:
           learning_rate: of consumed samples.
           state: abstract state.
           stages: the stages that will run, in order.
+          fields: the arrays of a batch.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
-          packed: whether rows hold several documents.
           memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
-        self._expansion = expansion
-        self._row_length, self._packed = recipe.model.max_target_length + 1, packed
+        self._expansion, self._fields = expansion, fields
         options = compiler_options(expansion.mesh.devices.flat[0].platform)
         self._ahead = Ahead(options, memory_limit, say, on_failure)
 
@@ -123,7 +122,7 @@ class Programs:
         self.add(first)
         if eval_rows:  # an evaluation may come before the second stage
             sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
-            batch = self._batch(1, eval_rows)
+            batch = expansion.abstract_batch(fields, 1, eval_rows)
             self._announce("eval", "evaluation", evaluate, state.model, sums, batch)
         for stage in later:
             self.add(stage)
@@ -136,9 +135,9 @@ class Programs:
         The list of stages may grow while the run goes on: call it in the main thread, on every
         process after the same step. Stages of one shape share a program.
         """
-        shape = _shape(stage)
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        self._announce(shape, name, self._step, self._arrays, self._batch(*shape), donate=(0,))
+        batch = self._expansion.abstract_batch(self._fields, *_shape(stage))
+        self._announce(_shape(stage), name, self._step, self._arrays, batch, donate=(0,))
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -172,9 +171,6 @@ class Programs:
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
         self._ahead.close()
-
-    def _batch(self, accumulation: int, rows: int) -> Batch:
-        return self._expansion.abstract_batch(accumulation, rows, self._row_length, self._packed)
 
     def _announce(
         self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()

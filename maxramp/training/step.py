@@ -1,7 +1,6 @@
 """The train step: accumulate sums, divide once, update.
 
-Shapes: A gradient accumulation steps, B rows of a micro batch, S tokens of a row and the one after
-it (max_target_length + 1).
+Shapes: A gradient accumulation steps, B rows of a micro batch.
 """
 
 import functools
@@ -19,7 +18,6 @@ from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import of_gradient
 from maxramp.training import noise_scale
-from maxramp.training.fingerprint import fingerprint
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.norm import add_up, squares
@@ -67,7 +65,7 @@ def train_step(
 
     Args:
       state: donated by the caller.
-      batch: arrays [A, B, S], sharded as BATCH_ABS; row r of the step is [r // B, r % B].
+      batch: arrays [A, B, ...], sharded as BATCH_ABT; row r of the step is [r // B, r % B].
       objective: what is minimized, a sum over the rows of a micro batch.
       execution: how passes are computed.
       optimizer: how the gradient becomes an update.
@@ -121,7 +119,7 @@ def train_step(
     state, metrics = update(
         state, (gradients, shown), A * B, optimizer=optimizer, learning_rate=learning_rate
     )
-    of_batch = {"target_tokens": targets, "batch_fingerprint": fingerprint(read)}
+    of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}
 
 

@@ -5,7 +5,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import make_config, make_mesh, numpy_fingerprint
 
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
@@ -40,6 +40,11 @@ def make_loader(config, first_step=0):
     return Loader(*given, corpus, ramp, Expansion(make_mesh(config), 1), first_step), ramp
 
 
+def whole(batch):
+    """The rows of a batch with the token after them, which the last one predicts."""
+    return np.concatenate([batch.tokens, batch.targets[..., -1:]], -1)
+
+
 def read_run(config, first_step=0):
     """The rows of every step from `first_step` on, in order, and the loader's mesh shape."""
     loader, ramp = make_loader(config, first_step)
@@ -47,11 +52,13 @@ def read_run(config, first_step=0):
     for step in range(first_step, config.batch.steps):
         batch, waited = loader.batch(step)
         stage = ramp.stage_at_step(step)
-        tokens = batch.tokens
+        tokens = whole(batch)
         assert tokens.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
         assert waited >= 0
-        rows.append(np.asarray(tokens).reshape(-1, tokens.shape[-1]))
-    held_out = [np.asarray(batch.tokens)[0] for batch in loader.eval_batches()]
+        rows.append(tokens.reshape(-1, tokens.shape[-1]))
+        expected = [int(word) for word in np.asarray(batch.hashes).sum((0, 1), dtype=np.uint32)]
+        assert expected == numpy_fingerprint(rows[-1])
+    held_out = [whole(batch)[0] for batch in loader.eval_batches()]
     loader.close()
     return rows, held_out
 
@@ -60,7 +67,7 @@ def test_rows_overlap_by_the_token_they_predict():
     rows = StreamRows(np.arange(100, dtype=np.uint16), 9)
     assert len(rows) == 11  # the 12th would lack the token after it
     for i in range(len(rows)):
-        np.testing.assert_array_equal(rows[i], np.arange(9 * i, 9 * i + 10))
+        np.testing.assert_array_equal(rows[i].tokens, np.arange(9 * i, 9 * i + 10))
     assert len(StreamRows(np.arange(9), 9)) == 0 and len(StreamRows(np.arange(10), 9)) == 1
 
 
@@ -150,7 +157,7 @@ def test_an_epoch_holds_every_row_once(texts):
 
 
 def iter_rows(source):
-    return (source[i] for i in range(len(source)))
+    return (source[i].tokens for i in range(len(source)))
 
 
 def test_unshuffled_rows_follow_the_text(texts):
@@ -174,10 +181,11 @@ def test_evaluation_drops_no_row(texts, arguments):
 def test_synthetic_rows_are_a_function_of_seed_and_row():
     keys = make_config("dataset_type=synthetic").data
     first, second = open_corpus(keys).train[0].items, open_corpus(keys).train[0].items
-    np.testing.assert_array_equal(first[10**9], second[10**9])
-    assert first[0].shape == (17,) and first[0].max() < keys.vocab_size
-    assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first[0], open_corpus(keys).held_out[0])
+    np.testing.assert_array_equal(first[10**9].tokens, second[10**9].tokens)
+    row = first[0].tokens
+    assert row.shape == (17,) and row.max() < keys.vocab_size
+    assert not np.array_equal(row, first[1].tokens)
+    assert not np.array_equal(row, open_corpus(keys).held_out[0].tokens)
 
 
 def test_too_few_rows_say_what_would_do(texts):
@@ -213,5 +221,5 @@ def test_batches_are_sharded_over_rows(texts):
     loader, _ = make_loader(config)
     batch, _ = loader.batch(0)
     loader.close()
-    assert {shard.data.shape for shard in batch.tokens.addressable_shards} == {(1, 2, 17)}
+    assert {shard.data.shape for shard in batch.tokens.addressable_shards} == {(1, 2, 16)}
     assert isinstance(batch.tokens.sharding, jax.sharding.NamedSharding)

@@ -245,8 +245,8 @@ def test_rows_span_files(tmp_path):
         expected = StreamRows(np.asarray(whole), 8)
         assert len(rows) == len(expected) == (len(whole) - 1) // 8
         for i in range(len(rows)):
-            np.testing.assert_array_equal(rows[i], expected[i])
-            assert rows[i].dtype == np.int32
+            np.testing.assert_array_equal(rows[i].tokens, expected[i].tokens)
+            assert rows[i].tokens.dtype == np.int32
 
 
 # --- Tokenizers --------------------------------------------------------------------------------
@@ -396,14 +396,14 @@ def test_rows_of_records_and_of_streams(tmp_path):
     path = write_file(tmp_path, "arrayrecord", rows)
     opened = corpus(path, "tokenize_train_data=False", "eval_fraction=0", "eval_interval=-1")
     assert not opened.documents
-    assert [opened.train[0].items[i].tolist() for i in range(50)] == rows
+    assert [opened.train[0].items[i].tokens.tolist() for i in range(50)] == rows
     stream = write_megatron(tmp_path / "m", [[row] for row in rows])
     keys = ("separate_documents=False", "eval_fraction=0", "eval_interval=-1")
     opened = corpus(tmp_path / "m", *keys)  # by the name that both files share
     assert not opened.documents and len(opened.train[0].items) == (len(stream) - 1) // 16
-    assert opened.train[0].items[3].tolist() == stream[48:65]
+    assert opened.train[0].items[3].tokens.tolist() == stream[48:65]
     elsewhere = pickle.dumps(opened.train[0].items)
-    assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tolist() == stream[48:65]
+    assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tokens.tolist() == stream[48:65]
 
 
 def test_the_hash_is_of_the_tokens(tmp_path):

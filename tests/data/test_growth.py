@@ -19,6 +19,7 @@ from maxramp.data.corpus import Corpus, Part
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
 from maxramp.data.relay import Expansion
+from maxramp.data.row import Row
 from maxramp.data.shared_ramp import SharedRamp
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -120,7 +121,7 @@ def test_only_what_is_not_settled_can_change(known):
 
 def test_a_ramp_that_outgrows_the_data_is_refused(known):
     keys = config()
-    ramp, rows_there = RampupBatchManager(keys.batch), np.zeros((110, 17), np.int32)
+    ramp, rows_there = RampupBatchManager(keys.batch), [Row(np.zeros(17, np.int32))] * 110
     ramp.settle(2)
     corpus = Corpus((Part("a", 1.0, rows_there),), rows_there, "", "")
     with loading(keys, ramp, corpus=corpus) as loader:

@@ -1,22 +1,20 @@
 """Documents in rows: every token of a document is predicted once, from its own document alone."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh, numpy_fingerprint
+from conftest import batch_of, make_config, make_mesh, numpy_fingerprint
 
-from maxramp.data.batch import Batch, take_apart
-from maxramp.data.marks import PADDING, START
+from maxramp.data.batch import stack, text_fields
 from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
+from maxramp.data.row import PADDING, Row
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.sharding import BATCH_ABS
-from maxramp.training.fingerprint import fingerprint
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.objective import next_token_prediction, segments, targets
+from maxramp.training.objective import next_token_prediction
 from maxramp.training.step import eval_step
 
 LENGTH = 16
@@ -31,12 +29,11 @@ def documents(count=200, longest=60, seed=0):
 
 
 def pieces_of(row):
-    """The pieces in a packed row, without marks and padding."""
-    filled = row[row != PADDING]
-    starts = np.flatnonzero(filled >= START)
-    assert not len(filled) or starts[0] == 0
-    assert (row[: len(filled)] == filled).all(), "padding stands at the end"
-    return np.split(np.where(filled >= START, filled - START, filled), starts[1:])
+    """The pieces in a packed row, without padding."""
+    filled = row.tokens[row.tokens != PADDING]
+    assert not len(filled) or row.begins[0] == 0
+    assert (row.tokens[: len(filled)] == filled).all(), "padding stands at the end"
+    return np.split(filled, row.begins[1:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -44,7 +41,7 @@ def test_rows_decode_to_the_documents(layout):
     """Pieces put together again give every document; its tokens but the first are targets once."""
     texts = documents()
     lengths = np.array([len(text) for text in texts])
-    rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=True)
+    rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, separate=True)
     predicted, pieces = collections.Counter(), []
     for i in range(len(rows)):
         for piece in pieces_of(rows[i]):
@@ -79,29 +76,39 @@ def test_small_corners(lengths):
     texts = [np.arange(n, dtype=np.int32) for n in lengths]
     targets = sum(max(0, n - 1) for n in lengths)
     for layout in LAYOUTS:
-        rows = PackedRows(texts, layout(np.array(lengths, int), LENGTH), LENGTH, mark=False)
+        rows = PackedRows(texts, layout(np.array(lengths, int), LENGTH), LENGTH, separate=False)
         assert len(rows) == -(-targets // LENGTH)
 
 
-def test_marks_give_segments_and_targets():
-    rows = np.array([[START + 5, 6, 7, START + 8, 9, START + 3, 4, PADDING, PADDING]], np.int32)
-    batch = take_apart(rows, packed=True)
-    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 3, 4, PADDING, PADDING]]
-    assert targets(batch).tolist() == [[6, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]]
-    assert segments(batch).tolist() == [[1, 1, 1, 2, 2, 3, 3, 3]]
+TOKENS = np.array([5, 6, 7, 8, 9, 3, 4, PADDING, PADDING], np.int32)
+BEGINS = np.array([0, 3, 5])
+PACKED = text_fields(len(TOKENS) - 1, True)
+
+
+def test_a_rows_documents_are_its_segments():
+    """The token that begins a document is no target of the one before, empty documents count."""
+    rows = [Row(TOKENS, BEGINS), Row(TOKENS), Row(TOKENS, BEGINS[1:])]
+    batch = stack(rows, PACKED)
+    assert batch.tokens.tolist() == [TOKENS[:-1].tolist()] * 3
+    apart = [6, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]
+    assert batch.targets.tolist() == [apart, TOKENS[1:].tolist(), apart]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2], [0] * 8, [0, 0, 0, 1, 1, 2, 2, 2]]
 
 
 def test_a_masked_token_is_no_target():
-    """A mask and marks leave what both leave; the fingerprint is that of the marked row."""
-    rows = np.array([[START + 5, 6, 7, START + 8, 9, PADDING]], np.int32)
-    mask = np.array([[True, False, True, True, True, True]])
-    batch = dataclasses.replace(take_apart(rows, packed=True), loss_mask=mask)
-    assert targets(batch).tolist() == [[PADDING, 7, PADDING, 9, PADDING]]
-    plain = Batch(np.where(rows >= START, rows - START, rows), loss_mask=mask)
-    assert targets(plain).tolist() == [[PADDING, 7, 8, 9, PADDING]]
-    with jax.set_mesh(make_mesh(make_config(devices=1))):
-        found = jax.jit(fingerprint)(jax.tree.map(lambda x: x[None], batch))
-    assert found.tolist() == numpy_fingerprint(rows)
+    """Masks and documents leave what both leave; neither length nor mask is in the fingerprint."""
+    mask = np.array([True, False, *[True] * 7])
+    plain, masked = Row(TOKENS), Row(TOKENS, BEGINS, mask)
+    batch = stack([masked, plain], PACKED, places=(0, 1))
+    masked_targets = [PADDING, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]
+    assert batch.targets.tolist() == [masked_targets, TOKENS[1:].tolist()]
+    (alone,) = stack(
+        [Row(TOKENS, None, mask)], text_fields(len(TOKENS) - 1, False)
+    ).targets.tolist()
+    assert alone == [PADDING, *TOKENS[2:].tolist()]
+    rows = np.stack([TOKENS, TOKENS])
+    begins = np.stack([np.isin(np.arange(len(TOKENS)), BEGINS), np.zeros(len(TOKENS), bool)])
+    assert batch.hashes.sum(0, dtype=np.uint32).tolist() == numpy_fingerprint(rows, begins)
 
 
 def test_documents_do_not_see_each_other():
@@ -109,34 +116,33 @@ def test_documents_do_not_see_each_other():
     is in a row of its own; where documents are not told apart, the second sees the first."""
     config = make_config(devices=1)
     first, second = np.arange(10, 17, dtype=np.int32), np.arange(30, 39, dtype=np.int32)
-    row = np.concatenate([first, second, [PADDING]])
-    marked = row.copy()
-    marked[[0, 7]] += START
+    row = np.concatenate([first, second, [PADDING]]).astype(np.int32)
 
     @jax.jit
     @jax.value_and_grad
     def loss_of(decoder, batch, kept):
         """The sum over the targets that `kept` holds."""
-        targets_BT = targets(batch)
+        targets_BT = batch.targets
         targets_BT = jnp.where((targets_BT[..., None] == kept).any(-1), targets_BT, PADDING)
         execution = config.recipe.execution
-        hidden, _ = decoder.hidden(batch.tokens[:, :-1], execution, segments(batch))
+        hidden, _ = decoder.hidden(batch.tokens, execution, batch.segments)
         return cross_entropy_sums(hidden, decoder.head(execution.dtype), targets_BT, 0.0, 0)[0]
 
     with jax.set_mesh(make_mesh(config)):
         decoder = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
         for text, other in ((first, second), (second, first)):
             kept = np.pad(text[1:], (0, 9 - len(text)), "edge")
-            loss, gradient = loss_of(decoder, take_apart(marked[None], packed=True), kept)
+            batch = batch_of(row[None], np.isin(np.arange(LENGTH + 1), (0, 7))[None])
+            loss, gradient = loss_of(decoder, batch, kept)
             embedding = np.asarray(gradient.embedding_VD[...])
             assert np.abs(embedding[text[:-1]]).max() > 1e-4
             assert np.abs(embedding[other]).max() == 0
             alone = np.full(LENGTH + 1, PADDING, np.int32)
             alone[: len(text)] = text
             np.testing.assert_allclose(
-                loss_of(decoder, Batch(alone[None]), kept)[0], loss, rtol=1e-6
+                loss_of(decoder, batch_of(alone[None]), kept)[0], loss, rtol=1e-6
             )
-        _, gradient = loss_of(decoder, Batch(row[None]), kept)
+        _, gradient = loss_of(decoder, batch_of(row[None]), kept)
         assert np.abs(np.asarray(gradient.embedding_VD[...])[first]).max() > 1e-4
 
 
@@ -155,10 +161,10 @@ def test_a_packed_batch_is_its_documents(arguments):
         return eval_step(decoder, zeros, batch, objective=objective)
 
     def sums_of(layout, packed):
-        rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, mark=packed)
-        fill = np.full((-len(rows) % 8, LENGTH + 1), PADDING, np.int32)
-        batch = np.concatenate([[rows[i] for i in range(len(rows))], fill])[None]
-        batch = jax.device_put(take_apart(batch, packed), BATCH_ABS)
+        rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, separate=packed)
+        fill = [Row(np.full(LENGTH + 1, PADDING, np.int32))] * (-len(rows) % 8)
+        batch = stack([*(rows[i] for i in range(len(rows))), *fill], text_fields(LENGTH, packed))
+        batch = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)
         return jax.device_get(total(decoder, batch))
 
     with jax.set_mesh(make_mesh(config)):

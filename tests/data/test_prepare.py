@@ -23,7 +23,6 @@ from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
 from maxramp.data.files import prepared
-from maxramp.data.marks import START
 from maxramp.data.opening import open_corpus
 
 pytest.importorskip("tokenizers")
@@ -93,16 +92,16 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         rows = opened.train[0].items
         assert not opened.documents and len(rows) + len(opened.held_out) == (len(stream) - 1) // 16
         for i in (0, 1, len(rows) // 2, len(rows) - 1):
-            assert (rows[i] % START).tolist() == stream[i * 16 : i * 16 + 17]
+            assert rows[i].tokens.tolist() == stream[i * 16 : i * 16 + 17]
         last = len(opened.held_out) - 1
-        assert opened.held_out[last][0] % START == stream[(len(rows) + last) * 16]
+        assert opened.held_out[last].tokens[0] == stream[(len(rows) + last) * 16]
         hashes.add(opened.hash)
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
                 copy.write(path.read_bytes())
         remote = f"grain_train_files=memory://{folder.name}"
         far = open_corpus(make_config(keys[0], remote, keys[2]).data)
-        np.testing.assert_array_equal(far.train[0].items[7], rows[7])
+        np.testing.assert_array_equal(far.train[0].items[7].tokens, rows[7].tokens)
     assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")
     short = ("steps=4", "enable_rampup_batch_size=False", "per_device_batch_size=8")

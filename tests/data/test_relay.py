@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data import relay
-from maxramp.data.batch import Batch
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.data.batch import text_fields
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import initial_state
 from maxramp.training.step import eval_step
@@ -28,7 +28,8 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     processes = [place * PROCESSES // mesh.size for place in range(mesh.size)]
     monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)
     objective = next_token_prediction(config.recipe.objective, config.recipe.execution)
-    shape = (1, 16, config.model.max_target_length + 1)
+    tokens = config.model.max_target_length
+    rows, fields = 16, text_fields(tokens, False)
 
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
@@ -42,23 +43,24 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
 
             return jax.jit(evaluate)
 
-        def slots(rows_ABS, tokens: jax.ShapeDtypeStruct):
+        def slots(rows_ABT, abstract: jax.ShapeDtypeStruct):
             """Each row in the slot and the place that it travels from."""
-            slots_fANS = np.zeros(tokens.shape, np.int32)
-            here = shape[1] // PROCESSES
+            slots_fANT = np.zeros(abstract.shape, abstract.dtype)
+            here = rows // PROCESSES
             for process in range(PROCESSES):
                 reader, slot = process - process % factor, process % factor
-                own = rows_ABS[:, process * here : (process + 1) * here]
-                slots_fANS[slot, :, reader * here : (reader + 1) * here] = own
-            return Batch(jax.device_put(slots_fANS, tokens.sharding))
+                own = rows_ABT[:, process * here : (process + 1) * here]
+                slots_fANT[slot, :, reader * here : (reader + 1) * here] = own
+            return jax.device_put(slots_fANT, abstract.sharding)
 
         travels = relay.Expansion(mesh, factor)
         stays, moves = program(relay.Expansion(mesh, 1)), program(travels)
         random = np.random.default_rng(0)
         for _ in range(50):
-            rows_ABS = random.integers(0, config.model.vocab_size, shape, np.int32)
-            stayed = Batch(jax.device_put(rows_ABS, NamedSharding(mesh, BATCH_ABS)))
-            wanted = stays(model, stayed)
-            travelling = slots(rows_ABS, travels.abstract_batch(*shape, packed=False).tokens)
+            shape = (1, rows, tokens + 1)
+            batch = batch_of(random.integers(0, config.model.vocab_size, shape, np.int32))
+            wanted = stays(model, jax.device_put(batch, NamedSharding(mesh, BATCH_ABT)))
+            travelling = jax.tree.map(slots, batch, travels.abstract_batch(fields, 1, rows))
             assert [float(x) for x in moves(model, travelling)] == [float(x) for x in wanted]
-        assert np.array_equal(jax.jit(travels.gather)(travelling).tokens, rows_ABS)
+        arrived = jax.jit(travels.gather)(travelling)
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, arrived, batch)))

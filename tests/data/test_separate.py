@@ -11,7 +11,7 @@ from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
-from maxramp.data.batch import take_apart
+from maxramp.data.batch import stack, text_fields
 from maxramp.data.files import megatron
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.opening import open_rows
@@ -43,7 +43,12 @@ def opened(files, *arguments: str):
 
 def batch_of(corpus):
     rows = corpus.train[0].items
-    return take_apart(np.array([rows[i] for i in range(len(rows))]), corpus.packed)
+    return stack([rows[i] for i in range(len(rows))], text_fields(LENGTH, corpus.packed))
+
+
+def begins_of(row):
+    """Of every token of a row, whether a document begins with it."""
+    return np.isin(np.arange(LENGTH + 1), row.begins).tolist()
 
 
 def test_documents_begin_where_the_index_says(tmp_path, monkeypatch):
@@ -85,13 +90,15 @@ def test_rows_are_the_streams_with_their_documents_apart(tmp_path):
     documents = make_documents(60)
     stream, flags = write_megatron(tmp_path / "m", documents), first_tokens(documents)
     corpus, _ = opened(tmp_path / "m")
-    batch = batch_of(corpus)
-    assert corpus.packed and len(batch.tokens) == (len(stream) - 1) // LENGTH > 10
-    for row, (tokens, begins) in enumerate(zip(batch.tokens, batch.begins, strict=True)):
-        part = slice(row * LENGTH, row * LENGTH + LENGTH + 1)
-        assert tokens.tolist() == stream[part] and begins.tolist() == flags[part]
-    again = pickle.loads(pickle.dumps(corpus.train[0].items))  # in a process that reads ahead
-    np.testing.assert_array_equal(again[3], corpus.train[0].items[3])
+    rows = corpus.train[0].items
+    assert corpus.packed and len(rows) == (len(stream) - 1) // LENGTH > 10
+    for number in range(len(rows)):
+        part = slice(number * LENGTH, number * LENGTH + LENGTH + 1)
+        assert rows[number].tokens.tolist() == stream[part]
+        assert begins_of(rows[number]) == flags[part]
+    again = pickle.loads(pickle.dumps(rows))  # in a process that reads ahead
+    for one, two in zip(again[3], rows[3], strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_the_old_way_gives_the_old_rows_and_hash(tmp_path):
@@ -99,7 +106,8 @@ def test_the_old_way_gives_the_old_rows_and_hash(tmp_path):
     joined, _ = opened(tmp_path / "m", "separate_documents=False")
     apart, _ = opened(tmp_path / "m")
     batch = batch_of(joined)
-    assert batch.begins is None and batch.tokens[5].tolist() == stream[80:97]
+    assert batch.segments is None and batch.tokens[5].tolist() == stream[80:96]
+    assert batch.targets[5].tolist() == stream[81:97]
     assert "-" not in joined.hash and apart.hash == f"{joined.hash}-apart"
 
 
@@ -107,7 +115,7 @@ def test_rows_of_one_document_are_no_packed_rows(tmp_path):
     """The program has no segments then, and costs what it did."""
     write_megatron(tmp_path / "m", [[list(range(200)), list(range(90))]])
     corpus, _ = opened(tmp_path / "m")
-    assert not corpus.packed and batch_of(corpus).begins is None and "-" not in corpus.hash
+    assert not corpus.packed and batch_of(corpus).segments is None and "-" not in corpus.hash
 
 
 def test_documents_packed_while_they_are_read_can_be_joined_too(tmp_path):
@@ -147,10 +155,11 @@ def test_files_of_megatron_core(tmp_path):
             builder.add_document(sum(document, []), [len(sequence) for sequence in document])
         builder.finalize(str(tmp_path / f"{name}.idx"))
         corpus, _ = opened(tmp_path / name)
-        batch, flags = batch_of(corpus), first_tokens(made)
-        assert corpus.packed and len(batch.tokens) > 10
-        for row, begins in enumerate(batch.begins):
-            assert begins.tolist() == flags[row * LENGTH : row * LENGTH + LENGTH + 1]
+        rows, flags = corpus.train[0].items, first_tokens(made)
+        assert corpus.packed and len(rows) > 10
+        for number in range(len(rows)):
+            start = number * LENGTH
+            assert begins_of(rows[number]) == flags[start : start + LENGTH + 1]
     documents = [np.asarray(sum(document, []), np.int32) for document in made]
     with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
         writer.add(documents)

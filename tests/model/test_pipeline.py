@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, TINY, make_config, make_mesh
+from conftest import BASE, ROOT, TINY, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxramp.config.load import load
-from maxramp.data.batch import take_apart
-from maxramp.data.marks import START
 from maxramp.errors import ConfigError
 from maxramp.model import pipeline
 from maxramp.model.execution import Pipeline
@@ -26,12 +24,12 @@ from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.products import dense
 from maxramp.model.parts.weights import Weight
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
-from maxramp.parallel.sharding import BATCH_ABS, X_BTD
+from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training import state as state_lib
-from maxramp.training.objective import next_token_prediction, segments
+from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import in_layer_order, init_state
 from maxramp.training.step import eval_step, make_train_step
 
@@ -52,14 +50,13 @@ def config_of(*arguments, devices=8):
 def random_rows(packed, length=16):
     rng = np.random.default_rng(0)
     rows_RS = rng.integers(0, 264, (ROWS, length + 1), dtype=np.int32)
-    begins_RS = rng.random(rows_RS.shape) < (0.15 if packed else 0)
-    return np.where(begins_RS, rows_RS + START, rows_RS).astype(np.int32)
+    return rows_RS, rng.random(rows_RS.shape) < 0.15 if packed else None
 
 
 def place(config, mesh, accumulation, packed):
-    rows_RS = random_rows(packed, config.model.max_target_length)
-    batch = take_apart(rows_RS.reshape(accumulation, -1, rows_RS.shape[-1]), packed)
-    return jax.device_put(batch, NamedSharding(mesh, BATCH_ABS))
+    rows = random_rows(packed, config.model.max_target_length)
+    batch = batch_of(*(x if x is None else x.reshape(accumulation, -1, x.shape[-1]) for x in rows))
+    return jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
 
 
 def first_state(config):
@@ -275,7 +272,7 @@ def program(request):
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
             execution = config.recipe.execution
-            x_BTD, _ = model.hidden(batch.tokens[:, :-1], execution, segments(batch))
+            x_BTD, _ = model.hidden(batch.tokens, execution, batch.segments)
             return (x_BTD**2).sum()
 
         text = jax.jit(jax.grad(layers)).lower(model, batch).compile().as_text()

@@ -145,7 +145,9 @@ def check(data, alone, processes, devices, cases):
         # The batches of all steps; a device holds batch * tensor / count rows, and those of all
         # devices that do not read themselves are moved.
         batches = [16, 16, 16, 32, 32, 32, 48, 48][first:]
-        moved = [b * tensor * (count - count // factor) // count * 17 * 4 for b in batches]
+        moved = [
+            b * tensor * (count - count // factor) // count * (2 * 16 + 2) * 4 for b in batches
+        ]
         for process, seen in enumerate(answer):
             assert seen["steps"] == alone["steps"][first:], case
             assert seen["evaluations"] == alone["evaluations"], case

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import Span, take_up
 from maxramp.config.load import load
+from maxramp.data.batch import text_fields
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import print_plan
@@ -287,8 +288,8 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
             rate,
             state,
             ramp.stages,
+            fields=text_fields(256, False),
             eval_rows=0,
-            packed=False,
             memory_limit=0,
             say=print,
             on_failure=lambda: None,
@@ -296,7 +297,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
         compiled, _ = programs.train_step(ramp.stages[0])
     found = estimate(config.recipe, ramp.stages[0].spec)
     sizes = {name: gib * 2**30 for name, gib in found.items()}
-    clock, bad_steps, batch = 8, 4, 8 * 257 * 4
+    clock, bad_steps, batch = 8, 4, 8 * (2 * 256 * 4 + 2 * 4)
     held = compiled.memory_analysis().argument_size_in_bytes - clock - bad_steps - batch
     assert sizes["weights"] + sizes["optimizer"] == held
     assert sizes["optimizer"] == 2 * sizes["weights"] + 4  # Adam's moments, and its count of steps

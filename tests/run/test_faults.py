@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, command, environment, make_config, make_mesh, run
+from conftest import BASE, TINY, batch_of, command, environment, make_config, make_mesh, run
 from forked import Forked
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.data.batch import Batch
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, cut_records, read_records
 from maxramp.run.tensorboard import TensorBoardWriter
@@ -516,7 +515,7 @@ def test_a_bad_step_changes_nothing_but_the_clock():
     with jax.set_mesh(mesh):
         step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)
-        batch = Batch(jax.device_put(rows, jax.sharding.NamedSharding(mesh, BATCH_ABS)))
+        batch = jax.device_put(batch_of(rows), jax.sharding.NamedSharding(mesh, BATCH_ABT))
         state, metrics = step(initial_state(config.recipe), batch)
         assert metrics["bad_steps"] == 0
         leaves, structure = jax.tree.flatten(state.model)

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import OPTIMIZED, make_config, make_mesh
+from conftest import OPTIMIZED, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
-from maxramp.data.marks import PADDING
+from maxramp.data.row import PADDING
 from maxramp.measuring.noise import ratio_of_means
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objective import Objective, next_token_prediction
@@ -40,7 +39,7 @@ def random_rows(*shape):
 
 
 def place(batch_ABS, mesh):
-    return jax.device_put(Batch(batch_ABS), NamedSharding(mesh, BATCH_ABS))
+    return jax.device_put(batch_of(batch_ABS), NamedSharding(mesh, BATCH_ABT))
 
 
 @functools.cache
@@ -92,7 +91,7 @@ def gradients_of_rows(step):
         objective = next_token_prediction(config.objective, config.recipe.execution)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
-            g, shown = gradient(model, Batch(jnp.asarray(row_S)[None]))
+            g, shown = gradient(model, batch_of(row_S[None]))
             tokens.append(float(shown["tokens"]))
             seen = [
                 x / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
@@ -164,10 +163,9 @@ def test_truth_lies_in_the_interval():
     truth = (1 - np.square(p).sum()) / np.square(p).sum()
 
     def sums(model, batch):
-        rows_BS = batch.tokens
-        counts_V = (rows_BS[:, 1:, None] == jnp.arange(VOCAB)).sum((0, 1), dtype=jnp.float32)
+        counts_V = (batch.targets[..., None] == jnp.arange(VOCAB)).sum((0, 1), dtype=jnp.float32)
         counts_V = jax.reshard(counts_V, jax.sharding.PartitionSpec("tensor"))
-        tokens = jnp.float32(rows_BS[:, 1:].size)
+        tokens = jnp.float32(batch.targets.size)
         minimized = (model.embedding_VD[...] * counts_V[:, None]).sum()
         return minimized, {"loss": tokens, "tokens": tokens}
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
+from maxramp.data.row import PADDING
 from maxramp.model.parts.weights import Weight, part_of
-from maxramp.parallel.sharding import BATCH_ABS, TOKENS_BT
+from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
@@ -54,22 +54,23 @@ def config_of(*keys, devices=8):
 def random_batch(grpo_normalization="token"):
     """Answers of many lengths, sampled by a policy that is not quite the model's."""
     random = np.random.default_rng(0)
-    tokens = random.integers(0, VOCAB, (P * G, S), dtype=np.int32)
+    ids = random.integers(0, VOCAB, (P * G, S), dtype=np.int32)
     begin = np.repeat(random.integers(1, 6, P), G)
     end = begin + random.integers(1, S - 5, P * G)
     at = np.arange(S)
     mask = (at >= begin[:, None]) & (at < end[:, None])
-    tokens[at >= end[:, None]] = -1
+    ids[at >= end[:, None]] = -1
     of_answer = advantages(random.random((P, G)), True).ravel()
     share = shares(end - begin, grpo_normalization)
     log_probs = random.normal(-5.5, 0.4, (2, P * G, S)).astype(np.float32)
-    return Batch(
-        tokens,
-        loss_mask=mask,
+    mask = mask[:, 1:]
+    return dataclasses.replace(
+        batch_of(ids),
+        targets=np.where(mask, ids[:, 1:], PADDING),
         weights=np.where(mask, of_answer[:, None], 0).astype(np.float32),
         shares=np.where(mask, share[:, None], 0).astype(np.float32),
-        sampled_log_probs=log_probs[0],
-        reference_log_probs=log_probs[1],
+        sampled_log_probs=log_probs[0][:, 1:],
+        reference_log_probs=log_probs[1][:, 1:],
     )
 
 
@@ -89,8 +90,9 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     )
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
-        batch = jax.tree.map(lambda x: x.reshape(parts, -1, S), random_batch(grpo_normalization))
-        batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABS))
+        batch = random_batch(grpo_normalization)
+        batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+        batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
         after, metrics = jax.jit(step, compiler_options=QUICK)(state, batch)
         change = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.model, state.model)
         return {name: np.asarray(x) for name, x in metrics.items()}, jax.tree.leaves(change)
@@ -130,20 +132,21 @@ def test_it_is_the_formula(grpo_normalization):
         placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
         execution = config.recipe.execution
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
-        logits = np.asarray(forward(model, placed.tokens[:, :-1]), np.float64)
+        logits = np.asarray(forward(model, placed.tokens), np.float64)
         found, entropy = jax.jit(of_tokens(KEYS, execution))(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    chosen = np.take_along_axis(log_p, np.maximum(batch.tokens[:, 1:, None], 0), 2)[..., 0]
+    chosen = np.take_along_axis(log_p, np.maximum(batch.targets[..., None], 0), 2)[..., 0]
     np.testing.assert_allclose(found, chosen, atol=2e-5)
     np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), atol=2e-5)
     total = kl_total = clipped = divisor = 0.0
-    for row, at in zip(*np.nonzero(batch.loss_mask), strict=True):
-        share = 1.0 if grpo_normalization == "token" else 1 / batch.loss_mask[row].sum()
-        log_ratio = chosen[row, at - 1] - batch.sampled_log_probs[row, at]
+    mask = batch.targets >= 0
+    for row, at in zip(*np.nonzero(mask), strict=True):
+        share = 1.0 if grpo_normalization == "token" else 1 / mask[row].sum()
+        log_ratio = chosen[row, at] - batch.sampled_log_probs[row, at]
         ratio, advantage = np.exp(log_ratio), batch.weights[row, at]
         surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
-        d = batch.reference_log_probs[row, at] - chosen[row, at - 1]
+        d = batch.reference_log_probs[row, at] - chosen[row, at]
         kl = np.exp(d) - d - 1
         total += share * (-surrogate + 0.1 * kl)
         kl_total, divisor = kl_total + share * kl, divisor + share
@@ -153,9 +156,7 @@ def test_it_is_the_formula(grpo_normalization):
     assert metrics["kl"] == pytest.approx(kl_total / divisor, rel=1e-4)
     assert metrics["clip_share"] == pytest.approx(clipped / divisor, rel=1e-5)
     assert 0 < metrics["clip_share"] < 1
-    assert divisor == pytest.approx(
-        P * G if grpo_normalization == "sequence" else batch.loss_mask.sum()
-    )
+    assert divisor == pytest.approx(P * G if grpo_normalization == "sequence" else mask.sum())
 
 
 def test_advantages_are_of_a_group():

@@ -6,10 +6,9 @@ Shapes: R rows, S tokens of a row and the one after it.
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, make_config, make_mesh
+from conftest import ROOT, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import abstract_state
@@ -46,14 +45,14 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         return jax.device_put(values.astype(x.dtype), x.sharding)
 
     @jax.jit
-    def gradient(model, rows_RS):
+    def gradient(model, batch):
         objective = next_token_prediction(config.objective, config.recipe.execution)
-        return jax.grad(objective, has_aux=True)(model.cast(config.model.dtype), Batch(rows_RS))
+        return jax.grad(objective, has_aux=True)(model.cast(config.model.dtype), batch)
 
     with jax.set_mesh(mesh):
         model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
-            placed = jax.device_put(rows_RS, NamedSharding(mesh, TOKENS_BT))
+            placed = jax.device_put(batch_of(rows_RS), NamedSharding(mesh, TOKENS_BT))
             found, shown = gradient(model, placed)
             assert shown["tokens"] == rows_RS[:, 1:].size
             for path, x in [*jax.tree.leaves_with_path(found), ("loss", shown["loss"])]:

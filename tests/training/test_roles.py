@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import part_of, weights_of
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.optimizers.table import OPTIMIZERS, TAKES, Optimizer
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
@@ -45,7 +44,7 @@ def stepped(*arguments, is_trained=lambda weight: True):
             opt_state=Optimizer(config.optimizer).init(trained),
         )
         rows = np.random.default_rng(0).integers(0, 264, (2, 8, 17), dtype=np.int32)
-        batch = jax.device_put(Batch(rows), NamedSharding(mesh, BATCH_ABS))
+        batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
         after, metrics = jax.jit(step)(state, batch)
     return state, after, float(metrics["grad_norm"])
 

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DEVICES, make_mesh, numpy_fingerprint
+from conftest import DEVICES, batch_of, make_mesh, numpy_fingerprint
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
-from maxramp.data.marks import PADDING
+from maxramp.data.row import PADDING
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
-from maxramp.parallel.sharding import BATCH_ABS
+from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.fingerprint import fingerprint
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import cross_entropy_sums
 from maxramp.training.objective import next_token_prediction
@@ -54,7 +52,7 @@ def random_rows(*shape):
 
 
 def place(batch_ABS, mesh):
-    return Batch(jax.device_put(batch_ABS, NamedSharding(mesh, BATCH_ABS)))
+    return jax.device_put(batch_of(batch_ABS), NamedSharding(mesh, BATCH_ABT))
 
 
 @functools.cache
@@ -421,7 +419,7 @@ def test_fingerprint():
     rows_RS = random_rows(ROWS)
     rows_RS[5, 3:] = PADDING
     config = make_config()
-    mesh, compute = make_mesh(config), jax.jit(fingerprint)
+    mesh, compute = make_mesh(config), jax.jit(lambda batch: batch.hashes.sum((0, 1)))
 
     def of(rows_RS, accumulation=1):
         batch_ABS = rows_RS.reshape(accumulation, -1, LENGTH + 1)

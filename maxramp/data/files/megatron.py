@@ -7,7 +7,9 @@ is sequences [borders[i], borders[i + 1]) (int64 [d]). A mode per sequence (int8
 """
 
 import array
+import bisect
 import functools
+import itertools
 import os
 import struct
 from collections.abc import Sequence
@@ -203,18 +205,18 @@ class TokenStream:
 
     def __init__(self, files: Sequence[MegatronFile]):
         self._files = files
-        self._starts = np.concatenate([[0], np.cumsum([file.num_tokens for file in files])])
+        self._starts = [0, *itertools.accumulate(file.num_tokens for file in files)]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        index = int(np.searchsorted(self._starts, start, "right")) - 1
+        index = bisect.bisect_right(self._starts, start) - 1
         parts = []
         while start < stop:
-            first = int(self._starts[index])
-            last = min(stop, int(self._starts[index + 1]))
+            first = self._starts[index]
+            last = min(stop, self._starts[index + 1])
             if last > start:
                 parts.append(self._files[index].tokens_between(start - first, last - first))
             start, index = last, index + 1
@@ -227,18 +229,18 @@ class TokenStream:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin in tokens [start, stop), as in `MegatronFile`."""
-        first = int(np.searchsorted(self._starts, start, "right")) - 1
-        last = int(np.searchsorted(self._starts, stop, "left"))
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, stop)
         found = []
         for file, offset in zip(self._files[first:last], self._starts[first:last], strict=True):
-            begin, end = max(0, start - int(offset)), min(file.num_tokens, stop - int(offset))
+            begin, end = max(0, start - offset), min(file.num_tokens, stop - offset)
             found.append(offset + file.document_starts(begin, end))
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.concatenate(found) if len(found) != 1 else found[0]
 
     def where(self, position: int) -> str:
         """The file and the document of a token, for a person."""
-        index = int(np.searchsorted(self._starts, position, "right")) - 1
-        return self._files[index].where_token(position - int(self._starts[index]))
+        index = bisect.bisect_right(self._starts, position) - 1
+        return self._files[index].where_token(position - self._starts[index])
 
 
 class MegatronWriter:
