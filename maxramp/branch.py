@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.outlive_readers()
 
-import argparse
 import json
 import math
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.commandline import OneLineParser, print_table, short
-from maxramp.config.usage import HelpKeys
+from maxramp.config.usage import list_keys
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.experiment import Experiment
 from maxramp.measuring.noise import KINDS
@@ -38,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m maxramp.branch",
         description=__doc__.partition("\n")[0],
         epilog=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("run")
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokens", default="", help="that each branch trains on (a tenth of the run's): 20M")
     add("--tolerance", type=float, default=0.01, help="nats per token (0.01)")
     add("--json", action="store_true", help="print the result as JSON when all is done")
-    add("--help-keys", action=HelpKeys)
+    list_keys(parser)
     add("keys", nargs="*", metavar="key=value", help="for every branch")
     try:
         given = parser.parse_intermixed_args(arguments)

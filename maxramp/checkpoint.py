@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.end_with_readers()
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m maxramp.checkpoint",
         description=__doc__.partition("\n")[0],
         epilog=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)

@@ -16,7 +16,8 @@ class OneLineParser(argparse.ArgumentParser):
     """Of options by their whole names; what is wrong is one line, a ConfigError."""
 
     def __init__(self, **given: Any):
-        super().__init__(allow_abbrev=False, **given)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **given)
         version = f"maxramp {maxramp.__version__}"
         self.add_argument("--version", action="version", version=version, help="show the version")
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 
 from maxramp.commandline import OneLineParser, count
-from maxramp.config.usage import HelpKeys
+from maxramp.config.usage import list_keys
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.files.place import place
 from maxramp.generation.generator import Answer, Generator
@@ -49,7 +49,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m maxramp.generate",
         description=__doc__.partition("\n")[0],
         epilog=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=place)
     parser.add_argument("--prompt", action="append", default=[], help="may be given again")
@@ -72,7 +71,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--stop", action="append", default=[], help="a text that ends an answer too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
-    parser.add_argument("--help-keys", action=HelpKeys)
+    list_keys(parser)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     if not (given.prompt or given.prompt_file):

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.end_with_readers()
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m maxramp.noise",
         description=__doc__.partition("\n")[0],
         epilog=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run")
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:  # no such folder; a format that is none
             raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
         if given.json:
-            found = {kind: [block.to_json() for block in curve] for kind, curve in curves.items()}
+            found = {kind: [*map(dataclasses.asdict, curve)] for kind, curve in curves.items()}
             print(json.dumps({f"{kind}noise_scale": curve for kind, curve in found.items()}))
             return 0
         for kind, curve in curves.items():

@@ -26,6 +26,7 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import load
-from maxramp.config.usage import HelpKeys
+from maxramp.config.usage import list_keys
 from maxramp.data import inputs, mixture, preparation, shards
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
@@ -62,9 +63,9 @@ INSPECTION_KEYS = ("max_target_length", "separate_documents")
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m maxramp.prepare",
-        description="Tokenizes documents into files that training reads by row number. "
+        description="Tokenizes documents into files that training reads by row number.\n"
         "If it is interrupted, run the same command again to continue.",
-        epilog=f"Keys, as in configs/base.yml: {', '.join(KEYS)}.",
+        epilog=textwrap.fill(f"Keys, as in configs/base.yml: {', '.join(KEYS)}."),
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_bad_records", type=int, metavar="N", default=0, help="leave out so many")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set holds")
-    add("--help-keys", action=HelpKeys)
+    list_keys(parser)
     return parser
 
 

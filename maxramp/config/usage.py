@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import maxramp
 from maxramp.keys.base import CONFIGS
@@ -48,13 +47,7 @@ def keys() -> str:
     return (CONFIGS / "base.yml").read_text()
 
 
-class HelpKeys(argparse.Action):
-    """--help-keys of a command that takes options, and key=value beside them."""
-
-    def __init__(self, **given: Any):
-        super().__init__(**given | {"nargs": 0, "help": "list every key with its default"})
-
-    def __call__(self, *given: Any) -> None:
-        """Prints the keys, and ends the program."""
-        print(keys())
-        raise SystemExit(0)
+def list_keys(parser: argparse.ArgumentParser) -> None:
+    """Has a parser of options, with key=value beside them, take --help-keys."""
+    text = "list every key with its default"
+    parser.add_argument("--help-keys", action="version", version=keys(), help=text)

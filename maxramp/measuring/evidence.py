@@ -1,7 +1,6 @@
 """What was measured on runs, read for another one that is planned, and what it does not say."""
 
 import json
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -10,10 +9,9 @@ from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, home_of
 from maxramp.keys.yamlfile import read_yaml
-from maxramp.measuring.noise import KINDS, Block, blocks_of
+from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
 from maxramp.measuring.ramp import Measurement, from_branches, from_noise
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.run.metrics import read_records
 
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
 # What makes a run that was measured another one than the run that is planned.
@@ -55,20 +53,15 @@ class Evidence:
         self.lines: list[str] = []
         self.limits: list[str] = []
         self.results = self._read_branches(branch) if branch else []
-        self.measured = from_branches(self.results) if self.results else []
-        if noise:
-            self.measured = self._read_noise(home_of(noise))
+        self.measured = self._read_noise(home_of(noise)) if noise else from_branches(self.results)
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
         path = home_of(given)
-        files = [path] if path.is_file() else sorted(path.glob("branches/*/branch.json"))
-        texts = [file.read_bytes() for file in files or path.glob("branch.json")]
+        files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
-            results = [json.loads(text) for text in texts]
-            results.sort(key=lambda r: (r["step"], r["samples"]))
-            places = {(r["step"], r["samples"]): r for r in results}
-            for result in places.values():
-                self.lines.append(_line_of(result))
+            texts = [file.read_bytes() for file in ([path] if path.is_file() else files)]
+            results = sorted(map(json.loads, texts), key=lambda r: (r["step"], r["samples"]))
+            self.lines += map(_line_of, results)
         except (ValueError, LookupError, TypeError):
             raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
         if not results:
@@ -77,49 +70,47 @@ class Evidence:
                 f"{given} --at STEP --sizes 8,16,32"
             )
         there = self._compare_runs(home_of(results[0]["run"]))
-        for result in places.values():
+        for result in results:
             targets = Fraction(result["target_tokens"], result["samples"])
             result["row_tokens"] = self._row_tokens(there, result["row_tokens"], targets)
-        return list(places.values())
+        return results
 
     def _read_noise(self, run: Place) -> list[Measurement]:
-        """What the noise scale of a run allows, at the height that branches found."""
-        path = run / "metrics.jsonl"
-        if not path.is_file():
-            raise ConfigError(f"--noise {run}: holds no metrics.jsonl; give the folder of a run")
-        records = read_records(path)
-        curves = {kind: [] for kind in KINDS}
-        for shares in _BLOCKS:
-            curves = {kind: curves[kind] or blocks_of(records, kind, shares) for kind in KINDS}
-        factors = {kind: _factor(kind, self.results) for kind in KINDS}
-        # The norms' first: it has no gaps.
-        kinds = [kind for kind in ("norms_", "", "adam_") if curves[kind]]
-        kinds.sort(key=lambda kind: factors[kind] is None)
-        if not kinds:
+        """What the norms' noise scale of a run, which has no gaps, allows at the branches' height.
+
+        The factor is what surely costs nothing over the noise scale, the least of all branches.
+        """
+        records = records_of(run)
+        curve = next(filter(None, (blocks_of(records, "norms_", n) for n in _BLOCKS)), None)
+        if not curve:
             raise ConfigError(
                 f"--noise {run}: holds no noise scale of 8 steps or more; train with "
                 "log_gradient_noise_scale=true"
             )
-        kind = kinds[0]
-        curve, factor = curves[kind], factors[kind]
         self.lines.append(
-            f"noise scale of {run} ({KINDS[kind]}): {_scale(curve[0])} at the start, "
+            f"noise scale of {run} ({KINDS['norms_']}): {_scale(curve[0])} at the start, "
             f"{_scale(curve[-1])} after {short(curve[-1].last_sample)} samples"
         )
-        if factor is None:
+        name = "norms_noise_scale"
+        factors = [
+            (r["surely"] or r["largest"]) / r["noise"][name]["noise_scale"]
+            for r in self.results
+            if name in r["noise"]
+        ]
+        if factors:
+            self.lines.append(
+                f"the batch may be {min(factors):.3g} times the noise scale, by the branches"
+            )
+        else:
             self.limits.append(
                 "no branch says how far above the noise scale the batch may go; it is kept at the "
                 "noise scale's lower end, which is usually too careful"
-            )
-        else:
-            self.lines.append(
-                f"the batch may be {factor:.3g} times the noise scale, by the branches"
             )
         there = self._compare_runs(run)
         last = next(r for r in reversed(records) if "consumed_tokens" in r)
         row_tokens = last["consumed_tokens"] // last["consumed_samples"]
         row_tokens = self._row_tokens(there, row_tokens, curve[-1].row_target_tokens)
-        return from_noise(curve, factor or 1.0, row_tokens)
+        return from_noise(curve, min(factors, default=1.0), row_tokens)
 
     def _row_tokens(self, there: dict[str, Any], row_tokens: int, targets: float) -> float:
         """What a row that was measured counts for, in tokens of the run that is planned.
@@ -177,16 +168,6 @@ def _line_of(result: dict[str, Any]) -> str:
         f"{result['largest']} of {sizes} is the largest within {result['tolerance']:g} nats "
         f"({ends}; rows of {result['row_tokens']} tokens)"
     )
-
-
-def _factor(kind: str, results: Sequence[dict[str, Any]]) -> float | None:
-    """What surely costs nothing over the noise scale there, the least of all branches."""
-    found = [
-        (r["surely"] or r["largest"]) / r["noise"][f"{kind}noise_scale"]["noise_scale"]
-        for r in results
-        if f"{kind}noise_scale" in r["noise"]
-    ]
-    return min(found, default=None)
 
 
 def _scale(block: Block) -> str:

@@ -21,14 +21,11 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, home_of, write_whole
 from maxramp.keys import base
 from maxramp.measuring.branches import Branch, compare
-from maxramp.measuring.noise import KINDS, around
+from maxramp.measuring.noise import KINDS, blocks_of
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import as_json, read_records
 from maxramp.training.learning_rate import LearningRate
-
-_OURS = "branch.json"
-_KEYS = "keys.json"
 
 
 class Experiment:
@@ -67,8 +64,11 @@ class Experiment:
             raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
         self._samples = window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
-        self._keys = _keys(keys, self._of_branch(self._sizes[0]))
-        self._config = config
+        self._keys, self._config = list(keys), config
+        ours = self._of_branch(self._sizes[0])
+        for key in keys:
+            if (name := key.partition("=")[0]) in ours:
+                raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
 
     def train(self, out: IO[str]) -> int:
         """Trains what is left to train; returns the exit status of what went wrong, or 0.
@@ -78,20 +78,15 @@ class Experiment:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
-        self._sizes = sorted({*self._sizes, *self._done()})
-        windows = self._folder.parent.glob(f"{self._position.step}-*")
-        others = sorted({path.name for path in windows} - {self._folder.name})
-        print(
-            f"window   {self._samples:,} rows, by --tokens and --sizes"
-            + (f"; branches of other windows ({', '.join(others)}) are not read" if others else ""),
-            file=out,
-            flush=True,
-        )
+        # Those that are done count, whatever this command asks for.
+        begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
+        self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
         config = self._folder / "config.yml"
         write_whole(config, to_yaml(self._config).encode())
+        print(f"window   {self._samples:,} rows, by --tokens and --sizes", file=out, flush=True)
         for number, size in enumerate(self._sizes, 1):
-            keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
             if not self._evaluation(size):
+                keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
                 print(
                     f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
                     f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
@@ -100,32 +95,27 @@ class Experiment:
                 )
                 if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
                     return status
-            if not self._evaluation(size):
-                raise ConfigError(
-                    f"{self._folder / str(size)}: the branch ended without an evaluation of its "
-                    "held-out rows; move the folder away and start again"
-                )
             self._branch(size)  # what cannot be compared is refused at once
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
         """What the branches say, also written to branch.json in their folder."""
         result = compare([self._branch(size) for size in self._sizes], tolerance)
-        step, first = self._position.step, self._first
+        trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {
             "run": str(self._run),
-            "step": step,
-            "first_sample": first,
+            "step": self._position.step,
+            "first_sample": self._first,
             "samples": self._samples,
             "row_tokens": self._row,
-            "target_tokens": self._targets(),
+            "target_tokens": sum(record.get("target_tokens", 0) for record in trained),
             "batch": self._batch,
             "tolerance": tolerance,
             "noise": self._noise(result["largest"]),
-            "file": str(self._folder / _OURS),
+            "file": str(self._folder / "branch.json"),
         }
         text = json.dumps(as_json(result), indent=2) + "\n"
-        write_whole(self._folder / _OURS, text.encode())
+        write_whole(self._folder / "branch.json", text.encode())
         return result
 
     def _of_branch(self, size: int) -> dict[str, Any]:
@@ -160,28 +150,29 @@ class Experiment:
         return self._rate * math.sqrt(size / self._batch)
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
+        """The evaluation of a branch that is done."""
         records = read_records(self._folder / str(size) / "metrics.jsonl")
         end = self._first + self._samples
         found = [r for r in records if r["consumed_samples"] == end and "eval_batch_tokens" in r]
         return found[-1] if found else None
 
-    def _done(self) -> list[int]:
-        """The sizes of this window that are trained, whatever this command asks for."""
-        names = [path.parent.name for path in self._folder.glob("*/metrics.jsonl")]
-        return [int(n) for n in names if n.isdecimal() and n.isascii() and self._evaluation(int(n))]
-
     def _branch(self, size: int) -> Branch:
-        """A size that is done.
+        """A size that was trained.
 
         Raises:
           ConfigError: it cannot be compared with the smallest.
         """
+        folder = self._folder / str(size)
         first, found = (self._evaluation(n) for n in (self._sizes[0], size))
+        if not found:
+            raise ConfigError(
+                f"{folder}: the branch ended without an evaluation of its held-out rows; move the "
+                "folder away and start again"
+            )
         losses, tokens = (
             np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
         )
         branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
-        folder = self._folder / str(size)
         if found["eval_batch_tokens"] != first["eval_batch_tokens"]:
             raise ConfigError(
                 f"{folder}: evaluated in other batches than size {self._sizes[0]} "
@@ -195,39 +186,34 @@ class Experiment:
             )
         return branch
 
-    def _targets(self) -> int:
-        """The targets of the window: the same for every size."""
-        records = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
-        return sum(record.get("target_tokens", 0) for record in records)
-
     def _check_keys(self) -> None:
         """Refuses other keys than those of the branches that have begun; keeps today's.
 
         Raises:
           ConfigError: they differ.
         """
-        path, here = self._folder / _KEYS, sorted(self._keys)
-        try:
-            before = json.loads(path.read_bytes()) if path.exists() else here
-        except ValueError:
-            raise ConfigError(f"{path}: not as maxramp.branch wrote it; move it away") from None
+        path, here = self._folder / "keys.json", json.dumps(sorted(self._keys))
+        before = path.read_bytes().decode() if path.exists() else here
         if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
             raise ConfigError(
                 f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
                 "the same ones, or move the folder away"
             )
-        write_whole(path, (json.dumps(here) + "\n").encode())
+        write_whole(path, here.encode())
 
     def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
         """The noise scale in rows by kind, around the checkpoint, and the factor up to `largest`.
 
         Over the run's own steps up to a window's length before the checkpoint and after it.
         """
-        records, found = read_records(self._run / "metrics.jsonl"), {}
         first, last = self._first - self._samples, self._first + self._samples
+        records = read_records(self._run / "metrics.jsonl")
+        near = [r for r in records if first < r["consumed_samples"] <= last]
+        found = {}
         for kind in KINDS:
-            block = around(records, kind, first, last)
-            if block and block.noise_scale:
+            for block in blocks_of(near, kind, 1):
+                if not block.noise_scale:
+                    continue
                 row = block.row_target_tokens
                 found[f"{kind}noise_scale"] = {
                     "noise_scale": block.noise_scale / row,
@@ -262,15 +248,10 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
     unit = math.lcm(*sizes)
     rows = -(-wanted // unit) * unit
     if rows > 2 * wanted:
-        doubled = [sizes[0], 2 * sizes[0]]
-        while 2 * doubled[-1] <= sizes[-1]:
-            doubled.append(2 * doubled[-1])
-        better = f"sizes such as {','.join(map(str, doubled))}, or "
         raise ConfigError(
             f"--sizes {','.join(map(str, sizes))}: they end with the same row every {unit:,} rows "
             f"alone, more than twice the {wanted:,} that --tokens asks for (a tenth of the run by "
-            f"default); give {better if doubled[-1] <= 2 * wanted else ''}"
-            f"--tokens {unit * row_tokens}"
+            f"default); give sizes that divide each other, or --tokens {unit * row_tokens}"
         )
     return rows
 
@@ -286,34 +267,20 @@ def _checkpoint(run: Place, at: int) -> Checkpoint:
         raise ConfigError(f"--at {at}: {path}: {error}; take another checkpoint") from None
 
 
-def _keys(keys: Sequence[str], ours: dict[str, Any]) -> list[str]:
-    for key in keys:
-        name = key.partition("=")[0]
-        if name in ours:
-            raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
-    return list(keys)
-
-
 def _train(arguments: Sequence[str], out: int) -> int:
     """Trains in a process that does not outlive this one; a request to stop is passed on to it."""
-    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
-    asked, process = [], None
+    asked = []
 
     def pass_on(number: int, frame: Any) -> None:
         asked.append(number)
-        if process:
-            process.terminate()
+        process.terminate()
 
+    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
+    command = [*bound, sys.executable, "-m", "maxramp.train", *arguments]
+    process = subprocess.Popen(command, stdout=out, start_new_session=True)
     numbers = signal.SIGINT, signal.SIGTERM
     before = [signal.signal(number, pass_on) for number in numbers]
     try:
-        process = subprocess.Popen(
-            [*bound, sys.executable, "-m", "maxramp.train", *arguments],
-            stdout=out,
-            start_new_session=True,
-        )
-        if asked:
-            process.terminate()
         status = process.wait()
     finally:
         for number, handler in zip(numbers, before, strict=True):

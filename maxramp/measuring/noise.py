@@ -8,7 +8,6 @@ where the signal's mean cannot be told from zero.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,9 +47,17 @@ class Block:
         """The targets of a row."""
         return self.batch_target_tokens / self.batch_rows
 
-    def to_json(self) -> dict[str, Any]:
-        """The block by the names of its attributes."""
-        return dataclasses.asdict(self)
+
+def records_of(run: Place) -> list[Record]:
+    """What a run has logged.
+
+    Raises:
+      ConfigError: it is no run.
+    """
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
+    return read_records(path)
 
 
 def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
@@ -61,12 +68,8 @@ def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
     """
     if blocks < 1:
         raise ConfigError(f"--blocks {blocks} must be 1 or more")
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
-    records = read_records(path)
-    curves = {kind: blocks_of(records, kind, blocks) for kind in KINDS}
-    curves = {kind: curve for kind, curve in curves.items() if curve}
+    records = records_of(run)
+    curves = {kind: curve for kind in KINDS if (curve := blocks_of(records, kind, blocks))}
     if not curves:
         logged = any("norms_noise_signal" in record for record in records)
         remedy = (
@@ -75,7 +78,7 @@ def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
             else "train with log_gradient_noise_scale=true"
         )
         raise ConfigError(
-            f"{path} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
+            f"{run} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
         )
     return curves
 
@@ -132,13 +135,6 @@ def _block(steps: list[Record], signal: str, variance: str) -> Block:
 def student(freedom: int, z: float = _Z) -> float:
     """About what Student's t with so many degrees of freedom has in the place of a normal z."""
     return z * (1 + (z**2 + 1) / (4 * freedom))
-
-
-def around(records: Sequence[Record], kind: str, first: int, last: int) -> Block | None:
-    """The noise scale over the steps that end in samples first + 1 .. last; None without 8."""
-    near = [r for r in _steps(records) if first < r["consumed_samples"] <= last]
-    blocks = blocks_of(near, kind, 1)
-    return blocks[0] if blocks else None
 
 
 def ratio_of_means(

@@ -6,7 +6,6 @@ after it the batch stays.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,18 +32,17 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     Of an interval its lower end counts, and of several windows from one step on the least. A batch
     is never given back, so at each place the least of those from there on counts.
     """
-    batches: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    for r in results:
+    found: list[Measurement] = []  # the last one first
+    order = sorted(results, key=lambda r: (r["first_sample"] * r["row_tokens"], r["samples"]))
+    for r in reversed(order):
         row = r["row_tokens"]
-        start, batch = r["first_sample"] * row, (r["surely"] or r["largest"]) * row
-        batches[start] = min(batch, batches.get(start, batch))
-        ends[start] = max(start + r["samples"] * row, ends.get(start, 0))
-    starts = sorted(batches)
-    for start, later in itertools.pairwise(reversed(starts)):
-        batches[later] = min(batches[later], batches[start])
-    lasts = [*starts[1:], ends[starts[-1]]]
-    return [Measurement(s, last, batches[s]) for s, last in zip(starts, lasts, strict=True)]
+        first, batch = r["first_sample"] * row, (r["surely"] or r["largest"]) * row
+        last = first + r["samples"] * row
+        if found:
+            batch = min(batch, found[-1].batch)
+            last = found.pop().last if found[-1].first == first else found[-1].first
+        found.append(Measurement(first, last, batch))
+    return found[::-1]
 
 
 def from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> list[Measurement]:

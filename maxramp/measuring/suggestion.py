@@ -1,6 +1,6 @@
 """A ramp for a run that is planned, or none, from what was measured on others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from maxramp.commandline import short
@@ -9,7 +9,7 @@ from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.measuring.comparison import Comparison, schedule_keys, shown
 from maxramp.measuring.evidence import Evidence
-from maxramp.measuring.ramp import Measurement, ramp_of
+from maxramp.measuring.ramp import ramp_of
 from maxramp.planning.stages import with_nodes
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
@@ -34,22 +34,27 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     config = with_nodes(config)
     planned = Comparison(config)
     evidence = Evidence(config, noise, branch)
-    batches, keys, limits = None, {}, list(evidence.limits)
-    if evidence.measured:
-        batches, more = _fitted(evidence, planned, config.learning_rate.learning_rate)
-        limits += more
-        keys = _keys(batches, planned.total_samples)
-    rows = planned.rows(batches)
-    if batches and len(batches) > 1:
-        saved = 1 - rows[0]["steps"] / rows[1]["steps"]
-        if saved < _LEAST_SAVING:
+    limits = evidence.limits
+    batches = _fitted(evidence, planned) if evidence.measured else None
+    rows, keys = planned.rows(batches), {}
+    if batches:
+        if (rate := config.learning_rate.learning_rate) and batches[0][1] != planned.first_batch:
+            first, configured = batches[0][1], planned.first_batch
+            limits.append(
+                f"learning_rate={rate:g} is that of a first batch of {configured}; for {first} use "
+                f"{rate * (first / configured) ** 0.5:.3g}, or tune it"
+            )
+        if len(batches) > 1 and (saved := _saved(rows)) < _LEAST_SAVING:
             limits.append(
                 f"the ramp {shown(batches)} would save {saved:.1%} of the steps of a constant "
                 f"batch of {batches[0][1]}, less than {_LEAST_SAVING:.0%}"
             )
             batches = batches[:1]
-            keys, rows = _keys(batches, planned.total_samples), planned.rows(batches)
-    if keys:  # so that they can follow what this command line gives in another notation
+            rows = planned.rows(batches)
+        keys = schedule_keys(batches) | {"total_samples": planned.total_samples}
+        if len(batches) > 1:
+            keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
+        # So that they can follow what this command line gives in another notation.
         defaults = alternatives.of_one_notation().items()
         keys = {k: v for k, v in defaults if config.values[k] != v} | keys
     return {
@@ -61,40 +66,37 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     }
 
 
-def _keys(batches: Sequence[tuple[int, int]], total_samples: int) -> dict[str, Any]:
-    """A suggestion as keys."""
-    keys = schedule_keys(batches) | {"total_samples": total_samples}
-    if len(batches) > 1:
-        keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
-    return keys
+def _saved(rows: list[dict[str, Any]]) -> float:
+    """The share of a constant batch's steps that a ramp saves."""
+    return 1 - rows[0]["steps"] / rows[1]["steps"]
 
 
-def _fitted(
-    evidence: Evidence, planned: Comparison, learning_rate: float | None
-) -> tuple[list[tuple[int, int]], list[str]]:
-    """(sample from which on, batch) by what was measured, and what limits it, in lines."""
+def _fitted(evidence: Evidence, planned: Comparison) -> list[tuple[int, int]]:
+    """(sample from which on, batch) by what was measured; the evidence gets what limits it."""
     measured, row, total = evidence.measured, planned.row_tokens, planned.total_samples
-    sizes = _sizes(evidence, planned)
-    limits = _limits_of_branches(evidence)
-    if (lowest := measured[0].batch) < min(sizes) * row:
+    sizes, limits = [size * row for size in _sizes(evidence, planned)], evidence.limits
+    if evidence.results:
+        limits += _limits_of_branches(evidence)
+    if (lowest := measured[0].batch) < sizes[0]:
         limits.append(
             f"at the start {short(lowest)} tokens surely cost nothing, and the smallest batch "
-            f"that this run may take has {short(min(sizes) * row)}"
+            f"that this run may take has {short(sizes[0])}"
         )
-    limits += _not_measured(measured, total * row)
-    found = ramp_of(measured, sorted(size * row for size in sizes))
-    batches = [(round(tokens) // row, batch // row) for tokens, batch in found]
-    configured, first = planned.first_batch, batches[0][1]
-    if learning_rate and first != configured:
+    if (end := max(one.last for one in measured)) < 0.999 * total * row:
         limits.append(
-            f"learning_rate={learning_rate:g} is that of a first batch of {configured}; for "
-            f"{first} use {learning_rate * (first / configured) ** 0.5:.3g}, or tune it"
+            f"nothing was measured beyond {short(end)} of this run's {short(total * row)} tokens: "
+            "the batch stays as it is there"
         )
-    return [pair for pair in batches if pair[0] < total], limits
+    if (start := measured[0].first) > 0.02 * total * row:
+        limits.append(
+            f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
+        )
+    ramp = ramp_of(measured, sizes)
+    return [(round(t) // row, batch // row) for t, batch in ramp if round(t) // row < total]
 
 
-def _sizes(evidence: Evidence, planned: Comparison) -> set[int]:
-    """The batches that the run may take, in rows.
+def _sizes(evidence: Evidence, planned: Comparison) -> list[int]:
+    """The batches that the run may take, in rows, the smallest first.
 
     Raises:
       ConfigError: its rows have another length than those of all batches that were tried.
@@ -108,12 +110,12 @@ def _sizes(evidence: Evidence, planned: Comparison) -> set[int]:
         least = 0 if evidence.by_noise else min(tried)
         sizes = {size for size in sizes if least <= size * row <= max(tried)}
         sizes |= {tokens // row for tokens in tried if tokens % row == 0}
-        if not sizes:
-            raise ConfigError(
-                f"max_target_length={row}: no batch of such rows is as large as those "
-                "that were tried; measure branches of a run with rows of this length"
-            )
-    return sizes
+    if not sizes:
+        raise ConfigError(
+            f"max_target_length={row}: no batch of such rows is as large as those "
+            "that were tried; measure branches of a run with rows of this length"
+        )
+    return sorted(sizes)
 
 
 def _tried(evidence: Evidence) -> list[int]:
@@ -121,39 +123,19 @@ def _tried(evidence: Evidence) -> list[int]:
     return [s["rows"] * r["row_tokens"] for r in evidence.results for s in r["sizes"]]
 
 
-def _limits_of_branches(evidence: Evidence) -> list[str]:
+def _limits_of_branches(evidence: Evidence) -> Iterator[str]:
     """What branches leave open above the largest batch that they allow at the last place."""
-    tops: dict[int, int] = {}  # by place, the least of several windows there
-    for r in evidence.results:
-        start, top = r["first_sample"], r["largest"] * r["row_tokens"]
-        tops[start] = min(top, tops.get(start, top))
-    if not tops:
-        return []
+    order = sorted(evidence.results, key=lambda r: -r["largest"])  # of one place the least counts
+    tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
     last, most, largest = tops[max(tops)], max(tops.values()), max(_tried(evidence))
     if last == largest:
-        return [
+        yield (
             f"no batch above {short(largest)} tokens was tried, and the largest cost "
             "nothing: larger ones may do as well"
-        ]
-    if last < most and not evidence.by_noise:
-        return [
+        )
+    elif last < most and not evidence.by_noise:
+        yield (
             f"a batch of {short(most)} tokens cost nothing at an early "
             f"place, but more than {short(last)} cost something at the last; as a batch is "
             "never given back, it stays at what later places allow"
-        ]
-    return []
-
-
-def _not_measured(measured: Sequence[Measurement], total: int) -> list[str]:
-    """Which of a run's tokens lie behind or before everything that was measured."""
-    limits = []
-    if (end := max(one.last for one in measured)) < 0.999 * total:
-        limits.append(
-            f"nothing was measured beyond {short(end)} of this run's {short(total)} tokens: "
-            "the batch stays as it is there"
         )
-    if (start := measured[0].first) > 0.02 * total:
-        limits.append(
-            f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
-        )
-    return limits

@@ -121,13 +121,11 @@ def write_branch(run, size, losses, tokens):
 
 def test_branches_that_cannot_be_compared(checkpointed, capsys):
     """Of other keys, or evaluated in other batches."""
-    (checkpointed / "branches" / "20-96").mkdir(parents=True)
     folders = [write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0]) for size in (8, 16, 24)]
     experiment = experiment_of(checkpointed, "hardware=cpu")
     assert experiment.train(sys.stdout) == 0
-    assert "window   48 rows" in (printed := capsys.readouterr().out)
-    assert "other windows (20-96) are not read" in printed
-    with pytest.raises(ConfigError, match=r"ran with the keys \['hardware=cpu'\], not with \[\]"):
+    assert "window   48 rows" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r'ran with the keys \["hardware=cpu"\], not with \[\]'):
         experiment_of(checkpointed).train(sys.stdout)
     shutil.rmtree(folders[1])
     write_branch(checkpointed, 16, [3.0], [4.0])
@@ -165,9 +163,9 @@ def test_sizes_that_are_none(text):
 def test_sizes_whose_window_is_far_more_than_was_asked_for():
     assert window([8, 16, 32], 1000, 16) == 1024
     assert window([8, 24, 64], 100, 16) == 192
-    with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*as 96,192, or --tokens 268800"):
+    with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*each other, or --tokens 268800"):
         window([96, 100, 112, 120], 1000, 16)
-    with pytest.raises(ConfigError, match=r"default\); give --tokens 1024$"):
+    with pytest.raises(ConfigError, match=r"or --tokens 1024$"):
         window([8, 64], 10, 16)
 
 

@@ -7,7 +7,7 @@ from conftest import BASE, ROOT
 
 from maxramp import suggest
 from maxramp.config.load import load
-from maxramp.measuring import comparison, evidence
+from maxramp.measuring import comparison, noise
 from maxramp.measuring.ramp import Measurement, from_branches, ramp_of
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -184,7 +184,7 @@ def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(evidence, "read_records", refused)
+    monkeypatch.setattr(noise, "read_records", refused)
     assert suggest.main([BASE, "--noise", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "Permission denied" in error and str(tmp_path) in error and error.count("\n") == 1
