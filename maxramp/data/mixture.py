@@ -18,9 +18,8 @@ from maxramp.data.files import formats, prepared
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.files.records import RecordFile
-from maxramp.data.keys import DataKeys
+from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Documents, RecordRows, StreamRows, TokenDocuments
-from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage

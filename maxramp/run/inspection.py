@@ -13,10 +13,9 @@ from maxramp.commandline import count
 from maxramp.data import tokenizers
 from maxramp.data.batch import stack, text_fields
 from maxramp.data.files import prepared
-from maxramp.data.keys import DataKeys
+from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.mixture import entry_of, open_mixture
 from maxramp.data.row import PADDING
-from maxramp.data.tokenizer_keys import MARK_KEYS
 from maxramp.data.tokenizers import Tokenizer
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown

@@ -241,7 +241,7 @@ CASES = {
     "bytes of no type": grain("{f}/odd.array_record", "record 5", "67 bytes", "int32", **TOKENS),
     # Megatron.
     "wrong magic": grain("{f}/magic", "{f}/magic.idx", "no Megatron index"),
-    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "version 2"),
+    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "of version 1", "x02"),
     "unknown dtype": grain("{f}/code.bin", "{f}/code.idx", "dtype code 99"),
     "float tokens": grain("{f}/float.bin", "{f}/float.idx", "dtype code 7"),
     "cut index": grain("{f}/cut_idx.bin", "{f}/cut_idx.idx", "torn", "40 sequences"),

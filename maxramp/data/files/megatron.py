@@ -21,8 +21,8 @@ from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
+_HEADER = struct.Struct("<17sBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _BLOCK = 1 << 20  # sequences looked at together
 _SPARSE = 128  # of so many documents the start of one is kept in memory
@@ -154,23 +154,20 @@ class MegatronFile(RecordFile):
             header = file.read(_HEADER.size)
         if not header.startswith(_MAGIC):
             raise ConfigError(
-                f"{path}: is no Megatron index (it begins with {header[:9]!r}, not {_MAGIC!r})"
+                f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, not "
+                f"{_MAGIC!r})"
             )
         size = storage.size_of(path)
-        if len(header) < _HEADER.size:
-            raise ConfigError(f"{path}: is torn: {size} bytes; make it again")
-        _, version, code, n, d = _HEADER.unpack(header)
-        if version != 1:
-            raise ConfigError(f"{path}: version {version} is not known, only 1")
-        if _DTYPES.get(code, "<f0")[1] == "f":
-            raise ConfigError(
-                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
-            )
+        _, code, n, d = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         wanted = _HEADER.size + 12 * n + 8 * d
         if size not in (wanted, wanted + n):
             raise ConfigError(
                 f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
                 f"{wanted}; make it again"
+            )
+        if _DTYPES.get(code, "<f0")[1] == "f":
+            raise ConfigError(
+                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
             )
         return np.dtype(_DTYPES[code]), n, d
 
@@ -280,7 +277,7 @@ class MegatronWriter:
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
         with open(self._unfinished("idx"), "wb") as index:
-            index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(borders)))
+            index.write(_HEADER.pack(_MAGIC, code, len(sizes), len(borders)))
             for field in (sizes, pointers, borders):
                 index.write(field.data)
             for file, suffix in ((self._data, "bin"), (index, "idx")):
