@@ -175,9 +175,10 @@ class Tokenizer:
         """The file that holds the model; "" if none does."""
         path = os.path.expanduser(self.path) if self.type != "bytes" else ""
         if hub.is_name(path):
+            file = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
             if self.type == "huggingface":  # its marks come to lie beside it
                 hub.fetch("tokenizer_path", path, _MARKS, required=False)
-            return hub.fetch("tokenizer_path", path, TYPES[self.type][1])
+            return file
         is_folder = self.type == "huggingface" and os.path.isdir(path)
         return os.path.join(path, "tokenizer.json") if is_folder else path
 

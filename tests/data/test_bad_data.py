@@ -161,8 +161,10 @@ CASES = {
     ),
     "two columns": grain("{f}/good.jsonl", "['text', 'id']", train_data_columns="[text,id]"),
     "no such format": grain("{f}/good.jsonl", "grain_file_type=csv", grain_file_type="csv"),
-    "weight 0": grain("{f}/good.jsonl,0;{f}/good.parquet,1", "weight 0", "{f}/good.jsonl"),
-    "negative weight": grain("{f}/good.jsonl,-1", "weight -1", "above 0"),
+    "weight 0": grain(
+        "{f}/good.jsonl,0;{f}/good.parquet,1", '"{f}/good.jsonl,0"', "no number above 0"
+    ),
+    "negative weight": grain("{f}/good.jsonl,-1", 'weight "-1"', "above 0"),
     "weight of text": grain("{f}/good.jsonl,much;{f}/good.parquet,1", '"much"', "{f}/good.jsonl"),
     "no weight": grain("{f}/good.jsonl;{f}/good.parquet,1", "no weight", "glob,weight"),
     "empty entry": grain("{f}/good.jsonl,1;", 'entry ""', "glob,weight"),
