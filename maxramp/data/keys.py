@@ -26,6 +26,15 @@ _GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | d
     ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
 )
 
+_NEEDED = {
+    "grain_train_files": (
+        "grain",
+        "a folder that maxramp.prepare made, or glob,weight;glob,weight",
+    ),
+    "hf_path": ("hf", "the name of a data set, such as allenai/c4"),
+    "train_split": ("hf", "a split of the data set, such as train"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class DataKeys(Keys):
@@ -84,16 +93,9 @@ class DataKeys(Keys):
                 raise ConfigError(
                     f"{name}={value} goes with dataset_type={goes_with}, not {self.dataset_type}"
                 )
-        if self.dataset_type == "grain" and not self.grain_train_files:
-            raise ConfigError(
-                "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
-                "or glob,weight;glob,weight"
-            )
-        if self.dataset_type == "hf" and not (self.hf_path and self.train_split):
-            raise ConfigError(
-                "dataset_type=hf needs hf_path, the name of a data set such as allenai/c4, and "
-                "train_split"
-            )
+        for name, (kind, what) in _NEEDED.items():
+            if self.dataset_type == kind and not getattr(self, name):
+                raise ConfigError(f"dataset_type={kind} needs {name}: {what}")
         columns = self.train_data_columns
         if len(columns) != 1 or not isinstance(columns[0], str):
             raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")

@@ -128,7 +128,7 @@ def _make_sets(f: pathlib.Path) -> None:
     (f / "tiny.jsonl").write_text('{"text": "a"}\n')
     for name, source in (("good", "good.jsonl"), ("tiny", "tiny.jsonl")):
         assert prepare.main([str(f / source), "--output", str(f / f"set_{name}")]) == 0
-    for name in ["torn", "version", "lost", "short", "totals", "dtype", "unfinished"]:
+    for name in ["torn", "version", "lost", "short", "dtype", "unfinished"]:
         shutil.copytree(f / "set_good", f / f"set_{name}")
     (f / "set_unfinished" / "manifest.json").unlink()
     (f / "set_lost" / "shard-00000.bin").unlink()
@@ -137,7 +137,6 @@ def _make_sets(f: pathlib.Path) -> None:
     for name, old, new in (
         ("torn", '"dtype"', ""),
         ("version", '"version": 3', '"version": 7'),
-        ("totals", '"documents": 40', '"documents": 41'),
     ):
         path = f / f"set_{name}" / "manifest.json"
         path.write_text(path.read_text().replace(old, new, 1))
@@ -269,7 +268,6 @@ CASES = {
     "manifest of another version": grain(
         "{f}/set_version", "set_version/manifest.json", "version 7"
     ),
-    "totals that do not add up": grain("{f}/set_totals", "set_totals/manifest.json", "documents"),
     "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
     "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
     "shard of another dtype": grain("{f}/set_dtype", "shard-00000.bin", "int16", "uint16"),

@@ -81,7 +81,8 @@ def find(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
     if not paths:
         raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
-    if file_type in ("", "prepared") and all(map(prepared.is_prepared, paths)):
+    are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
+    if are_sets and file_type in ("", "prepared"):
         return "prepared", paths
     for path in paths:
         if file_type == "prepared" or os.path.isdir(path):

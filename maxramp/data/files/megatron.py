@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,17 +192,19 @@ class TokenStream:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[MegatronFile, int, int, int]]:
+        """Tokens [start, stop) by files: the file, its tokens [first, last) and where it begins."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            offset, end = self._starts[index], min(stop, self._starts[index + 1])
+            if start < end:
+                yield self._files[index], start - offset, end - offset, offset
+            start, index = end, index + 1
+
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        index = bisect.bisect_right(self._starts, start) - 1
-        parts = []
-        while start < stop:
-            first = self._starts[index]
-            last = min(stop, self._starts[index + 1])
-            if last > start:
-                parts.append(self._files[index].tokens_between(start - first, last - first))
-            start, index = last, index + 1
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        found = [file.tokens_between(a, b) for file, a, b, _ in self._parts(start, stop)]
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     @property
     def num_documents(self) -> int:
@@ -211,13 +213,9 @@ class TokenStream:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin in tokens [start, stop), as in `MegatronFile`."""
-        first = bisect.bisect_right(self._starts, start) - 1
-        last = bisect.bisect_left(self._starts, stop)
-        found = []
-        for file, offset in zip(self._files[first:last], self._starts[first:last], strict=True):
-            begin, end = max(0, start - offset), min(file.num_tokens, stop - offset)
-            found.append(offset + file.document_starts(begin, end))
-        return np.concatenate(found) if len(found) != 1 else found[0]
+        parts = self._parts(start, stop)
+        found = [offset + file.document_starts(a, b) for file, a, b, offset in parts]
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     def where(self, position: int) -> str:
         """The file and the document of a token, for a person."""
