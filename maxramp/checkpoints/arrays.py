@@ -47,7 +47,7 @@ _ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
 
 def items_of(state: TrainState) -> dict[str, Any]:
     """A state as it is stored: the weights can be read by themselves."""
-    names = ("consumed_samples", "opt_state", "bad_steps")
+    names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
     return {"model": state.model, "optimizer": {name: getattr(state, name) for name in names}}
 
 

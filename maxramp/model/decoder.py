@@ -17,7 +17,7 @@ from maxramp.model.execution import Execution
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Rule
-from maxramp.model.parts.aux import Aux, of_rows
+from maxramp.model.parts.aux import Aux, awaited, of_rows
 from maxramp.model.parts.cache import Cache
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.norms import RMSNorm
@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
             else:
                 x_BTD, aux = run(self.pattern, self.layers, x_BTD, segments_BT)
                 aux = of_rows(aux)
-        return jax.reshard(self.norm(x_BTD), X_BTD), aux
+        return jax.reshard(self.norm(awaited(x_BTD, aux)), X_BTD), aux
 
     def read(
         self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution

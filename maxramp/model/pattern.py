@@ -14,11 +14,15 @@ class Layer:
       kind: of its weights: layers of one kind are one stack.
       rope: how its queries and keys turn.
       window: tokens that each token sees, itself included; 0 = all before it.
+      sums: names of those that its block minimizes or shows (`Aux`).
+      counts: names and shapes of what its block counts of a row.
     """
 
     kind: str
     rope: Rope
     window: int = 0
+    sums: tuple[str, ...] = ()
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,17 @@ class Pattern:
     def count(self, kind: str) -> int:
         """How many layers are of a kind."""
         return sum(layer.kind == kind for layer in self)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of all sums that are minimized or shown."""
+        return tuple(dict.fromkeys(name for layer in self for name in layer.sums))
+
+    @property
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """What layers count: names and shapes [L, ...], of those layers that count it."""
+        shapes = [of_layer for layer in self for of_layer in layer.counts]
+        return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
 
     def of_stage(self, layers: int) -> "Pattern":
         """So many layers of a pipeline's stage: of all stages the same, and so all in the loop."""

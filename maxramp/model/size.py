@@ -17,13 +17,15 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
 
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
-    B, with the causal half as MaxText counts it). The embedding's lookup is no product.
+    B, with the causal half as MaxText counts it); with a window of W tokens the part of them that
+    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product.
     """
     D, h = keys.base_emb_dim, keys.head_dim
     H, K = keys.base_num_query_heads, keys.base_num_kv_heads
     layer = D * h * (2 * H + 2 * K) + 3 * D * keys.base_mlp_dim
     products = keys.base_num_decoder_layers * layer + D * keys.vocab_size
-    attention = keys.base_num_decoder_layers * H * h * tokens
+    W = min(keys.sliding_window_size or tokens, tokens)
+    attention = keys.base_num_decoder_layers * H * h * W * (2 * tokens - W) / tokens
     return 6.0 * products + 6.0 * attention
 
 
@@ -82,7 +84,8 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     stream = tokens * D * itemsize
     context = tokens * heads * keys.head_dim * itemsize  # attention's result
     products = tokens * ((heads + 2 * kv_heads) * keys.head_dim + 2 * F) * itemsize
-    # A kernel makes no scores; autoselected is taken to find one for an accelerator's dtype.
+    # A kernel makes no scores, and plain products make all, whatever the window; autoselected is
+    # taken to find a kernel for an accelerator's dtype.
     kernel = keys.attention in ("cudnn_flash", "splash")
     kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
     scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)

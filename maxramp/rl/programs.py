@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.model.parts.aux import Aux
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
@@ -25,7 +26,6 @@ from maxramp.rl.rollout import Rollout
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objective import Shown
 from maxramp.training.policy import of_tokens, policy_gradient
 from maxramp.training.state import TrainState, whole
 from maxramp.training.step import update, zero_sums
@@ -77,15 +77,14 @@ class PolicyPrograms:
         dtype, objective = execution.dtype, policy_gradient(policy, execution)
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
-            def minimized(trained: Decoder) -> tuple[jax.Array, Shown]:
+            def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
                 return objective(whole(trained, frozen.cast(dtype)), batch)
 
             found = jax.grad(minimized, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            log_probs_RT, _ = of_tokens(policy, execution)(model.cast(dtype), batch)
-            return log_probs_RT
+            return of_tokens(policy, execution)(model.cast(dtype), batch)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)

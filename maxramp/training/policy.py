@@ -12,10 +12,11 @@ import numpy as np
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.execution import Execution
+from maxramp.model.parts.aux import Aux
 from maxramp.parallel.cpu import after, gradient_after
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
-from maxramp.training.objective import Objective, Shown
+from maxramp.training.objective import Objective, with_layers
 
 _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 
@@ -61,8 +62,8 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
       execution: how passes are computed.
     """
 
-    def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Shown]:
-        log_p_BT, entropy_BT = of_tokens(keys, execution)(model, batch)
+    def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
+        log_p_BT, entropy_BT, aux = of_tokens(keys, execution)(model, batch)
         mask_BT = batch.targets >= 0
         share_BT = jnp.where(mask_BT, batch.shares, 0)
         advantage_BT = batch.weights
@@ -88,7 +89,7 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         }
         # All sums come before the layers' backward pass, or they could run beside it.
         loss_BT = gradient_after(loss_BT, sum(shown.values()))
-        return (share_BT * loss_BT).sum(), shown
+        return with_layers((share_BT * loss_BT).sum(), shown, aux)
 
     shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
     return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
@@ -96,12 +97,13 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 
 def of_tokens(
     keys: PolicyKeys, execution: Execution
-) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array]]:
-    """Log-probabilities of a batch's targets, and entropies: two [B, T]."""
+) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array, Aux]]:
+    """Log-probabilities of a batch's targets, and entropies: two [B, T]; what layers sum up."""
 
-    def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        x_BTD, _ = model.hidden(batch.tokens, execution)
+    def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
+        x_BTD, aux = model.hidden(batch.tokens, execution)
         temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
-        return log_probs(x_BTD, model.head(execution.dtype), batch.targets, temperature, block)
+        head_DV = model.head(execution.dtype)
+        return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux
 
     return find

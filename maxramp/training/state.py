@@ -19,7 +19,7 @@ from maxramp.training.optimizers.table import Optimizer
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("consumed_samples", "trained", "frozen", "opt_state", "bad_steps"),
+    data_fields=("consumed_samples", "trained", "frozen", "buffers", "opt_state", "bad_steps"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,8 @@ class TrainState:
         samples and JAX has no 64-bit integers by default.
       trained: the weights that have a gradient; a model in which the others are None.
       frozen: the others, likewise.
+      buffers: what layers counted since the first step, by name: uint32 [L, ...], modulo 2^32. No
+        optimizer sees them.
       opt_state: of the optimizers, by name (`optimizers.table`).
       bad_steps: uint32, how many of the last steps in a row were skipped.
     """
@@ -38,6 +40,7 @@ class TrainState:
     consumed_samples: jax.Array
     trained: Decoder
     frozen: Decoder
+    buffers: dict[str, jax.Array]
     opt_state: dict[str, Any]
     bad_steps: jax.Array
 
@@ -69,7 +72,14 @@ def init_state(recipe: Recipe) -> TrainState:
     model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
     nothing = part_of(model, lambda weight: False)
     opt_state = Optimizer(recipe.optimizer).init(model)
-    return TrainState(jnp.zeros((2,), jnp.uint32), model, nothing, opt_state, jnp.uint32(0))
+    clock = jnp.zeros((2,), jnp.uint32)
+    return TrainState(clock, model, nothing, no_counts(model), opt_state, jnp.uint32(0))
+
+
+def no_counts(model: Decoder) -> dict[str, jax.Array]:
+    """What a model's layers have counted before the first step, by name."""
+    counts = model.pattern.counts.items()
+    return {name: jnp.zeros(shape, jnp.uint32) for name, shape in counts}
 
 
 def initial_state(recipe: Recipe) -> TrainState:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.execution import Execution
+from maxramp.model.parts.aux import Aux
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import of_gradient
@@ -21,9 +22,9 @@ from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objective import Objective, Shown, next_token_prediction
+from maxramp.training.objective import Objective, next_token_prediction
 from maxramp.training.optimizers.table import Optimizer
-from maxramp.training.state import TrainState, whole
+from maxramp.training.state import TrainState, no_counts, whole
 
 Metrics = dict[str, jax.Array]
 
@@ -80,17 +81,17 @@ def train_step(
     """
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
-        def minimized(trained: Decoder) -> tuple[jax.Array, Shown]:
+        def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
             return objective(whole(trained, frozen), micro_batch)
 
         gradient, kept = jax.grad(minimized, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
-            gradients, shown = gradient(noise_scale.by_rows(trained, B))
+            gradients, found = gradient(noise_scale.by_rows(trained, B))
             gradients, of_rows = noise_scale.take_apart(gradients)
             kept = noise_scale.squares_of(gradients, of_rows, *before)
         else:
-            gradients, shown = gradient(trained)
-        return jax.tree.map(jnp.add, sums, (gradients, shown)), kept
+            gradients, found = gradient(trained)
+        return jax.tree.map(jnp.add, sums, (gradients, found)), kept
 
     A, B, _ = batch.tokens.shape
     # With several passes each copy of the weights adds up its own gradients, which travel once,
@@ -104,8 +105,8 @@ def train_step(
 
     zeros = zero_sums(trained, objective.shown)
     sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
-    gradients, shown = sums
-    targets = shown["tokens"]
+    gradients, found = sums
+    shown, targets = found.shown, found.shown["tokens"]
     shown["tokens"] = jnp.maximum(targets, 1)  # where no token is a target, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
@@ -117,14 +118,14 @@ def train_step(
         copies = math.prod(sizes[axis] for axis in apart)
         noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     state, metrics = update(
-        state, (gradients, shown), A * B, optimizer=optimizer, learning_rate=learning_rate
+        state, (gradients, found), A * B, optimizer=optimizer, learning_rate=learning_rate
     )
     of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}
 
 
-def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
-    """What the gradients of micro batches, and what is shown of them, are added to.
+def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:
+    """What the gradients of micro batches, and what is shown and counted of them, are added to.
 
     In float32 whatever the weights are, so that the sum of many passes is that of one.
     """
@@ -133,12 +134,14 @@ def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Shown]:
         spec = of_gradient(jax.typeof(w).sharding.spec)
         return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
 
-    return jax.tree.map(zeros, trained), {name: jnp.float32(0) for name in shown}
+    names = (*shown, *trained.pattern.sums)
+    of_layers = Aux({}, {name: jnp.float32(0) for name in names}, no_counts(trained))
+    return jax.tree.map(zeros, trained), of_layers
 
 
 def update(
     state: TrainState,
-    sums: tuple[Decoder, Shown],
+    sums: tuple[Decoder, Aux],
     samples: int,
     *,
     optimizer: OptimizerKeys,
@@ -149,7 +152,8 @@ def update(
 
     Args:
       state: before the step.
-      sums: gradients, sharded as the weights are, and what the objective shows.
+      sums: gradients, sharded as the weights are, and what the objective shows and
+        counts.
       samples: of the batch.
       optimizer: how the gradient becomes an update.
       learning_rate: of consumed samples.
@@ -159,7 +163,7 @@ def update(
     Returns:
       The next state, and the metrics of `train_step` that do not depend on the rows alone.
     """
-    gradients, shown = sums
+    gradients, shown = sums[0], sums[1].shown
     tokens = shown["tokens"]
     grad_norm = jnp.sqrt(add_up(squares(gradients))) / tokens
     scale = 1 / tokens
@@ -187,18 +191,19 @@ def update(
         "grad_norm": grad_norm,
         "learning_rate": rate,
     }
+    buffers = jax.tree.map(jnp.add, state.buffers, sums[1].counts)
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
         good = jnp.isfinite(grad_norm)
-        before = state.trained, state.opt_state
-        trained, opt_state = jax.tree.map(
-            functools.partial(jnp.where, good), (trained, opt_state), before
+        before = state.trained, state.buffers, state.opt_state
+        trained, buffers, opt_state = jax.tree.map(
+            functools.partial(jnp.where, good), (trained, buffers, opt_state), before
         )
         # A step of several updates counts once.
         bad = jnp.maximum(bad_steps, 1) if again else bad_steps + jnp.uint32(1)
         bad_steps = jnp.where(good, jnp.uint32(0), bad)
         metrics["bad_steps"] = bad_steps
-    return TrainState(consumed, trained, state.frozen, opt_state, bad_steps), metrics
+    return TrainState(consumed, trained, state.frozen, buffers, opt_state, bad_steps), metrics
 
 
 def eval_step(
@@ -211,7 +216,7 @@ def eval_step(
     """Adds what a batch shows, the cross-entropy and its target tokens, to `sums`."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        _, shown = objective(model, micro_batch)
+        shown = objective(model, micro_batch)[1].shown
         return jax.tree.map(jnp.add, sums, (shown["loss"], shown["tokens"])), None
 
     return jax.lax.scan(add_micro_batch, sums, batch)[0]

@@ -69,12 +69,20 @@ class Writer:
 writer = functools.cache(Writer)
 
 
-@pytest.mark.parametrize("mesh", ["one device", "all axes"])
-def test_greedy_is_the_argmax_of_the_forward_pass(mesh):
-    """Token by token, with their log-probabilities; in float32."""
-    answers = writer(mesh)(PROMPTS, MOST, GREEDY, 0)
+@pytest.mark.parametrize(
+    "mesh, keys",
+    [
+        ("one device", ()),
+        ("all axes", ()),
+        ("one device", ("decoder_block=mistral", "sliding_window_size=4")),
+    ],
+)
+def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
+    """Token by token, with their log-probabilities; in float32. Prompts and answers are longer than
+    the window."""
+    answers = writer(mesh, *keys)(PROMPTS, MOST, GREEDY, 0)
     rows = [np.concatenate([p, a.tokens]) for p, a in zip(PROMPTS, answers, strict=True)]
-    logits_BTV = writer(mesh).logits(rows)
+    logits_BTV = writer(mesh, *keys).logits(rows)
     for prompt, answer, logits_TV in zip(PROMPTS, answers, logits_BTV, strict=True):
         own_TV = logits_TV[len(prompt) - 1 :][: len(answer.tokens)]
         assert answer.tokens.tolist() == own_TV.argmax(-1).tolist()

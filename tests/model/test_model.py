@@ -161,6 +161,15 @@ def test_training_flops(scan, tied):
     assert gradient_flops(config) - masked == training_flops_per_token(config.model, T)
 
 
+@pytest.mark.parametrize(("window", "seen"), [(5, 5 * 12 - 5 * 5 / 2), (12, 72), (50, 72)])
+def test_training_flops_of_a_window(window, seen):
+    """Of T x T products of queries and keys those below the diagonal, at most a window of them."""
+    config = load(*SMALL, "decoder_block=mistral", f"sliding_window_size={window}")
+    H, h, L, T = 6, 4, 3, 12
+    masked = (T * T - seen) / T * 2 * h * H * L * 2 * 3
+    assert gradient_flops(config) - masked == training_flops_per_token(config.model, T)
+
+
 def test_remat_recomputes_what_it_says():
     """full: a layer's products once more, but for the last, whose result no gradient reads.
     minimal: only the products without weights, attention's."""

@@ -53,13 +53,14 @@ def compiled(*more: str):
 def expected_flops(config, tokens_per_device: float) -> float:
     """The analytic count; cuDNN's kernel makes the scores once more in the backward pass.
 
-    A window has no kernel on GPUs yet: the plain form makes the half that no token sees as well.
+    A window has no kernel on GPUs yet: the plain form makes what no token sees as well.
     """
-    m = config.model
-    width = m.base_num_query_heads * m.head_dim * m.max_target_length
-    halves = 6 if m.decoder_block == "mistral" else 1  # of the products of 2 * width
-    extra = m.base_num_decoder_layers * width * halves
-    return tokens_per_device * (training_flops_per_token(m, m.max_target_length) + extra)
+    m, T = config.model, config.model.max_target_length
+    counted, W = T, min(m.sliding_window_size or T, T)
+    if m.decoder_block == "mistral":
+        counted = 12 * T - 6 * W * (2 * T - W) / T
+    extra = m.base_num_decoder_layers * m.base_num_query_heads * m.head_dim * counted
+    return tokens_per_device * (training_flops_per_token(m, T) + extra)
 
 
 @pytest.mark.slow

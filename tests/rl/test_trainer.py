@@ -111,6 +111,11 @@ def numbers(record):
     return {k: v for k, v in record.items() if not k.endswith(MEASURED)}
 
 
+def test_the_sampler_sees_the_window_that_training_does(rewards):
+    (record,), _ = Run(rewards, 4, "decoder_block=mistral", "sliding_window_size=3")()
+    assert record["sampler_difference"] < 1e-5
+
+
 @pytest.mark.parametrize(
     "micro, keys, devices",
     [

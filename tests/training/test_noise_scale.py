@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING
 from maxramp.measuring.noise import ratio_of_means
+from maxramp.model.parts.aux import Aux
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -91,8 +92,8 @@ def gradients_of_rows(step):
         objective = next_token_prediction(config.objective, config.recipe.execution)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
-            g, shown = gradient(model, batch_of(row_S[None]))
-            tokens.append(float(shown["tokens"]))
+            g, aux = gradient(model, batch_of(row_S[None]))
+            tokens.append(float(aux.shown["tokens"]))
             seen = [
                 x / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
                 for x, v in zip(matrices(g.layers), v_of, strict=True)
@@ -167,7 +168,7 @@ def test_truth_lies_in_the_interval():
         counts_V = jax.reshard(counts_V, jax.sharding.PartitionSpec("tensor"))
         tokens = jnp.float32(batch.targets.size)
         minimized = (model.embedding_VD[...] * counts_V[:, None]).sum()
-        return minimized, {"loss": tokens, "tokens": tokens}
+        return minimized, Aux(shown={"loss": tokens, "tokens": tokens})
 
     rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
     step = functools.partial(

@@ -6,6 +6,7 @@ Shapes: P prompts, G answers to each, A parts, B rows of a part, S tokens of a r
 import dataclasses
 import functools
 
+import counting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING
+from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import Weight, part_of
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
@@ -120,6 +122,15 @@ def test_the_update_depends_on_no_cutting(grpo_normalization, parts, keys, devic
         assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max()
 
 
+def test_what_layers_minimize_is_minimized(monkeypatch):
+    whole, change = stepped(1, devices=1)
+    counting.stand_in(monkeypatch, 1)
+    cut, other = stepped.__wrapped__(1, devices=1)
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert {*cut} - {*whole} == {"square", "size"} and cut["square"] > 0
+    assert max(np.abs(one - two).max() for one, two in zip(change, other, strict=True)) > 1e-3
+
+
 @pytest.mark.parametrize("grpo_normalization", ["token", "sequence"])
 def test_it_is_the_formula(grpo_normalization):
     """In float64, token by token, from the log-probabilities of the whole forward pass."""
@@ -133,7 +144,7 @@ def test_it_is_the_formula(grpo_normalization):
         execution = config.recipe.execution
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)
-        found, entropy = jax.jit(of_tokens(KEYS, execution))(model, placed)
+        found, entropy, _ = jax.jit(of_tokens(KEYS, execution))(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.targets[..., None], 0), 2)[..., 0]
@@ -184,6 +195,7 @@ def test_updates_on_one_batch_are_one_step():
             jnp.array([2**32 - 512, 0], jnp.uint32),
             model,
             part_of(model, lambda weight: False),
+            {"seen": jnp.uint32([7])},
             Optimizer(optimizer).init(model),
             jnp.uint32(5),
         )
@@ -192,10 +204,13 @@ def test_updates_on_one_batch_are_one_step():
             after, found = state, []
             for again, size in enumerate(sizes):
                 gradients = jax.tree.map(lambda w: jnp.full_like(w, size), model)  # noqa: B023
-                sums = gradients, {"tokens": jnp.float32(2)}
+                of_layers = Aux({}, {"tokens": jnp.float32(2)}, {"seen": jnp.uint32([3])})
+                sums = gradients, of_layers
                 after, metrics = compiled(after, sums, np.uint32(1024), again=again > 0)
                 assert after.consumed_samples.tolist() == [512, 1]
                 found.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))
+            good = sum(map(np.isfinite, sizes))
+            assert after.buffers["seen"].tolist() == [7 + 3 * good]
             return found
 
         rate, nan = 2.0**32 - 512, np.nan

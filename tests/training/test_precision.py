@@ -53,7 +53,8 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
             placed = jax.device_put(batch_of(rows_RS), NamedSharding(mesh, TOKENS_BT))
-            found, shown = gradient(model, placed)
+            found, aux = gradient(model, placed)
+            shown = aux.shown
             assert shown["tokens"] == rows_RS[:, 1:].size
             for path, x in [*jax.tree.leaves_with_path(found), ("loss", shown["loss"])]:
                 name = jax.tree_util.keystr(path) if path != "loss" else path

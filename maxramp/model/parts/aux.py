@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.parts.products import stages_of
+from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import staged
 
 
@@ -24,12 +25,13 @@ class Aux:
     """Sums by name, in float32. A block gives those of every row, [B, ...]; a pass adds them up.
 
     A sum is over a row's tokens, so that any split of the rows adds up to the same, and the turns
-    in which a stage of a pipeline has no rows are left out.
+    in which a stage of a pipeline has no rows are left out. The names are those that the layers
+    announce (`pattern.Layer`).
 
     Attributes:
       minimized: added to what training minimizes, and shown; over all layers.
       shown: in the metrics, divided by the number of target tokens; over all layers.
-      counts: of each layer [L, ...], for the buffers that they move.
+      counts: of each layer [L, ...], added to the train state's buffers.
     """
 
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -56,6 +58,12 @@ def of_stages(x_B: jax.Array) -> jax.Array:
     """Rows [B, ...] added up on each stage of a pipeline: [S, ...], on every copy."""
     shape, spec = stages_of(x_B.shape), jax.typeof(x_B).sharding.spec
     return jax.lax.reshape(x_B, shape, out_sharding=staged(spec)).sum((0, 2))
+
+
+def awaited(x: jax.Array, aux: Aux) -> jax.Array:
+    """`x`, which on several CPU devices is not there before the sums are (`cpu.after`)."""
+    sums = jax.tree.leaves(aux)
+    return after(x, sum(value.sum() for value in sums)) if sums else x
 
 
 def of_rows(aux: Aux) -> Aux:

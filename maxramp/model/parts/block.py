@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, D model width, H query heads, K key/value heads, h hea
 """
 
 import functools
+from typing import Any
 
 import jax
 from flax import nnx
@@ -81,17 +82,9 @@ class PreNormBlock(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = MLP(keys, mlp_key)
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        rule: Rule,
-        kernel: str,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Aux]:
+    def __call__(self, x_BTD: jax.Array, *given: Any) -> tuple[jax.Array, Aux]:
         """The stream [B, T, D] behind the layer, and no sums; arguments as of `Attention`."""
         with jax.named_scope("attention"):
-            y_BTD = self.attention(self.attention_norm(x_BTD), angles, rule, kernel, cache)
-            x_BTD = x_BTD + y_BTD
+            x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *given)
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD)), Aux()
