@@ -60,6 +60,9 @@ KEYS = (
 INSPECTION_KEYS = ("max_target_length", "separate_documents")
 
 
+_say = functools.partial(print, flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m maxramp.prepare",
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
             from maxramp.run.inspection import inspect  # imports jax, which a preparation does not
 
-            inspect(given.inspect, keys, _say)
+            inspect(given.inspect, keys)
         else:
             _check(given, names or [text for text in keys if text.startswith("hf_path=")])
             prepare(given, names, _load_keys(keys, "preparing", KEYS))
@@ -178,7 +181,18 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
         f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
     )
-    _say_what_follows(output, manifest)
+    for kind, what, see in (
+        ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
+        ("duplicates", "document", " that an earlier one equals"),
+    ):
+        if left_out := manifest.get(kind, 0):
+            _say(f"left out   {count(left_out, what)}{see}")
+    entry = mixture.entry_of("--output", str(output))
+    _say(
+        f"train      python -m maxramp.train configs/base.yml "
+        f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
+        f"grain_train_files={shlex.quote(entry)} vocab_size={prepared.vocab_size_for(manifest)}"
+    )
 
 
 def _check_prepared(given: argparse.Namespace, source: str, manifest: dict[str, Any]) -> None:
@@ -198,25 +212,6 @@ def _check_prepared(given: argparse.Namespace, source: str, manifest: dict[str, 
             f"--output {given.output} is prepared already and leaves out "
             f"{count(left_out, 'bad record')}, which --max_bad_records {left_out} allows"
         )
-
-
-def _say_what_follows(output: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Says what a set leaves out, and how to train on it."""
-    for kind, what, see in (
-        ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
-        ("duplicates", "document", " that an earlier one equals"),
-    ):
-        if left_out := manifest.get(kind, 0):
-            _say(f"left out   {count(left_out, what)}{see}")
-    entry = mixture.entry_of("--output", str(output))
-    _say(
-        f"train      python -m maxramp.train configs/base.yml "
-        f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
-        f"grain_train_files={shlex.quote(entry)} vocab_size={prepared.vocab_size_for(manifest)}"
-    )
-
-
-_say = functools.partial(print, flush=True)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from typing import Any
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.data.corpus import hash_of_tokens
 from maxramp.errors import ConfigError
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
@@ -29,8 +28,8 @@ _HISTORY_KEYS = (
     "split_special_tokens",
     "packing",
     "grain_packing_type",
+    "separate_documents",
 )
-_SEPARATE = "separate_documents"  # decides only where the corpus's hash says so
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -59,10 +58,8 @@ def changes_since(
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
-    if hash_of_tokens(checkpoint.corpus_hash) != hash_of_tokens(corpus_hash):
+    if checkpoint.corpus_hash != corpus_hash:
         refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
-    elif checkpoint.corpus_hash != corpus_hash:
-        refused[_SEPARATE] = not values[_SEPARATE], values[_SEPARATE]
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(

@@ -4,7 +4,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from maxramp.data import mixture, preparation, tokenizers
+from maxramp.data import preparation, tokenizers
 from maxramp.data.files import formats
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.records import RecordFile
@@ -28,7 +28,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     if keys.hf_path:
         inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
     for name in names:
-        kind, paths = mixture.find_files("INPUT", name, keys.grain_file_type)
+        kind, paths = formats.find("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
         files = [formats.READERS[kind](path, column, tokens) for path in paths]

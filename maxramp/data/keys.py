@@ -2,17 +2,38 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 
-from maxramp.data import tokenizer_keys
+from maxramp.data import hub
 from maxramp.errors import ConfigError
 from maxramp.keys import base
-from maxramp.keys.section import Keys, at_least, below_one, one_of, positive_or_open, uint32
+from maxramp.keys.section import (
+    Keys,
+    above_zero_or_open,
+    at_least,
+    below_one,
+    one_of,
+    positive_or_open,
+    uint32,
+)
 from maxramp.rampup.numbers import exact
 
+# Which marks come into documents; a prepared set keeps these with its tokenizer.
+MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
+_SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
 _GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | dict.fromkeys(
     ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
 )
+
+_NEEDED = {
+    "grain_train_files": (
+        "grain",
+        "a folder that maxramp.prepare made, or glob,weight;glob,weight",
+    ),
+    "hf_path": ("hf", "the name of a data set, such as allenai/c4"),
+    "train_split": ("hf", "a split of the data set, such as train"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +68,12 @@ class DataKeys(Keys):
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool
     data_shuffle_seed: int = uint32()
-    expansion_factor_real_data: float
+    expansion_factor_real_data: float = above_zero_or_open()
 
     @property
     def mark_keys(self) -> dict[str, bool]:
         """The keys that say which marks documents get."""
-        return {name: getattr(self, name) for name in tokenizer_keys.MARK_KEYS}
+        return {name: getattr(self, name) for name in MARK_KEYS}
 
     def check(self) -> None:
         """Checks each key, and that files, columns and the kind of data go together.
@@ -61,11 +82,6 @@ class DataKeys(Keys):
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
         super().check()
-        if self.dataset_type == "text" and not self.split_special_tokens:
-            raise ConfigError(
-                "split_special_tokens=False: dataset_type=text trains on bytes, without a "
-                "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out"
-            )
         if self.dataset_type == "text" and self.vocab_size < 258:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too small for dataset_type=text: 256 bytes and "
@@ -77,16 +93,9 @@ class DataKeys(Keys):
                 raise ConfigError(
                     f"{name}={value} goes with dataset_type={goes_with}, not {self.dataset_type}"
                 )
-        if self.dataset_type == "grain" and not self.grain_train_files:
-            raise ConfigError(
-                "dataset_type=grain needs grain_train_files: a folder that maxramp.prepare made, "
-                "or glob,weight;glob,weight"
-            )
-        if self.dataset_type == "hf" and not (self.hf_path and self.train_split):
-            raise ConfigError(
-                "dataset_type=hf needs hf_path, the name of a data set such as allenai/c4, and "
-                "train_split"
-            )
+        for name, (kind, what) in _NEEDED.items():
+            if self.dataset_type == kind and not getattr(self, name):
+                raise ConfigError(f"dataset_type={kind} needs {name}: {what}")
         columns = self.train_data_columns
         if len(columns) != 1 or not isinstance(columns[0], str):
             raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
@@ -98,7 +107,12 @@ class DataKeys(Keys):
                 f"eval_interval={self.eval_interval} asks for evaluation, but eval_fraction=0 "
                 "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
             )
-        _check_expansion(self.expansion_factor_real_data)
+        factor = self.expansion_factor_real_data
+        if factor > 1 and factor % 1:
+            raise ConfigError(
+                f"expansion_factor_real_data={factor:g} must be a whole number of processes; use "
+                f"{math.floor(factor)} or {math.ceil(factor)}"
+            )
         _ = self.type_of_tokenizer
 
     @property
@@ -108,7 +122,40 @@ class DataKeys(Keys):
         Raises:
           ConfigError: the keys contradict each other or the dataset, or the name says nothing.
         """
-        return tokenizer_keys.type_of(self.tokenizer_type, self.tokenizer_path, self.dataset_type)
+        kind, path = self.tokenizer_type, self.tokenizer_path
+        if self.dataset_type == "synthetic":
+            return kind or "bytes"  # of no use; the start of the run says so
+        for name, given in {
+            "tokenizer_path": path != "",
+            "tokenizer_type": kind not in ("", "bytes"),
+            "split_special_tokens": not self.split_special_tokens,
+        }.items():
+            if self.dataset_type == "text" and given:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: dataset_type=text trains on bytes, without a "
+                    "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out"
+                )
+        if kind == "bytes" and path:
+            raise ConfigError(
+                f"tokenizer_type=bytes has no file, but tokenizer_path={path}; leave one out"
+            )
+        if kind or not path:
+            return kind or "bytes"
+        local = os.path.expanduser(path)
+        kind = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
+        if hub.is_name(path) or os.path.isfile(os.path.join(local, "tokenizer.json")):
+            return "huggingface"
+        if not kind or os.path.isdir(local):
+            what = "its name does not say of what type it is"
+            if os.path.isdir(local):
+                what = "the folder has no tokenizer.json"
+            elif "://" not in path and not os.path.exists(local):
+                what = "no such file or folder, nor a name such as meta-llama/Meta-Llama-3-8B"
+            raise ConfigError(
+                f"tokenizer_path={path}: {what}; give a tokenizer.json (or its folder), .model or "
+                ".tiktoken file, or tokenizer_type as well"
+            )
+        return kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,21 +187,3 @@ class EvalKeys(Keys):
         if self.eval_interval < 1:
             return 0
         return int(exact(self.eval_per_device_batch_size) * num_devices)
-
-
-def _check_expansion(factor: float) -> None:
-    name = f"expansion_factor_real_data={factor:g}"
-    if factor <= 0 and factor != -1:
-        raise ConfigError(
-            f"{name} must be above 0, or -1 for 1: of so many processes one reads the data"
-        )
-    if factor > 1 and factor % 1:
-        near = f"{math.floor(factor)} or {math.ceil(factor)}"
-        raise ConfigError(f"{name} must be a whole number of processes; use {near}")
-    if 0 < factor < 1 and abs(round(1 / factor) * factor - 1) > 1e-6:
-        times = f"{1 / factor:.4g}"
-        raise ConfigError(
-            f"{name} stands for a checkpoint of 1/f = {times} times as many devices, which is no "
-            f"whole number; use 1/{round(1 / factor)} as a decimal, or leave it out: any "
-            "checkpoint reads on"
-        )

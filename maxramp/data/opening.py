@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import JOINED, Corpus, Part
+from maxramp.data.corpus import Corpus, Part
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.mixture import open_mixture
 from maxramp.data.prefetch import ReadAhead
@@ -24,10 +24,6 @@ from maxramp.data.texts import open_texts
 from maxramp.errors import ConfigError
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
-_LAYOUTS = {
-    "concat_then_split": packing.concat_then_split,
-    "best_fit": packing.best_fit,
-}
 _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
 
@@ -39,12 +35,8 @@ def open_corpus(keys: DataKeys) -> Corpus:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
         short for one row.
     """
-    if keys.dataset_type in ("grain", "hf"):
-        return open_mixture(keys)
-    return _synthetic(keys) if keys.dataset_type == "synthetic" else open_texts(keys)
-
-
-def _synthetic(keys: DataKeys) -> Corpus:
+    if keys.dataset_type != "synthetic":
+        return open_texts(keys) if keys.dataset_type == "text" else open_mixture(keys)
     seed, vocab_size, length = keys.data_shuffle_seed, keys.vocab_size, keys.max_target_length
     unused = f"; tokenizer_path={keys.tokenizer_path} is not used" if keys.tokenizer_path else ""
     return Corpus(
@@ -86,56 +78,36 @@ def open_rows(
     if not corpus.documents:
         return corpus
     readers = [process for process, other in enumerate(summaries) if other is not None]
-    train, full = [], []
-    for part in corpus.train:
-        rows, used = _rows_of(data, reading, part.items, readers, beat)
-        if not len(rows):
+    lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
+    separate = data.packing and data.separate_documents
+
+    def rows_of(documents: Sequence[np.ndarray]) -> packing.PackedRows:
+        lengths = _count_lengths(reading, documents, readers, beat)
+        layout = lay_out(lengths, data.max_target_length)
+        return packing.PackedRows(documents, layout, data.max_target_length, separate)
+
+    train = [dataclasses.replace(part, items=rows_of(part.items)) for part in corpus.train]
+    for part in train:
+        if not len(part.items):
             raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
-        train.append(dataclasses.replace(part, items=rows))
-        full.append((used, len(rows)))
-    held_out: Sequence[np.ndarray] = ()
-    if data.eval_interval > 0:
-        held_out, _ = _rows_of(data, reading, corpus.held_out, readers, beat)
-        if not len(held_out):
-            source = (
-                f"grain_eval_files={data.grain_eval_files}"
-                if data.grain_eval_files
-                else f"eval_fraction={data.eval_fraction}"
-            )
-            documents = count(len(corpus.held_out), "document")
-            raise ConfigError(
-                f"{source} holds out {documents} of fewer than two tokens: nothing to predict; "
-                "hold out others, or use eval_interval=-1"
-            )
-    used, rows = (sum(numbers) for numbers in zip(*full, strict=True))
-    layout = data.grain_packing_type if data.packing else "one_per_row"
-    end = JOINED if data.packing and not data.separate_documents else ""
+    held_out = rows_of(corpus.held_out) if data.eval_interval > 0 else ()
+    if data.eval_interval > 0 and not len(held_out):
+        files = data.grain_eval_files
+        source = f"grain_eval_files={files}" if files else f"eval_fraction={data.eval_fraction}"
+        raise ConfigError(
+            f"{source} holds out {count(len(corpus.held_out), 'document')} of fewer than two "
+            "tokens: nothing to predict; hold out others, or use eval_interval=-1"
+        )
+    rows = sum(len(part.items) for part in train)
+    full = sum(part.items.num_tokens for part in train) / rows / (data.max_target_length + 1)
     return dataclasses.replace(
         corpus,
         train=tuple(train),
         held_out=held_out,
         documents=False,
-        packed=data.packing and data.separate_documents,
-        hash=f"{corpus.hash}-{layout}{end}",
-        description=f"{corpus.description}, in {rows} rows, "
-        f"{used / rows / (data.max_target_length + 1):.1%} full",
+        packed=separate,
+        description=f"{corpus.description}, in {rows} rows, {full:.1%} full",
     )
-
-
-def _rows_of(
-    data: DataKeys,
-    reading: ReadingKeys,
-    documents: Sequence[np.ndarray],
-    readers: list[int],
-    beat: Callable[[], None],
-) -> tuple[packing.PackedRows, int]:
-    """The rows of documents, and the tokens in them."""
-    lengths = _count_lengths(reading, documents, readers, beat)
-    lay_out = _LAYOUTS[data.grain_packing_type] if data.packing else packing.one_per_row
-    layout = lay_out(lengths, data.max_target_length)
-    separate = data.packing and data.separate_documents
-    rows = packing.PackedRows(documents, layout, data.max_target_length, separate)
-    return rows, int(layout.size.sum())
 
 
 class _Lengths:
@@ -167,13 +139,12 @@ def _count_lengths(
     """
     if not len(documents):
         return np.empty(0, np.int32)
-    blocks = _Lengths(documents)
+    blocks, me = _Lengths(documents), jax.process_index()
     per_reader = -(-len(blocks) // len(readers))
-    bounds = [min(i * per_reader, len(blocks)) for i in range(len(readers) + 1)]
     first = last = 0
-    if jax.process_index() in readers:
-        reader = readers.index(jax.process_index())
-        first, last = bounds[reader : reader + 2]
+    if me in readers:
+        first = min(readers.index(me) * per_reader, len(blocks))
+        last = min(first + per_reader, len(blocks))
     ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
     counts = [np.empty(0, np.int32)]
     with contextlib.closing(ahead):
@@ -181,8 +152,6 @@ def _count_lengths(
             counts += raise_everywhere(lambda: list(itertools.islice(ahead, _ROUND)))
             beat()
     counted = np.concatenate(counts)
-    if jax.process_count() == 1:
-        return counted
     padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))
-    everyone = multihost_utils.process_allgather(padded)
+    everyone = np.atleast_2d(multihost_utils.process_allgather(padded))
     return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]

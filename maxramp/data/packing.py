@@ -56,6 +56,7 @@ class PackedRows:
         """
         self._documents, self._layout, self._length = documents, layout, length
         self._separate = separate
+        self.num_tokens = int(layout.size.sum())
 
     def __len__(self) -> int:
         return len(self._layout.first) - 1
@@ -148,3 +149,10 @@ def _repeat(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """counts [2, 1] -> ([0, 0, 1], [0, 1, 0]): every index as often, and the numbers of each."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+LAYOUTS = {
+    "concat_then_split": concat_then_split,
+    "best_fit": best_fit,
+    "one_per_row": one_per_row,
+}

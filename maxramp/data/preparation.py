@@ -52,8 +52,7 @@ def make(
     done = work.finished()
     bad = [one for record in done.values() for one in record["bad"]]
     if len(bad) > allowed:
-        unit, place = next(item for item in bad[0].items() if item[0] not in ("file", "reason"))
-        _refuse(f"{bad[0]['file']}: {unit} {place}: {bad[0]['reason']}", allowed)
+        _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", allowed)
     left_out = [np.empty(0, np.int64)] * len(work.shards)
     if work.deduplicate:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
@@ -174,7 +173,7 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
                 _count(len(documents), sum(map(len, documents)), 0)
         record = writer.finish()
     record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
-    storage.write_whole(_job.record_of(shard), json.dumps(record).encode())
+    storage.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())
 
 
 def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[list[Record]]:

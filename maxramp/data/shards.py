@@ -62,10 +62,6 @@ class Preparation:
         """Of the tokens."""
         return "uint16" if self.tokenizer and self.tokenizer.vocab_size <= 2**16 else "int32"
 
-    def record_of(self, shard: Shard) -> pathlib.Path:
-        """The SHARD.json of a shard."""
-        return self.work / f"{shard.name}.json"
-
     def hashes_of(self, shard: Shard) -> pathlib.Path:
         """The file of the hashes of a shard's documents."""
         return self.work / f"{shard.source}.hashes"
@@ -75,7 +71,7 @@ class Preparation:
         done = {}
         for shard in self.shards:
             with contextlib.suppress(FileNotFoundError):
-                record = json.loads(self.record_of(shard).read_text())
+                record = json.loads((self.work / f"{shard.name}.json").read_text())
                 if record.pop("source") == shard.source:
                     done[shard.name] = record
         return done

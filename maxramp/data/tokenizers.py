@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from maxramp.data import hub
-from maxramp.data.tokenizer_keys import MARK_KEYS
+from maxramp.data.keys import MARK_KEYS
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.files.storage import optional
@@ -175,10 +175,10 @@ class Tokenizer:
         """The file that holds the model; "" if none does."""
         path = os.path.expanduser(self.path) if self.type != "bytes" else ""
         if hub.is_name(path):
-            path = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
+            file = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
             if self.type == "huggingface":  # its marks come to lie beside it
-                hub.fetch("tokenizer_path", self.path, _MARKS, required=False)
-            return path
+                hub.fetch("tokenizer_path", path, _MARKS, required=False)
+            return file
         is_folder = self.type == "huggingface" and os.path.isdir(path)
         return os.path.join(path, "tokenizer.json") if is_folder else path
 

@@ -1,9 +1,7 @@
 """What a prepared set holds, and its rows as the model sees them."""
 
-import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -11,12 +9,12 @@ from rich.text import Text
 
 from maxramp.commandline import count
 from maxramp.data import tokenizers
-from maxramp.data.batch import stack, text_fields
+from maxramp.data.batch import Batch, stack, text_fields
 from maxramp.data.files import prepared
-from maxramp.data.keys import DataKeys
-from maxramp.data.mixture import entry_of, open_mixture
+from maxramp.data.files.megatron import TokenStream
+from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.row import PADDING
-from maxramp.data.tokenizer_keys import MARK_KEYS
+from maxramp.data.rows import Chain, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
@@ -24,13 +22,12 @@ _TOKENS = 64  # of each document or piece that are shown
 _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
-def inspect(folder: str, keys: DataKeys, say: Callable[[str], None]) -> None:
-    """Prints what a prepared set holds, with some of its documents and rows.
+def inspect(folder: str, keys: DataKeys) -> None:
+    """Prints what a prepared set holds, with some of its documents and rows, as training has them.
 
     Args:
       folder: of the set.
       keys: how rows are made.
-      say: prints a line.
 
     Raises:
       ConfigError: it is none, or torn.
@@ -40,62 +37,47 @@ def inspect(folder: str, keys: DataKeys, say: Callable[[str], None]) -> None:
     if used:
         path = os.path.join(folder, used["file"]) if used["file"] else ""
         tokenizer = tokenizers.load(used["type"], path, **{k: used[k] for k in MARK_KEYS})
-    say(f"set        {folder} (hash {manifest['hash']})")
-    say(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
-    say(
+    print(f"set        {folder} (hash {manifest['hash']})")
+    print(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
+    print(
         f"holds      {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
         f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
     )
-    starts_of_shards = np.cumsum([0, *(shard["documents"] for shard in manifest["shards"])])
-    for index in _spread(manifest["documents"], _DOCUMENTS):
-        which = int(np.searchsorted(starts_of_shards, index, "right")) - 1
-        ids = files[which][int(index - starts_of_shards[which])]
-        say(f"document {index:,}, {len(ids):,} tokens: {_shown(ids, tokenizer)}")
-    if manifest["tokens"] > keys.max_target_length:
-        _show_rows(folder, manifest, keys, tokenizer, say)
-
-
-def _show_rows(
-    folder: str,
-    manifest: dict[str, Any],
-    keys: DataKeys,
-    tokenizer: Tokenizer | None,
-    say: Callable[[str], None],
-) -> None:
-    """Rows as training stacks them."""
-    entry = entry_of("--inspect", folder)
-    opened = {"grain_train_files": entry, "eval_fraction": 0.0, "eval_interval": -1}
-    opened |= {"vocab_size": manifest["max_token"] + 1}
-    corpus = open_mixture(dataclasses.replace(keys, **opened))
-    rows, fields = corpus.train[0].items, text_fields(keys.max_target_length, corpus.packed)
+    documents, length = Chain(files), keys.max_target_length
+    for index in _spread(len(documents), _DOCUMENTS):
+        ids = documents[index]
+        print(f"document {index:,}, {len(ids):,} tokens: {_shown(ids, tokenizer)}")
+    separate = keys.separate_documents and len(documents) > 1
+    rows = StreamRows(TokenStream(files), length, separate=separate)
+    if len(rows):
+        apart = "documents apart" if separate else "each one text"
+        print(f"rows       {len(rows):,} of max_target_length={length}, {apart}")
     console = Console(highlight=False)
-    say(
-        f"rows       {len(rows):,} of max_target_length={keys.max_target_length}, "
-        f"{'documents apart' if corpus.packed else 'each one text'}"
-    )
     for number in _spread(len(rows), _ROWS):
-        batch = stack([rows[int(number)]], fields)
-        tokens, predicted = batch.tokens[0], batch.targets[0]
-        begins = np.array([0])
-        if batch.segments is not None:
-            begins = np.unique(batch.segments[0], return_index=True)[1]
-        say(f"row {number:,}, {count(len(begins), 'document')}")
-        ends = [*begins[1:], len(tokens)]
-        for piece, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            used = int((predicted[begin:end] != PADDING).sum())
-            border = " |" if predicted[end - 1] == PADDING else ""
-            text = Text(f"  tokens {begin:>5} to {end - 1:>5}, positions 0 to {end - begin - 1:>5}")
-            text.append(f", {count(used, 'target'):>12}: ")
-            text.append(_shown(tokens[begin:end], tokenizer), _COLOURS[piece % len(_COLOURS)])
-            text.append(border, "bold red")
-            with console.capture() as captured:
-                console.print(text, soft_wrap=True)
-            say(captured.get().rstrip("\n"))
+        pieces = list(_pieces(stack([rows[number]], text_fields(length, separate)), tokenizer))
+        print(f"row {number:,}, {count(len(pieces), 'document')}", flush=True)
+        for piece in pieces:
+            console.print(piece, soft_wrap=True)
 
 
-def _spread(total: int, most: int) -> np.ndarray:
+def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
+    """The documents of a row, a line each."""
+    tokens, predicted, begins = batch.tokens[0], batch.targets[0], np.array([0])
+    if batch.segments is not None:
+        begins = np.unique(batch.segments[0], return_index=True)[1]
+    ends = [*begins[1:], len(tokens)]
+    for piece, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        used = int((predicted[begin:end] != PADDING).sum())
+        text = Text(f"  tokens {begin:>5} to {end - 1:>5}, positions 0 to {end - begin - 1:>5}")
+        text.append(f", {count(used, 'target'):>12}: ")
+        text.append(_shown(tokens[begin:end], tokenizer), _COLOURS[piece % len(_COLOURS)])
+        text.append(" |" if predicted[end - 1] == PADDING else "", "bold red")
+        yield text
+
+
+def _spread(total: int, most: int) -> list[int]:
     """Numbers from all over the first `total`."""
-    return np.unique(np.linspace(0, total - 1, most).astype(int))
+    return np.unique(np.linspace(0, total - 1, min(total, most)).astype(int)).tolist()
 
 
 def _shown(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:

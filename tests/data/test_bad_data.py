@@ -128,7 +128,7 @@ def _make_sets(f: pathlib.Path) -> None:
     (f / "tiny.jsonl").write_text('{"text": "a"}\n')
     for name, source in (("good", "good.jsonl"), ("tiny", "tiny.jsonl")):
         assert prepare.main([str(f / source), "--output", str(f / f"set_{name}")]) == 0
-    for name in ["torn", "version", "lost", "short", "totals", "dtype", "unfinished"]:
+    for name in ["torn", "version", "lost", "short", "dtype", "unfinished"]:
         shutil.copytree(f / "set_good", f / f"set_{name}")
     (f / "set_unfinished" / "manifest.json").unlink()
     (f / "set_lost" / "shard-00000.bin").unlink()
@@ -137,7 +137,6 @@ def _make_sets(f: pathlib.Path) -> None:
     for name, old, new in (
         ("torn", '"dtype"', ""),
         ("version", '"version": 3', '"version": 7'),
-        ("totals", '"documents": 40', '"documents": 41'),
     ):
         path = f / f"set_{name}" / "manifest.json"
         path.write_text(path.read_text().replace(old, new, 1))
@@ -161,8 +160,10 @@ CASES = {
     ),
     "two columns": grain("{f}/good.jsonl", "['text', 'id']", train_data_columns="[text,id]"),
     "no such format": grain("{f}/good.jsonl", "grain_file_type=csv", grain_file_type="csv"),
-    "weight 0": grain("{f}/good.jsonl,0;{f}/good.parquet,1", "weight 0", "{f}/good.jsonl"),
-    "negative weight": grain("{f}/good.jsonl,-1", "weight -1", "above 0"),
+    "weight 0": grain(
+        "{f}/good.jsonl,0;{f}/good.parquet,1", '"{f}/good.jsonl,0"', "no number above 0"
+    ),
+    "negative weight": grain("{f}/good.jsonl,-1", 'weight "-1"', "above 0"),
     "weight of text": grain("{f}/good.jsonl,much;{f}/good.parquet,1", '"much"', "{f}/good.jsonl"),
     "no weight": grain("{f}/good.jsonl;{f}/good.parquet,1", "no weight", "glob,weight"),
     "empty entry": grain("{f}/good.jsonl,1;", 'entry ""', "glob,weight"),
@@ -241,7 +242,7 @@ CASES = {
     "bytes of no type": grain("{f}/odd.array_record", "record 5", "67 bytes", "int32", **TOKENS),
     # Megatron.
     "wrong magic": grain("{f}/magic", "{f}/magic.idx", "no Megatron index"),
-    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "version 2"),
+    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "of version 1", "x02"),
     "unknown dtype": grain("{f}/code.bin", "{f}/code.idx", "dtype code 99"),
     "float tokens": grain("{f}/float.bin", "{f}/float.idx", "dtype code 7"),
     "cut index": grain("{f}/cut_idx.bin", "{f}/cut_idx.idx", "torn", "40 sequences"),
@@ -267,7 +268,6 @@ CASES = {
     "manifest of another version": grain(
         "{f}/set_version", "set_version/manifest.json", "version 7"
     ),
-    "totals that do not add up": grain("{f}/set_totals", "set_totals/manifest.json", "documents"),
     "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
     "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
     "shard of another dtype": grain("{f}/set_dtype", "shard-00000.bin", "int16", "uint16"),

@@ -43,18 +43,15 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path, capsys):
     assert "inspecting takes only max_target_length" in capsys.readouterr().err
 
 
-def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch):
+def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch, capsys):
     """Without them the same text."""
     folder, said = prepared(tmp_path), []
     for colours in (None, "standard"):
         console = Console(highlight=False, force_terminal=True, color_system=colours)
         monkeypatch.setattr(inspection, "Console", lambda console=console, **_: console)
-        lines: list[str] = []
-        keys = prepare_lib._load_keys(
-            ["max_target_length=8"], "inspecting", prepare_lib.INSPECTION_KEYS
-        )
-        inspection.inspect(folder, keys, lines.append)
-        said.append("\n".join(lines))
+        capsys.readouterr()
+        assert prepare_lib.main(["--inspect", folder, "max_target_length=8"]) == 0
+        said.append(capsys.readouterr().out)
     assert "\x1b[36m'one</s>'" in said[1] and "\x1b" not in said[0]
 
 

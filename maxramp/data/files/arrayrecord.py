@@ -42,7 +42,7 @@ class ArrayRecordFile(RecordFile):
             example.ParseFromString(data)
         except Exception:  # DecodeError: not a message
             return None
-        features = {entry.key: entry.value for entry in example.features.feature}
+        features = {entry.key: entry.value for entry in example.it.feature}
         if not any(features):
             return None
         if self.column not in features:
@@ -67,31 +67,42 @@ class ArrayRecordFile(RecordFile):
         return reader
 
 
+_EXAMPLE = """
+name: "maxramp/example.proto" package: "maxramp"
+message_type {
+  name: "Bytes"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES }
+}
+message_type {
+  name: "Ints"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 }
+}
+message_type {
+  name: "Feature"
+  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Bytes" }
+  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Ints" }
+}
+message_type {
+  name: "Entry"
+  field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Feature" }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" }
+}
+message_type {
+  name: "Example"
+  field { name: "it" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Features" }
+}
+"""
+
+
 @functools.cache
 def _example_message() -> type:
     """tf.train.Example, of which only texts and integers are wanted, without TensorFlow."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    file = descriptor_pb2.FileDescriptorProto(name="maxramp/example.proto", package="maxramp")
-    one, many = 1, 3  # LABEL_OPTIONAL, LABEL_REPEATED
-    int64, text, message, binary = 3, 9, 11, 12  # TYPE_...
-    for name, fields in {
-        "BytesList": [("value", 1, many, binary, "")],
-        "Int64List": [("value", 1, many, int64, "")],
-        "Feature": [
-            ("bytes_list", 1, one, message, "BytesList"),
-            ("int64_list", 3, one, message, "Int64List"),
-        ],
-        "Entry": [("key", 1, one, text, ""), ("value", 2, one, message, "Feature")],
-        "Features": [("feature", 1, many, message, "Entry")],
-        "Example": [("features", 1, one, message, "Features")],
-    }.items():
-        described = file.message_type.add(name=name)
-        for field, number, label, kind, of in fields:
-            type_name = f".maxramp.{of}" if of else None
-            described.field.add(
-                name=field, number=number, label=label, type=kind, type_name=type_name
-            )
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxramp.Example"))

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxramp.data.files import prepared
 from maxramp.data.files.arrayrecord import ArrayRecordFile
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.data.files.records import (
@@ -62,6 +63,46 @@ def detect(path: str) -> str:
     )
 
 
+def find(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
+    """What a path, glob or URL stands for.
+
+    Args:
+      key: the key that it is the value of, for messages.
+      pattern: the path, glob or URL; of Megatron's files also their common name.
+      file_type: a format, or "" for what the names say.
+
+    Returns:
+      The format, and its files in order: folders of prepared sets, of Megatron's files the names
+      without .bin and .idx.
+
+    Raises:
+      ConfigError: nothing, or files of several formats.
+    """
+    paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
+    if not paths:
+        raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
+    are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
+    if are_sets and file_type in ("", "prepared"):
+        return "prepared", paths
+    for path in paths:
+        if file_type == "prepared" or os.path.isdir(path):
+            raise ConfigError(
+                f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not "
+                "finished; name the files in a folder by a glob, such as folder/*.parquet"
+            )
+    kinds = {file_type or detect(path): path for path in paths}
+    if len(kinds) > 1:
+        (one, path), (other, other_path), *_ = kinds.items()
+        raise ConfigError(
+            f"{key}: {pattern} matches files of several formats, {path} ({one}) and {other_path} "
+            f"({other}); give each its own entry"
+        )
+    (kind,) = kinds
+    if kind == "megatron":
+        paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
+    return kind, paths
+
+
 class TextFile(RecordFile):
     """A file that is one document."""
 
@@ -74,10 +115,6 @@ class TextFile(RecordFile):
                 f"{self.path}: a text file holds no token ids; use tokenize_train_data=True"
             )
         return decode_text(storage.read_bytes(self.path))
-
-    def where(self, index: int) -> str:
-        """The file."""
-        return self.path
 
 
 class JsonLines(RecordFile):

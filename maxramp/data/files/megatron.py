@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,10 @@ from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
+_HEADER = struct.Struct("<17sBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _BLOCK = 1 << 20  # sequences looked at together
-_SPARSE = 128  # of so many documents the start of one is kept in memory
 
 
 class MegatronFile(RecordFile):
@@ -68,40 +67,31 @@ class MegatronFile(RecordFile):
 
     def where_token(self, position: int) -> str:
         """The file and the document of a token of the stream, for a person."""
-        sequence = int(np.searchsorted(self._starts, position, "right")) - 1
-        document = int(np.searchsorted(self._borders, sequence, "right")) - 1
+        sequence = bisect.bisect_right(self._pointers, position * self.dtype.itemsize) - 1
+        document = bisect.bisect_right(self._borders, sequence) - 1
         return f"{self.path}.bin: document {document}, token {position}"
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin in tokens [start, stop) of the stream: int64, ascending.
 
-        An empty document begins where the next one does. The index is read on access, so that a
-        row costs the same in a file of a billion documents.
+        An empty document begins where the next one does. The index is read on access (bisect, as
+        numpy would copy what is not aligned), so that a row costs the same in a file of a billion
+        documents.
         """
-        first, last = np.searchsorted(self._sparse_starts, (start, stop))
-        sequences = self._borders[max(0, first - 1) * _SPARSE : min(last * _SPARSE, len(self))]
-        starts = self._starts_of(sequences)
-        begin, end = np.searchsorted(starts, (start, stop))
-        return starts[begin:end]
-
-    @functools.cached_property
-    def _sparse_starts(self) -> np.ndarray:
-        """First token of every _SPARSE-th document."""
-        return self._starts_of(self._borders[:-1:_SPARSE])
-
-    def _starts_of(self, sequences: np.ndarray) -> np.ndarray:
-        """First token of each of these sequences; of the one past the last, the stream's end."""
-        there = np.searchsorted(sequences, self._header[1])  # empty documents may stand at the end
-        starts = np.full(len(sequences), self.num_tokens)
-        starts[:there] = self._pointers[sequences[:there]] // self.dtype.itemsize
-        return starts
+        size = self.dtype.itemsize
+        first, last = (bisect.bisect_left(self._pointers, at * size) for at in (start, stop))
+        begin, end = (bisect.bisect_left(self._borders, sequence) for sequence in (first, last))
+        return self._pointers[self._borders[begin:end]] // size
 
     def __len__(self) -> int:
         return max(0, self._header[2] - 1)
 
     def _record(self, index: int) -> np.ndarray:
-        first, last = (int(x) for x in self._borders[index : index + 2])
-        return self.tokens_between(int(self._starts[first]), int(self._starts[last]))
+        return self.tokens_between(*map(self._start_of, self._borders[index : index + 2]))
+
+    def _start_of(self, sequence: int) -> int:
+        there = sequence < self._header[1]
+        return int(self._pointers[sequence]) // self.dtype.itemsize if there else self.num_tokens
 
     def where(self, index: int) -> str:
         """The file and the document."""
@@ -154,23 +144,20 @@ class MegatronFile(RecordFile):
             header = file.read(_HEADER.size)
         if not header.startswith(_MAGIC):
             raise ConfigError(
-                f"{path}: is no Megatron index (it begins with {header[:9]!r}, not {_MAGIC!r})"
+                f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, not "
+                f"{_MAGIC!r})"
             )
         size = storage.size_of(path)
-        if len(header) < _HEADER.size:
-            raise ConfigError(f"{path}: is torn: {size} bytes; make it again")
-        _, version, code, n, d = _HEADER.unpack(header)
-        if version != 1:
-            raise ConfigError(f"{path}: version {version} is not known, only 1")
-        if _DTYPES.get(code, "<f0")[1] == "f":
-            raise ConfigError(
-                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
-            )
+        _, code, n, d = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         wanted = _HEADER.size + 12 * n + 8 * d
         if size not in (wanted, wanted + n):
             raise ConfigError(
                 f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
                 f"{wanted}; make it again"
+            )
+        if _DTYPES.get(code, "<f0")[1] == "f":
+            raise ConfigError(
+                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
             )
         return np.dtype(_DTYPES[code]), n, d
 
@@ -194,11 +181,6 @@ class MegatronFile(RecordFile):
     def _index(self) -> np.ndarray:
         return np.asarray(storage.map_bytes(f"{self.path}.idx")[:])
 
-    @functools.cached_property
-    def _starts(self) -> np.ndarray:
-        """First token of each sequence in the stream, and the stream's end."""
-        return np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
-
 
 class TokenStream:
     """The tokens of several files as one array that is read on access."""
@@ -210,17 +192,19 @@ class TokenStream:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[MegatronFile, int, int, int]]:
+        """Tokens [start, stop) by files: the file, its tokens [first, last) and where it begins."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            offset, end = self._starts[index], min(stop, self._starts[index + 1])
+            if start < end:
+                yield self._files[index], start - offset, end - offset, offset
+            start, index = end, index + 1
+
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        index = bisect.bisect_right(self._starts, start) - 1
-        parts = []
-        while start < stop:
-            first = self._starts[index]
-            last = min(stop, self._starts[index + 1])
-            if last > start:
-                parts.append(self._files[index].tokens_between(start - first, last - first))
-            start, index = last, index + 1
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        found = [file.tokens_between(a, b) for file, a, b, _ in self._parts(start, stop)]
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     @property
     def num_documents(self) -> int:
@@ -229,13 +213,9 @@ class TokenStream:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin in tokens [start, stop), as in `MegatronFile`."""
-        first = bisect.bisect_right(self._starts, start) - 1
-        last = bisect.bisect_left(self._starts, stop)
-        found = []
-        for file, offset in zip(self._files[first:last], self._starts[first:last], strict=True):
-            begin, end = max(0, start - offset), min(file.num_tokens, stop - offset)
-            found.append(offset + file.document_starts(begin, end))
-        return np.concatenate(found) if len(found) != 1 else found[0]
+        parts = self._parts(start, stop)
+        found = [offset + file.document_starts(a, b) for file, a, b, offset in parts]
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     def where(self, position: int) -> str:
         """The file and the document of a token, for a person."""
@@ -275,12 +255,11 @@ class MegatronWriter:
     def finish(self) -> dict[str, Any]:
         """Gives both files their names; returns their counts."""
         sizes = np.asarray(self._sizes, "<i4")
-        ends = np.cumsum(sizes, dtype=np.int64)
-        pointers = ((ends - sizes) * self._dtype.itemsize).astype("<i8")
+        pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
         with open(self._unfinished("idx"), "wb") as index:
-            index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(borders)))
+            index.write(_HEADER.pack(_MAGIC, code, len(sizes), len(borders)))
             for field in (sizes, pointers, borders):
                 index.write(field.data)
             for file, suffix in ((self._data, "bin"), (index, "idx")):
