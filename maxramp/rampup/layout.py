@@ -12,9 +12,10 @@ This module imports no jax.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
@@ -199,15 +200,6 @@ def _options(keys: BatchKeys, threshold: Threshold, meshes: Meshes) -> list[Layo
     return found
 
 
-class _Plan(NamedTuple):
-    """A choice for the stages so far. Choices that end on the same nodes compete by their cost."""
-
-    cost: tuple[int, float, float]  # how often nodes shrink; weighted node-time; time
-    nodes: int  # of the last stage; 0 before the first
-    layout: Layout | None
-    before: "_Plan | None"
-
-
 def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
 ) -> list[Layout | None]:
@@ -221,37 +213,34 @@ def _cheapest(
     def weighted(time: float, nodes: int) -> float:
         return time * nodes / (1 + keys.node_time_tolerance) ** math.log2(nodes)
 
-    restart = weighted(restart_passes, keys.nodes)
-    plans = [_Plan((0, 0.0, 0.0), 0, None, None)]
+    cost, restart = operator.itemgetter(0), weighted(restart_passes, keys.nodes)
+    # By the nodes of the last stage, 0 before the first: what the best choice so far costs (how
+    # often nodes shrink, weighted node-time, time), its last layout, and the choice before that.
+    best: dict[int, tuple] = {0: ((0, 0.0, 0.0), None, None)}
     for layouts, count in zip(options, steps, strict=True):
         if not layouts:  # it is refused elsewhere, if it is to run
-            plans = [plan._replace(layout=None, before=plan) for plan in plans]
+            best = {nodes: (choice[0], None, choice) for nodes, choice in best.items()}
             continue
-        following = []
+        following = {}
         for layout in layouts:
             passes = count * layout.gradient_accumulation_steps
             time = passes * float(pass_price(keys, layout.per_device_batch_size))
-            stage, ways = weighted(time, layout.nodes), []
-            for plan in plans:
-                changes = plan.nodes not in (0, layout.nodes)
-                shrinks, node_time, time_before = plan.cost
-                cost = (
-                    shrinks + (layout.nodes < plan.nodes),
-                    node_time + stage + changes * restart,
-                    time_before + time + changes * restart_passes,
+            node_time, ways = weighted(time, layout.nodes), []
+            for nodes, choice in best.items():
+                changes, before = nodes not in (0, layout.nodes), choice[0]
+                costs = (
+                    before[0] + (layout.nodes < nodes),
+                    before[1] + node_time + changes * restart,
+                    before[2] + time + changes * restart_passes,
                 )
-                ways.append(_Plan(cost, layout.nodes, layout, plan))
-            following.append(min(ways, key=_cost))
-        plans = following
-    plan, chosen = min(plans, key=_cost), []
-    while plan.before:
-        chosen.append(plan.layout)
-        plan = plan.before
+                ways.append((costs, layout, choice))
+            following[layout.nodes] = min(ways, key=cost)
+        best = following
+    (_, layout, before), chosen = min(best.values(), key=cost), []
+    while before:
+        chosen.append(layout)
+        _, layout, before = before
     return chosen[::-1]
-
-
-def _cost(plan: _Plan) -> tuple[int, float, float]:
-    return plan.cost
 
 
 def _nemo_schedule(
