@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.batch import abstract_batch, text_fields
+from maxramp.data.batch import abstract_batch
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
@@ -185,9 +185,9 @@ def step_eats() -> float:
         ramp = RampupBatchManager(config.batch, 1)
         rate = LearningRate.of(config.learning_rate, ramp)
         state = initial_state(config.recipe)
-        rows, tokens = ramp.stages[-1].global_batch_size, config.batch.max_target_length
+        spec = ramp.stages[-1].spec
         sharding = NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
-        abstract = abstract_batch(text_fields(tokens, False), (1, rows), sharding)
+        abstract = abstract_batch(spec.fields, (1, spec.samples), sharding)
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
         step = make_train_step(config.recipe, rate)
         compiled = jax.jit(step).lower(state, batch).compile()
@@ -196,7 +196,7 @@ def step_eats() -> float:
             start = time.perf_counter()
             jax.block_until_ready(compiled(state, batch))
             seconds.append(time.perf_counter() - start)
-    return rows * tokens / statistics.median(seconds)
+    return spec.samples * spec.tokens / statistics.median(seconds)
 
 
 def main() -> None:

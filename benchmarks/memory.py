@@ -33,7 +33,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.batch import abstract_batch, text_fields
+from maxramp.data.batch import abstract_batch
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup import RampupBatchManager
@@ -44,11 +44,11 @@ from maxramp.training.step import make_train_step
 
 config = resolve(load(sys.argv[1:]), 1, 1, 1)
 jax.set_mesh(mesh_lib.make_mesh(config.mesh))
-rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+ramp = RampupBatchManager(config.batch)
+rate = LearningRate.of(config.learning_rate, ramp)
 state = initial_state(config.recipe)
-rows, tokens = int(config.batch.per_device_batch_size), config.batch.max_target_length
-sharding = NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
-abstract = abstract_batch(text_fields(tokens, False), (1, rows), sharding)
+spec, sharding = ramp.stages[-1].spec, NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
+abstract = abstract_batch(spec.fields, (1, spec.rows), sharding)
 batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 step = make_train_step(config.recipe, rate)
 compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()

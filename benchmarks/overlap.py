@@ -25,6 +25,7 @@ from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
@@ -54,7 +55,7 @@ class Steps:
         keys = ("rampup_batch_size=none", f"micro_batch_size={part}", f"rewards=[{reward}]")
         keys += ("base_num_decoder_layers=2",)  # of configs/pre_train/sums.yml
         config = resolve(load([CONFIG, *keys], note=lambda line: None), 1, 1, 1)
-        self._ramp = RampupBatchManager(config.batch, 1)
+        self._ramp = RampupBatchManager(config.batch, 1, fields=policy_fields)
         self._mesh = mesh_lib.make_mesh(config.mesh)
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         rewards = Rewards(config.rollout.rewards, 1, 60.0)

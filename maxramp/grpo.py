@@ -33,6 +33,7 @@ from maxramp.processes import agreement
 from maxramp.processes.ending import run
 from maxramp.processes.preemption import Preemption
 from maxramp.rl import first_weights
+from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
 from maxramp.rl.rewards import Rewards
@@ -111,7 +112,7 @@ def _run(begun: Start) -> int:
                 f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
                 "the job; give all of them the same one"
             )
-    job = begun.open_run(prompts.hash, first_weights.settled)
+    job = begun.open_run(prompts.hash, policy_fields, first_weights.settled)
     if not job.has_steps:
         return job.end()
     check_enough(prompts, config.rollout, job.span.ramp.total_samples)

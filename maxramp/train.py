@@ -43,6 +43,7 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import run
 from maxramp.processes.preemption import Preemption
 from maxramp.rampup.schedule import Stage
+from maxramp.rampup.spec import text_fields
 from maxramp.run.metrics import Record, Taken, of_sums
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -68,7 +69,7 @@ def _run(begun: Start) -> int:
     config = begun.config
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
-    job = begun.open_run(corpus.hash)
+    job = begun.open_run(corpus.hash, functools.partial(text_fields, separate=corpus.packed))
     if not job.has_steps:
         return job.end()
     loader = Loader(
@@ -107,7 +108,6 @@ class Pretrainer:
             LearningRate.of(config.learning_rate, span.ramp),
             abstract,
             stages=span.stages,
-            fields=loader.fields,
             eval_rows=loader.eval_rows,
             memory_limit=device_memory(config.planning.device_memory_gib),
             say=say,
@@ -160,9 +160,9 @@ class Pretrainer:
         """Adds up the cross-entropy and the targets of held-out rows, or of each batch of them."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         sums = [] if by_batch else [no_sums]
-        eval_step, _ = self._programs.eval_step()
+        eval_step, _ = self._programs.eval_step(stage)
         model = self.state.model
-        for batch in self._loader.eval_batches():
+        for batch in self._loader.eval_batches(stage):
             sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
 
         return of_sums(sums, by_batch)

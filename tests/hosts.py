@@ -6,6 +6,7 @@ every step from the first step on and of every evaluation batch, the bytes that 
 in each step by the compiled program, and what this process reads.
 """
 
+import functools
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.spec import text_fields
 from maxramp.training.fingerprint import fingerprint_of_weights
 
 _MOVE = re.compile(
@@ -45,7 +47,8 @@ def serve(first_step: int, loaded) -> dict:
     with jax.set_mesh(mesh):
         expansion = Expansion(mesh, config.data.expansion_factor_real_data)
         corpus = open_rows(config.data, config.reading, expansion.reads)
-        ramp = RampupBatchManager(config.batch, jax.device_count())
+        fields = functools.partial(text_fields, separate=corpus.packed)
+        ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
         given = config.data, config.reading, config.evaluation
         loader = Loader(*given, corpus, ramp, expansion, first_step)
         gather = jax.jit(expansion.gather)
@@ -60,7 +63,7 @@ def serve(first_step: int, loaded) -> dict:
             return fingerprint_of_weights(compiled(batch)), moved
 
         steps = [look(loader.batch(k)[0]) for k in range(first_step, ramp.total_steps)]
-        evaluations = [look(batch) for batch in loader.eval_batches()]
+        evaluations = [look(batch) for batch in loader.eval_batches(ramp.stages[0])]
         loader.close()
     return {
         "steps": [fingerprint for fingerprint, _ in steps],

@@ -11,7 +11,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import Meshes
+from maxramp.rampup.spec import Fields, Meshes, text_fields
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
@@ -156,6 +156,7 @@ def take_up(
     restart_passes: float,
     position: Checkpoint | None = None,
     recorded: Sequence[dict[str, Any]] = (),
+    fields: Fields = text_fields,
 ) -> Span:
     """The schedule of a job, from where its run stands.
 
@@ -167,12 +168,14 @@ def take_up(
       restart_passes: how long a change of nodes takes (`PassCost.restart`).
       position: the checkpoint to go on from.
       recorded: what the run has decided (`decisions.read`).
+      fields: the arrays of a batch.
 
     Raises:
       ConfigError: today's ladder does not fit what was decided, or a stage that would run cannot
         be split over its devices.
     """
     origin, change = origin_of(batch, num_devices, position, recorded)
+    origin |= {"fields": fields}
     ramp = RampupBatchManager(batch, num_devices, **origin)
     planned = RampupBatchManager(batch, meshes=meshes, restart_passes=restart_passes, **origin)
     span = Span(position, ramp, planned, change, keys, num_devices)

@@ -7,13 +7,13 @@ with the one after them.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING, Row
+from maxramp.rampup.spec import Field
 
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token
 _NOWHERE = np.empty(0, np.int64)
@@ -48,25 +48,6 @@ class Batch:
     shares: jax.Array | np.ndarray | None = None
     sampled_log_probs: jax.Array | np.ndarray | None = None
     reference_log_probs: jax.Array | np.ndarray | None = None
-
-
-class Field(NamedTuple):
-    """An array of a batch: [A, B, *suffix]."""
-
-    name: str
-    dtype: str
-    suffix: tuple[int, ...]
-
-
-def text_fields(tokens: int, separate: bool) -> tuple[Field, ...]:
-    """The arrays of a batch of text.
-
-    Args:
-      tokens: T.
-      separate: whether rows hold several documents, which do not see each other.
-    """
-    names = ("tokens", "targets", "segments")[: 3 if separate else 2]
-    return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
 
 def abstract_batch(

@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import jax
 
-from maxramp.data.batch import Batch, text_fields
+from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
@@ -28,7 +28,6 @@ class Loader:
     Attributes:
       corpus: the rows.
       expansion: which processes read them.
-      fields: the arrays of a batch.
       eval_rows: rows of an evaluation batch; 0 = the run never evaluates.
     """
 
@@ -44,7 +43,7 @@ class Loader:
     ):
         """
         Args:
-          data: the epochs, the order and the length of rows.
+          data: the epochs and the order.
           reading: how to read ahead.
           evaluation: how many rows an evaluation takes.
           corpus: the rows.
@@ -61,7 +60,6 @@ class Loader:
         self._check_enough()
         self._reading, self._ramp = reading, ramp
         self.corpus, self.expansion = corpus, expansion
-        self.fields = text_fields(data.max_target_length, corpus.packed)
         self._eval_steps = evaluation.eval_steps
         self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
@@ -73,10 +71,10 @@ class Loader:
             key=lambda stage: stage.global_batch_size,
         )
         self._batches = self._read_ahead(
-            StepBatches(rows, self.fields, steps, self._shared_ramp, expansion.share),
+            StepBatches(rows, steps, self._shared_ramp, expansion.share),
             first_step,
             steps,
-            largest=self._abstract(largest),
+            largest=expansion.abstract_batch(largest.spec),
             workers=reading.grain_worker_count,
         )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
@@ -111,17 +109,17 @@ class Loader:
         return None
 
     def _place(self, step: int) -> Batch:
-        abstract = self._abstract(self._ramp.stage_at_step(step))
+        abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)
         return self.expansion.place(next(self._batches), abstract)
 
-    def eval_batches(self) -> Iterator[Batch]:
-        """The batches of one evaluation, as from `batch` with A = 1.
+    def eval_batches(self, stage: Stage) -> Iterator[Batch]:
+        """The batches of one evaluation in a stage, as from `batch` with A = 1.
 
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
-        expansion, rows = self.expansion, self.eval_rows
-        abstract = expansion.abstract_batch(self.fields, 1, rows)
-        batches = EvalBatches(self._held_out, self.fields, rows, expansion.share)
+        expansion, spec = self.expansion, stage.spec.of_size(1, self.eval_rows)
+        abstract = expansion.abstract_batch(spec)
+        batches = EvalBatches(self._held_out, spec, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
         ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
         with contextlib.closing(ahead):
@@ -133,10 +131,6 @@ class Loader:
         self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
-
-    def _abstract(self, stage: Stage) -> Batch:
-        A, B = stage.gradient_accumulation_steps, stage.micro_batch_size
-        return self.expansion.abstract_batch(self.fields, A, B)
 
     def _read_ahead(
         self, batches: Any, first: int, last: int, largest: Batch, workers: int

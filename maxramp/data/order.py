@@ -25,9 +25,10 @@ import jax
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxramp.data.batch import Batch, Field, stack
+from maxramp.data.batch import Batch, stack
 from maxramp.data.row import PADDING, Row
 from maxramp.data.shared_ramp import SharedRamp
+from maxramp.rampup.spec import StageSpec
 
 _LONGEST_PERIOD = 100_000
 
@@ -156,30 +157,28 @@ class Share:
         size = micro_batch_size // self.num_groups
         return [row for g in self.groups for row in range(g * size, (g + 1) * size)]
 
-    def read(
-        self, row: Callable[[int], Row], accumulation: int, size: int, fields: Sequence[Field]
-    ) -> Batch:
+    def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
         """This process's part of a batch.
 
         Args:
           row: of the batch, by its place.
-          accumulation, size: A and B.
-          fields: the arrays of a batch.
+          spec: what the batch is.
 
         Returns:
           Arrays [A, R, ...], or with slots [factor, A, devices x rows of a group, ...].
         """
-        places = [a * size + place for a in range(accumulation) for place in self.rows(size)]
+        A, B = spec.accumulation, spec.rows
+        places = [a * B + place for a in range(A) for place in self.rows(B)]
 
         def lay_out(x_N: np.ndarray) -> np.ndarray:
-            leading = accumulation, len(self.groups), size // self.num_groups
+            leading = A, len(self.groups), B // self.num_groups
             x_AgR, suffix = x_N.reshape(*leading, *x_N.shape[1:]), x_N.shape[1:]
             if self.slots is None:
-                return x_AgR.reshape(accumulation, -1, *suffix)
+                return x_AgR.reshape(A, -1, *suffix)
             chosen = np.moveaxis(x_AgR[:, self.slots], 1, 0)  # [factor, A, devices, ...]
-            return chosen.reshape(len(self.slots), accumulation, -1, *suffix)
+            return chosen.reshape(len(self.slots), A, -1, *suffix)
 
-        return jax.tree.map(lay_out, stack([row(place) for place in places], fields, places))
+        return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
 
 
 class StepBatches:
@@ -188,7 +187,6 @@ class StepBatches:
     def __init__(
         self,
         rows: Sequence[Row],
-        fields: Sequence[Field],
         steps: int,
         ramp: SharedRamp,
         share: Share,
@@ -196,12 +194,11 @@ class StepBatches:
         """
         Args:
           rows: of the run.
-          fields: the arrays of a batch.
           steps: the most that there can be: a ramp that grows ends after fewer.
           ramp: which rows a step takes.
           share: those that this process reads.
         """
-        self._rows, self._fields, self._steps = rows, fields, steps
+        self._rows, self._steps = rows, steps
         self._ramp, self._share = ramp, share
 
     def __len__(self) -> int:
@@ -209,10 +206,8 @@ class StepBatches:
 
     def __getitem__(self, step: int) -> Batch:
         ramp = self._ramp.at(step)
-        stage = ramp.stage_at_step(step)
-        A, B = stage.gradient_accumulation_steps, stage.micro_batch_size
-        first = ramp.samples_before(step)
-        return self._share.read(lambda place: self._rows[first + place], A, B, self._fields)
+        spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
+        return self._share.read(lambda place: self._rows[first + place], spec)
 
     def __repr__(self) -> str:
         return "the batch of step"
@@ -221,20 +216,19 @@ class StepBatches:
 class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
-    def __init__(self, rows: Sequence[Row], fields: Sequence[Field], size: int, share: Share):
-        self._rows, self._fields, self._size, self._share = rows, fields, size, share
-        (tokens,) = fields[0].suffix
-        self._padding = Row(np.full(tokens + 1, PADDING, np.int32))
+    def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share):
+        self._rows, self._spec, self._share = rows, spec, share
+        self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._size)
+        return -(-len(self._rows) // self._spec.rows)
 
     def __getitem__(self, index: int) -> Batch:
         def row(place: int) -> Row:
-            number = index * self._size + place
+            number = index * self._spec.rows + place
             return self._rows[number] if number < len(self._rows) else self._padding
 
-        return self._share.read(row, 1, self._size, self._fields)
+        return self._share.read(row, self._spec)
 
     def __repr__(self) -> str:
         return "evaluation batch"

@@ -15,18 +15,18 @@ Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows 
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxramp.data.batch import Batch, Field, abstract_batch
+from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, BATCH_AXES
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
+from maxramp.rampup.spec import StageSpec
 
 
 def _process_of_place(mesh: Mesh) -> list[int]:
@@ -91,13 +91,13 @@ class Expansion:
         )
         self._nothing = functools.cache(self._make_nothing)
 
-    def abstract_batch(self, fields: Sequence[Field], accumulation: int, rows: int) -> Batch:
-        """Shapes and shardings of what `gather` takes, of a batch of A x B rows."""
-        leading, spec = (accumulation, rows), BATCH_ABT
+    def abstract_batch(self, spec: StageSpec) -> Batch:
+        """Shapes and shardings of what `gather` takes, of a stage's batch."""
+        leading, lies = (spec.accumulation, spec.rows), BATCH_ABT
         if self.factor > 1:
-            leading = self.factor, accumulation, rows * self._devices_per_group
-            spec = SLOTS_fANT
-        return abstract_batch(fields, leading, NamedSharding(self.mesh, spec))
+            leading = self.factor, spec.accumulation, spec.rows * self._devices_per_group
+            lies = SLOTS_fANT
+        return abstract_batch(spec.fields, leading, NamedSharding(self.mesh, lies))
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
         """The batch of all processes, from what this one read (None where it does not read)."""

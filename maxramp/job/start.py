@@ -26,7 +26,7 @@ from maxramp.planning.cost import PassCost
 from maxramp.processes import agreement, backend, lifeline
 from maxramp.processes.preemption import Preemption
 from maxramp.processes.watchdog import Watchdog
-from maxramp.rampup.spec import Meshes
+from maxramp.rampup.spec import Fields, Meshes
 from maxramp.run.output import Output
 from maxramp.training.state import TrainState, abstract_state
 
@@ -82,12 +82,14 @@ class Start:
     def open_run(
         self,
         data_hash: str,
+        fields: Fields,
         settled: Callable[[Config, Place], Config] = lambda config, folder: config,
     ) -> "Job":
         """Opens the run's folder, and finds where the run stands.
 
         Args:
           data_hash: what identifies the data.
+          fields: the arrays of a batch.
           settled: the configuration with what the run's folder decides about it.
 
         Raises:
@@ -113,6 +115,7 @@ class Start:
             PassCost(config.batch, config.planning, config.model).restart,
             position,
             agreement.all_gather_json(recorded)[0],
+            fields,
         )
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         changes = [f"keys     {changed}"] * bool(changed) + [f"rate     {jump}"] * bool(jump)

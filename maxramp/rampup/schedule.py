@@ -25,14 +25,13 @@ from fractions import Fraction
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import layout as layout_lib
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.spec import Meshes, ShapeKeys, StageSpec
+from maxramp.rampup.spec import Fields, Meshes, ShapeKeys, StageSpec, text_fields
 from maxramp.rampup.walk import Stretch, layouts, undecided, walk
 
 
@@ -54,7 +53,13 @@ class Stage:
 
     @classmethod
     def of(
-        cls, index: int, stretch: Stretch, layout: Layout, keys: ShapeKeys, mesh: MeshKeys | None
+        cls,
+        index: int,
+        stretch: Stretch,
+        layout: Layout,
+        keys: ShapeKeys,
+        meshes: Meshes,
+        fields: Fields,
     ) -> "Stage":
         """The steps of a stretch, as its batch lies on the devices of a mesh."""
         size, steps = stretch.threshold.global_batch_size, stretch.steps
@@ -66,7 +71,7 @@ class Stage:
             first_sample=stretch.first_sample,
             samples=None if steps is None else steps * size,
             global_batch_size=size,
-            spec=keys.spec(accumulation, size // accumulation, mesh),
+            spec=keys.spec(accumulation, size // accumulation, meshes(layout.devices), fields),
             **vars(layout),
         )
 
@@ -106,6 +111,7 @@ class RampupBatchManager:
         first_index: int = 0,
         decided: Sequence[tuple[int, int]] = (),
         meshes: Meshes | None = None,
+        fields: Fields = text_fields,
         restart_passes: float = 0.0,
     ):
         """
@@ -122,6 +128,7 @@ class RampupBatchManager:
             rampup_policy=noise has taken (`adaptive.decided`).
           meshes: the mesh by the number of devices, None where the model has none on so many:
             `node_schedule` does not take them. By default, what these keys give.
+          fields: the arrays of a batch.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
             for `node_schedule` (`cost.PassCost`).
 
@@ -146,7 +153,7 @@ class RampupBatchManager:
                 size = stretch.threshold
                 self._refusals[index] = layout_lib.refusal(keys, index, size, num_devices)
                 layout = layout_lib.uneven(keys, size, num_devices)
-            stages.append(Stage.of(index, stretch, layout, keys, meshes(layout.devices)))
+            stages.append(Stage.of(index, stretch, layout, keys, meshes, fields))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
         self._first_steps = [stage.first_step for stage in self.stages]

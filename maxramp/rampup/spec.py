@@ -9,12 +9,35 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import at_least, positive_or_open
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.keys import MeshKeys
+
+
+class Field(NamedTuple):
+    """An array of a batch: [A, B, *suffix]."""
+
+    name: str
+    dtype: str
+    suffix: tuple[int, ...]
+
+
+Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
+Meshes = Callable[[int], MeshKeys | None]  # the mesh by the number of devices, where there is one
+
+
+def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
+    """The arrays of a batch of text.
+
+    Args:
+      tokens: T.
+      separate: whether rows hold several documents, which do not see each other.
+    """
+    names = ("tokens", "targets", "segments")[: 3 if separate else 2]
+    return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +92,19 @@ class ShapeKeys(MeshKeys):
         with contextlib.suppress(ConfigError):
             return self.on(num_devices)
 
-    def spec(self, accumulation: int, rows: int, mesh: MeshKeys | None) -> "StageSpec":
-        """What a stage of these keys is, on a mesh."""
+    def spec(
+        self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
+    ) -> "StageSpec":
+        """What a stage of these keys is, on a mesh and with the arrays that its batches have."""
         return StageSpec(
             accumulation,
             rows,
             self.max_target_length,
+            fields(self.max_target_length),
             mesh,
             self.remat_policy,
             self.num_pipeline_microbatches,
         )
-
-
-Meshes = Callable[[int], MeshKeys | None]  # the mesh by the number of devices, where there is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +115,7 @@ class StageSpec:
       accumulation: A.
       rows: B.
       tokens: T.
+      fields: the arrays of a batch.
       mesh: the sizes of its axes; None where the devices make no such mesh, so nothing can run.
       remat_policy: what a layer keeps for its backward pass.
       pipeline_microbatches: into how many a pipeline cuts a pass; 1 without one.
@@ -100,6 +124,7 @@ class StageSpec:
     accumulation: int
     rows: int
     tokens: int
+    fields: tuple[Field, ...]
     mesh: MeshKeys | None
     remat_policy: str
     pipeline_microbatches: int

@@ -10,6 +10,7 @@ import numpy as np
 
 from maxramp.data.batch import Batch
 from maxramp.data.row import PADDING
+from maxramp.rampup.spec import Field
 from maxramp.training.policy import shares
 
 
@@ -28,6 +29,13 @@ class Scored:
     answers: Sequence[np.ndarray]
     log_probs: Sequence[np.ndarray]
     advantages_PG: np.ndarray
+
+
+def policy_fields(tokens: int) -> tuple[Field, ...]:
+    """The arrays of a batch, of T tokens a row."""
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "shares": "float32"}
+    dtypes["sampled_log_probs"] = "float32"
+    return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
 
 
 def to_batch(scored: Scored, tokens: int, grpo_normalization: str) -> Batch:

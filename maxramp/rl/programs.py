@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch
+from maxramp.data.batch import Batch, abstract_batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
+from maxramp.rampup.spec import StageSpec
 from maxramp.rl.rollout import Rollout
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
@@ -40,7 +41,6 @@ class PolicyPrograms:
     Attributes:
       policy: what is minimized.
       rollout: writes the answers.
-      tokens: of a row.
       zeros: the trained weights -> sums of nothing.
       add: sums (donated), trained and frozen weights and a part of the batch -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
@@ -71,8 +71,7 @@ class PolicyPrograms:
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
-        self._announced: dict[int, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        self.tokens = recipe.model.max_target_length
+        self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         execution = recipe.execution
         dtype, objective = execution.dtype, policy_gradient(policy, execution)
 
@@ -97,10 +96,10 @@ class PolicyPrograms:
 
     def announce(self, stage: Stage) -> None:
         """Has a stage's programs compiled after those that wait to be."""
-        answers = stage.micro_batch_size * self.policy.num_generations
-        if answers not in self._announced:  # stages whose parts are equal share their programs
-            self._announced[answers] = self.traced(answers)
-        for key, trace in self._announced[answers].items():
+        part = stage.spec.of_size(1, stage.spec.rows)
+        if part not in self._announced:  # stages whose parts are equal share their programs
+            self._announced[part] = self.traced(part)
+        for key, trace in self._announced[part].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
             self._ahead.announce(key, name, self._mesh, functools.partial(_lower, trace))
 
@@ -112,8 +111,8 @@ class PolicyPrograms:
         Raises:
           TrainingError: one does not compile.
         """
-        answers = stage.micro_batch_size * self.policy.num_generations
-        waited = sum(self._ahead.get(key)[1] for key in self._announced[answers])
+        part = stage.spec.of_size(1, stage.spec.rows)
+        waited = sum(self._ahead.get(key)[1] for key in self._announced[part])
         self._ahead.lower()
         return waited
 
@@ -125,10 +124,11 @@ class PolicyPrograms:
         """
         self._ahead.raise_failure()
 
-    def traced(self, answers: int) -> dict[tuple, Callable[[], jax.stages.Traced]]:
-        """The programs for parts of so many answers, in the order of their use."""
+    def traced(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:
+        """The programs for parts of a step, in the order of their use."""
         state, model = self._state, self._state.model
-        batch = self._batch(answers)
+        answers = part.rows * self.policy.num_generations
+        batch = abstract_batch(part.fields, (answers,), NamedSharding(self._mesh, TOKENS_BT))
 
         def sums() -> Any:
             return self.zeros.eval_shape(state.trained)
@@ -146,21 +146,7 @@ class PolicyPrograms:
         found["the update"] = change(again=False)
         if self.policy.num_iterations > 1:
             found["later updates"] = change(again=True)
-        return {(name, 0 if name in _SHARED else answers): trace for name, trace in found.items()}
-
-    def _batch(self, answers: int) -> Batch:
-        sharding = NamedSharding(self._mesh, TOKENS_BT)
-
-        def of(dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((answers, self.tokens), dtype, sharding=sharding)
-
-        return Batch(
-            of(jnp.int32),
-            of(jnp.int32),
-            weights=of(jnp.float32),
-            shares=of(jnp.float32),
-            sampled_log_probs=of(jnp.float32),
-        )
+        return {(name, None if name in _SHARED else part): trace for name, trace in found.items()}
 
 
 def _lower(trace: Callable[[], jax.stages.Traced]) -> jax.stages.Lowered:

@@ -105,10 +105,10 @@ class PolicyTrainer:
             if self._stopping():
                 return None
             for before in parts[-2:-1]:
-                sums = self._learn(sums, before, batches, phases)
+                sums = self._learn(sums, before, stage.spec.tokens, batches, phases)
                 # Or the answers to the next part, which take the devices next, would pay for it.
                 jax.block_until_ready(sums)
-        sums = self._learn(sums, parts[-1], batches, phases)
+        sums = self._learn(sums, parts[-1], stage.spec.tokens, batches, phases)
         del weights
         shown = self._update(sums, batches, np.uint32(stage.global_batch_size))
 
@@ -155,12 +155,14 @@ class PolicyTrainer:
         """
         self._programs.raise_failure()
 
-    def _learn(self, sums: Any, part: Part, batches: list[Batch], phases: "_Phases") -> Any:
-        """Adds the gradients of a part to sums, when its rewards are there."""
+    def _learn(
+        self, sums: Any, part: Part, tokens: int, batches: list[Batch], phases: "_Phases"
+    ) -> Any:
+        """Adds the gradients of a part, in rows of so many tokens, to sums when it has rewards."""
         phases.enter("reward_wait")
         self._scorer.wait(part)
         phases.enter("training")
-        batches.append(self._batch(part))
+        batches.append(self._batch(part, tokens))
         if sums is None:
             sums = self._programs.zeros(self.state.trained)
         return self._programs.add(sums, *self._weights, batches[-1])
@@ -169,7 +171,7 @@ class PolicyTrainer:
     def _weights(self) -> tuple[Decoder, Decoder]:
         return self.state.trained, self.state.frozen
 
-    def _batch(self, part: Part) -> Batch:
+    def _batch(self, part: Part, tokens: int) -> Batch:
         """A part to learn from, on the devices."""
         total_PG = self._scorer.total(part.rewards_RF).reshape(-1, self._policy.num_generations)
         scored = Scored(
@@ -178,7 +180,7 @@ class PolicyTrainer:
             [answer.log_probs for answer in part.answers],
             advantages(total_PG, self._policy.grpo_normalize_advantages),
         )
-        batch = to_batch(scored, self._programs.tokens, self._policy.grpo_normalization)
+        batch = to_batch(scored, tokens, self._policy.grpo_normalization)
         batch = self._place(batch)
         if self._reference is not None:
             log_probs = self._programs.reference(self._reference, batch)

@@ -9,13 +9,14 @@ from rich.text import Text
 
 from maxramp.commandline import count
 from maxramp.data import tokenizers
-from maxramp.data.batch import Batch, stack, text_fields
+from maxramp.data.batch import Batch, stack
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.row import PADDING
 from maxramp.data.rows import Chain, StreamRows
 from maxramp.data.tokenizers import Tokenizer
+from maxramp.rampup.spec import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown

@@ -1,14 +1,14 @@
 """Every stage's program, compiled before it is needed: a new batch shape is a new program."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import Batch, Field, abstract_batch, text_fields
+from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import make_mesh
@@ -63,8 +63,8 @@ def lower_step(
       platforms: to lower for, where the devices belong to no backend of this process.
     """
     mesh = make_mesh(spec.mesh, devices)
-    fields, leading = text_fields(spec.tokens, False), (spec.accumulation, spec.rows)
-    batch = abstract_batch(fields, leading, NamedSharding(mesh, BATCH_ABT))
+    leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
+    batch = abstract_batch(spec.fields, leading, sharding)
     jitted = jax.jit(make_train_step(recipe.of(spec), learning_rate), donate_argnums=0)
     # Setting a mesh of devices that are not there fails as soon as anything runs.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -82,7 +82,6 @@ class Programs:
         learning_rate: LearningRate,
         state: TrainState,
         stages: list[Stage],
-        fields: tuple[Field, ...],
         eval_rows: int,
         memory_limit: int,
         say: Callable[[str], None],
@@ -96,48 +95,33 @@ class Programs:
           learning_rate: of consumed samples.
           state: abstract state.
           stages: the stages that will run, in order.
-          fields: the arrays of a batch.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
           memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
-        self._expansion, self._fields = expansion, fields
+        self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
+        self._arrays, self._structure = jax.tree.flatten(state)
+        self._eval_rows = eval_rows
         options = compiler_options(expansion.mesh.devices.flat[0].platform)
         self._ahead = Ahead(options, memory_limit, say, on_failure)
-
-        train_step = make_train_step(recipe, learning_rate)
-        objective = next_token_prediction(recipe.objective, recipe.execution)
-        self._arrays, structure = jax.tree.flatten(state)
-
-        def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:
-            state, metrics = train_step(structure.unflatten(arrays), expansion.gather(batch))
-            return jax.tree.leaves(state), metrics
-
-        def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
-            return eval_step(model, sums, expansion.gather(batch), objective=objective)
-
-        self._step = step
-        first, *later = stages
-        self.add(first)
-        if eval_rows:  # an evaluation may come before the second stage
-            sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
-            batch = expansion.abstract_batch(fields, 1, eval_rows)
-            self._announce("eval", "evaluation", evaluate, state.model, sums, batch)
-        for stage in later:
+        for stage in stages:
             self.add(stage)
-
         self._ahead.lower()
 
     def add(self, stage: Stage) -> None:
-        """Has the step of one more stage compiled, after those that wait to be.
+        """Has the step of one more stage compiled, after those that wait to be, and its evaluation.
 
         The list of stages may grow while the run goes on: call it in the main thread, on every
-        process after the same step. Stages of one shape share a program.
+        process after the same step. Stages that are the same share their programs.
         """
-        name = f"stage {stage.index} (batch {stage.global_batch_size})"
-        batch = self._expansion.abstract_batch(self._fields, *_shape(stage))
-        self._announce(_shape(stage), name, self._step, self._arrays, batch, donate=(0,))
+        name, mesh = f"stage {stage.index} (batch {stage.global_batch_size})", self._expansion.mesh
+        lower = functools.partial(self._lower_step, stage.spec)
+        self._ahead.announce(stage.spec, name, mesh, lower)
+        if self._eval_rows:  # an evaluation may come before the next stage
+            spec = self._of_evaluation(stage)
+            lower = functools.partial(self._lower_evaluation, spec)
+            self._ahead.announce(("evaluation", spec), "evaluation", mesh, lower)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -148,13 +132,38 @@ class Programs:
         Raises:
           StepError: it does not compile.
         """
-        if _shape(stage) not in self._ahead:
+        if stage.spec not in self._ahead:
             self.add(stage)
-        return self._ahead.get(_shape(stage))
+        return self._ahead.get(stage.spec)
 
-    def eval_step(self) -> tuple[Callable, float]:
-        """The compiled evaluation step, and the seconds spent waiting for it."""
-        return self._ahead.get("eval")
+    def eval_step(self, stage: Stage) -> tuple[Callable, float]:
+        """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
+        return self._ahead.get(("evaluation", self._of_evaluation(stage)))
+
+    def _of_evaluation(self, stage: Stage) -> StageSpec:
+        return stage.spec.of_size(1, self._eval_rows)
+
+    def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
+        train_step = make_train_step(self._recipe.of(spec), self._rate)
+
+        def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:
+            state = self._structure.unflatten(arrays)
+            state, metrics = train_step(state, self._expansion.gather(batch))
+            return jax.tree.leaves(state), metrics
+
+        batch = self._expansion.abstract_batch(spec)
+        return jax.jit(step, donate_argnums=0).lower(self._arrays, batch)
+
+    def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
+        recipe = self._recipe.of(spec)
+        objective = next_token_prediction(recipe.objective, recipe.execution)
+
+        def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
+            return eval_step(model, sums, self._expansion.gather(batch), objective=objective)
+
+        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        model = self._structure.unflatten(self._arrays).model
+        return jax.jit(evaluate).lower(model, sums, self._expansion.abstract_batch(spec))
 
     def lower_ahead(self) -> None:
         """Lowers one program more, or prepares the memory of one: what to do between two steps."""
@@ -171,16 +180,3 @@ class Programs:
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
         self._ahead.close()
-
-    def _announce(
-        self, key: Any, name: str, function: Callable, *arguments: Any, donate: tuple = ()
-    ) -> None:
-        def lower() -> jax.stages.Lowered:
-            return jax.jit(function, donate_argnums=donate).lower(*arguments)
-
-        self._ahead.announce(key, name, self._expansion.mesh, lower)
-
-
-def _shape(stage: Stage) -> tuple[int, int]:
-    """Accumulation steps and rows of a micro batch: what tells the programs of stages apart."""
-    return stage.gradient_accumulation_steps, stage.micro_batch_size

@@ -58,7 +58,7 @@ def read_run(config, first_step=0):
         rows.append(tokens.reshape(-1, tokens.shape[-1]))
         expected = [int(word) for word in np.asarray(batch.hashes).sum((0, 1), dtype=np.uint32)]
         assert expected == numpy_fingerprint(rows[-1])
-    held_out = [whole(batch)[0] for batch in loader.eval_batches()]
+    held_out = [whole(batch)[0] for batch in loader.eval_batches(ramp.stages[0])]
     loader.close()
     return rows, held_out
 

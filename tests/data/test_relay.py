@@ -8,8 +8,8 @@ from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data import relay
-from maxramp.data.batch import text_fields
 from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.objective import next_token_prediction
 from maxramp.training.state import initial_state
 from maxramp.training.step import eval_step
@@ -29,7 +29,8 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)
     objective = next_token_prediction(config.recipe.objective, config.recipe.execution)
     tokens = config.model.max_target_length
-    rows, fields = 16, text_fields(tokens, False)
+    spec = RampupBatchManager(config.batch).stages[0].spec
+    rows = spec.rows
 
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
@@ -60,7 +61,7 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
             shape = (1, rows, tokens + 1)
             batch = batch_of(random.integers(0, config.model.vocab_size, shape, np.int32))
             wanted = stays(model, jax.device_put(batch, NamedSharding(mesh, BATCH_ABT)))
-            travelling = jax.tree.map(slots, batch, travels.abstract_batch(fields, 1, rows))
+            travelling = jax.tree.map(slots, batch, travels.abstract_batch(spec))
             assert [float(x) for x in moves(model, travelling)] == [float(x) for x in wanted]
         arrived = jax.jit(travels.gather)(travelling)
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, arrived, batch)))

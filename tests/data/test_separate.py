@@ -11,10 +11,11 @@ from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
-from maxramp.data.batch import stack, text_fields
+from maxramp.data.batch import stack
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
+from maxramp.rampup.spec import text_fields
 
 LENGTH = 16  # of conftest.TINY
 

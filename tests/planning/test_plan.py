@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import Span, take_up
 from maxramp.config.load import load
-from maxramp.data.batch import text_fields
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import print_plan
@@ -288,7 +287,6 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
             rate,
             state,
             ramp.stages,
-            fields=text_fields(256, False),
             eval_rows=0,
             memory_limit=0,
             say=print,
@@ -471,7 +469,7 @@ def taken_up(schedule: str, position: Checkpoint | None) -> Span:
         "steps=50",
         devices=1,
     )
-    return take_up(config.batch, config.checkpoints, 1, lambda devices: True, 0.0, position)
+    return take_up(config.batch, config.checkpoints, 1, config.batch.mesh_on, 0.0, position)
 
 
 def test_what_is_said_of_a_change_is_what_will_be():

@@ -12,6 +12,7 @@ from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import gpu, machine
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.rollout import GeneratorRollout
 from maxramp.training.learning_rate import LearningRate
@@ -39,7 +40,7 @@ def test_compilers_take_every_program(topology):
     there = machine.find(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     mesh = mesh_lib.make_mesh(config.mesh, there.devices)
-    ramp = RampupBatchManager(config.batch, 4)
+    ramp = RampupBatchManager(config.batch, 4, fields=policy_fields)
     bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     options = compiler_options(mesh.devices.flat[0].platform) | there.options
     with jax.set_mesh(mesh):
@@ -47,7 +48,7 @@ def test_compilers_take_every_program(topology):
         rollout = GeneratorRollout(config.rollout, 1.0, config.model, state.model, bytes_, {})
         rate = LearningRate.of(config.learning_rate, ramp)
         programs = PolicyPrograms(config.recipe, config.policy, rate, state, rollout, None, {})
-        found = programs.traced(ramp.stages[0].micro_batch_size * config.policy.num_generations)
+        found = programs.traced(ramp.stages[0].spec)
         for (name, _), trace in found.items():
             lowered = trace().lower(lowering_platforms=there.platforms)
             compiled = lowered.compile(options)

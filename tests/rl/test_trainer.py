@@ -14,6 +14,7 @@ from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel.mesh import Jitted
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
@@ -49,7 +50,10 @@ class Run:
 
     def __init__(self, rewards, micro, *keys, devices=1, held_out=None):
         config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
-        self.ramp, self.mesh = RampupBatchManager(config.batch, devices), make_mesh(config)
+        self.ramp, self.mesh = (
+            RampupBatchManager(config.batch, devices, fields=policy_fields),
+            make_mesh(config),
+        )
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         make = functools.partial(init_state, config.recipe)
         self._make = Jitted(self.mesh, make, compiler_options=QUICK)

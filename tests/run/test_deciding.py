@@ -32,7 +32,7 @@ POLICY = [
 
 def span_of(config, recorded=(), position=None, **changes):
     keys = config.replace(**changes).checkpoints
-    return take_up(config.batch, keys, 1, lambda n: True, 0.0, position, recorded)
+    return take_up(config.batch, keys, 1, config.batch.mesh_on, 0.0, position, recorded)
 
 
 def record(step, consumed, rows, scale):

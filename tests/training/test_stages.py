@@ -12,7 +12,6 @@ import pytest
 from conftest import BASE, TINY, environment, make_config, make_mesh, run
 from forked import Forked, run_forked
 
-from maxramp.data.batch import text_fields
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -210,7 +209,6 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
         LearningRate.of(config.learning_rate, ramp),
         abstract_state(config.recipe, mesh),
         stages,
-        fields=text_fields(config.model.max_target_length, False),
         eval_rows=0,
         memory_limit=0,
         say=say,
