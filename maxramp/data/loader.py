@@ -156,7 +156,7 @@ def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBat
     if keys.rampup_policy == "noise":
         name, row = "total_samples", 1
         if keys.total_tokens != -1:
-            name, row = "total_tokens", keys.max_target_length
+            name, row = "total_tokens", ramp.stages[-1].spec.tokens
         length, most = f"{name}={getattr(keys, name)}", f"{name}={(there - beyond) * row}"
         why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
     most = f", or at most {most}" if there > beyond else ""

@@ -324,7 +324,7 @@ class Output:
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
-            f"samples of {ramp.keys.max_target_length} tokens in {count(stages, 'stage')}"
+            f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}"
         )
         kernel = select_for(keys, mesh.devices.flat[0].platform)
         if corpus.packed and (cost := cost_of_packing(kernel)):
