@@ -13,7 +13,7 @@ This module imports no jax.
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -182,7 +182,8 @@ def schedule_nodes(
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, meshes)
     if keys.node_schedule == "best":
-        options = [_options(keys, threshold, meshes) for threshold in thresholds]
+        numbers = range(min(keys.min_nodes, nodes), nodes + 1)
+        options = [list(_layouts(keys, one, numbers, meshes)) for one in thresholds]
         end = next((i for i, count in enumerate(steps) if not count), len(steps))
         # Stages behind the end of the run have no say in those before it.
         reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
@@ -190,14 +191,14 @@ def schedule_nodes(
     return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
 
 
-def _options(keys: BatchKeys, threshold: Threshold, meshes: Meshes) -> list[Layout]:
-    found = []
-    for nodes in range(min(keys.min_nodes, keys.nodes), keys.nodes + 1):
-        devices = nodes * keys.devices_per_node
-        layout = spread(keys, threshold, nodes, devices)
-        if layout and meshes(devices):
-            found.append(layout)
-    return found
+def _layouts(
+    keys: BatchKeys, threshold: Threshold, nodes: Iterable[int], meshes: Meshes
+) -> Iterator[Layout]:
+    """The layouts of a batch on those numbers of nodes that have one."""
+    for number in nodes:
+        layout = spread(keys, threshold, number, number * keys.devices_per_node)
+        if layout and meshes(layout.devices):
+            yield layout
 
 
 def _cheapest(
@@ -252,17 +253,13 @@ def _nemo_schedule(
     larger one, that gives whole micro batches to every rank. Numbers of which the model's mesh
     cannot be made are passed over.
     """
-    most, layouts = keys.nodes, []
+    most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):
-        layout = None
-        for nodes in range(most, 0, -1):
-            devices = nodes * keys.devices_per_node
-            ranks, rest = divmod(devices, keys.model_parallel_size)
-            rows = _rows_per_rank_limit(keys, threshold.rows_per_device)
-            unit = 0 if rest else rows * ranks
-            if unit and threshold.global_batch_size % unit == 0 and meshes(devices):
-                layout = spread(keys, threshold, nodes, devices)
-                most = nodes
-                break
-        layouts.append(layout)
-    return layouts[::-1]
+        whole = Fraction(
+            _rows_per_rank_limit(keys, threshold.rows_per_device), keys.model_parallel_size
+        )
+        found = _layouts(keys, threshold, range(most, 0, -1), meshes)
+        layout = next((one for one in found if one.per_device_batch_size == whole), None)
+        most = layout.nodes if layout else most
+        chosen.append(layout)
+    return chosen[::-1]

@@ -99,23 +99,29 @@ def _check_global_batch(keys: BatchKeys) -> None:
     """No notation but NeMo's has a global batch beside it."""
     if keys.global_batch_size == -1:
         return
-    shown = f"global_batch_size={keys.global_batch_size}"
-    if keys.enable_rampup_batch_size:
-        raise ConfigError(
-            f"{shown} and enable_rampup_batch_size=True: MaxText's ramp ends at "
-            "per_device_batch_size; use rampup_batch_size=[start, increment, samples] with "
-            "global_batch_size, or leave global_batch_size out"
-        )
-    if keys.step_batch_size_schedule:
-        raise ConfigError(
-            f'{shown} and step_batch_size_schedule="{keys.step_batch_size_schedule}": the schedule '
-            "ends at its last batch size; leave global_batch_size out"
-        )
-    if keys.rampup_policy:
-        raise ConfigError(
-            f"{shown} and rampup_policy={keys.rampup_policy}: the batch takes the sizes of "
-            "rampup_ladder; leave global_batch_size out"
-        )
+    for used, shown, why in (
+        (
+            keys.enable_rampup_batch_size,
+            "enable_rampup_batch_size=True",
+            "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, "
+            "increment, samples] with global_batch_size, or",
+        ),
+        (
+            keys.step_batch_size_schedule,
+            f'step_batch_size_schedule="{keys.step_batch_size_schedule}"',
+            "the schedule ends at its last batch size;",
+        ),
+        (
+            keys.rampup_policy,
+            f"rampup_policy={keys.rampup_policy}",
+            "the batch takes the sizes of rampup_ladder;",
+        ),
+    ):
+        if used:
+            raise ConfigError(
+                f"global_batch_size={keys.global_batch_size} and {shown}: {why} leave "
+                "global_batch_size out"
+            )
 
 
 def _check_passes(keys: BatchKeys) -> None:

@@ -20,6 +20,8 @@ This module imports no jax.
 
 import bisect
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -143,7 +145,7 @@ class RampupBatchManager:
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         walked = list(walk(thresholds, first_step, first_sample))
         stretches = walked + undecided(keys, thresholds)
-        meshes = meshes or keys.mesh_on
+        meshes = functools.cache(meshes or keys.mesh_on)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}
@@ -156,8 +158,6 @@ class RampupBatchManager:
             stages.append(Stage.of(index, stretch, layout, keys, meshes, fields))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
-        self._first_steps = [stage.first_step for stage in self.stages]
-        self._first_samples = [stage.first_sample for stage in self.stages]
 
     def settle(self, step: int) -> None:
         """Fixes the stages of steps 0 .. step-1, so that their batches may be read.
@@ -202,10 +202,7 @@ class RampupBatchManager:
             )
         samples = stage.first_sample - last.first_sample
         self.stages[-1] = dataclasses.replace(last, steps=first - last.first_step, samples=samples)
-        # The stage before its bounds: other threads look up steps that are settled.
         self.stages.append(stage)
-        self._first_samples.append(stage.first_sample)
-        self._first_steps.append(first)
 
     def grow(self, first_step: int) -> Stage:
         """Takes the next of `rungs`, from a step on, as `add` does.
@@ -225,11 +222,18 @@ class RampupBatchManager:
 
     def stage_at_step(self, step: int) -> Stage:
         """The stage of 0-based optimizer step `step`."""
-        return self.stages[_last_not_above(self._first_steps, step, "step")]
+        return self._last_begun("first_step", step)
 
     def stage_at_sample(self, sample: int) -> Stage:
         """The stage of the step that trains on row `sample` of the run (0-based)."""
-        return self.stages[_last_not_above(self._first_samples, sample, "sample")]
+        return self._last_begun("first_sample", sample)
+
+    def _last_begun(self, name: str, value: int) -> Stage:
+        begun = bisect.bisect_right(self.stages, value, key=operator.attrgetter(name))
+        if not begun:
+            first = getattr(self.stages[0], name)
+            raise ValueError(f"{value} lies before {name}={first}, where the schedule starts")
+        return self.stages[begun - 1]
 
     def samples_before(self, step: int) -> int:
         """Samples consumed by steps 0 .. step-1.
@@ -307,11 +311,3 @@ class RampupBatchManager:
         for stage in stages:
             if stage.index in self._refusals:
                 raise self._refusals[stage.index]
-
-
-def _last_not_above(starts: list[int], value: int, name: str) -> int:
-    if value < starts[0]:
-        raise ValueError(
-            f"{name}={value} lies before {name} {starts[0]}, where the schedule starts"
-        )
-    return bisect.bisect_right(starts, value) - 1
