@@ -40,29 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_suggestion(found: dict[str, Any]) -> None:
     """The suggestion as a table and a few lines."""
-    batches = found["batches"]
-    reference = found["rows"][0]
-    rows = []
-    for row in found["rows"]:
-        cells = [row["name"]]
-        if row["steps"] is None:
-            rows.append([*cells, "-", "-", "-", "cannot run, see below"])
-            continue
-        cells += [
+    batches, first = found["batches"], found["rows"][0]
+    rows = [
+        [
+            row["name"],
             f"{row['steps']:,}",
-            f"{row['steps'] / reference['steps']:.2f}x",
-            f"{row['node_time'] / reference['node_time']:.2f}x",
+            f"{row['steps'] / first['steps']:.2f}x",
+            f"{row['node_time'] / first['node_time']:.2f}x",
             row["batches"],
         ]
-        rows.append(cells)
+        if row["steps"]
+        else [row["name"], "-", "-", "-", "cannot run, see below"]
+        for row in found["rows"]
+    ]
     print_table(["", "steps", "steps,\nrelative", "node-time,\nrelative", "batches"], rows)
     for line in found["evidence"]:
         print(f"measured  {line}")
-    for line in found["limits"]:
+    failed = [row for row in found["rows"] if not row["steps"]]
+    for line in [*found["limits"], *(f"{row['name']} cannot run: {row['why']}" for row in failed)]:
         print(f"limit     {line}")
-    for row in found["rows"]:
-        if row["steps"] is None:
-            print(f"limit     {row['name']} cannot run: {row['why']}")
     if batches is None:
         print(
             "suggested nothing: no measurement is given. Train with log_gradient_noise_scale=true "

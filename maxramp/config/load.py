@@ -45,7 +45,7 @@ def load(
       SystemExit: after printing what was asked for: --help, --help-keys or --version.
     """
     answer(arguments, doc)
-    if not arguments or ("=" in arguments[0] and not _is_file(arguments[0])):
+    if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError(f"no config file given: {usage(doc)}")
     *files, command_line = read(_config_file(arguments[0]), arguments[1:], note)
     names = {name for given in (*files, command_line) for name in given.values}
@@ -86,11 +86,6 @@ def _config_file(text: str) -> Place:
     first, _, rest = text.partition("/")
     is_ours = first == "configs" and not path.exists() and (CONFIGS / rest).is_file()
     return CONFIGS / rest if is_ours else path
-
-
-def _is_file(text: str) -> bool:
-    """Whether what looks like key=value is the path of a config file."""
-    return is_object_storage(text) or os.path.isfile(text)
 
 
 def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:

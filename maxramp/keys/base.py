@@ -79,13 +79,9 @@ def typed(given: str, value: Any, name: str) -> Any:
         str: "text (in a file, quote it)",
         list: "a list such as [a, b]",
     }[kind]
-    raise ConfigError(f"{given} must be {wanted}, not {_kind_of(value)}")
-
-
-def _kind_of(value: Any) -> str:
-    kinds = {bool: "a bool", int: "an integer", float: "a fraction", str: "text"}
-    kinds |= {list: "a list", dict: "a mapping"}
-    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
+    found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
+    found |= {dict: "a mapping", type(None): "nothing"}
+    raise ConfigError(f"{given} must be {wanted}, not {found.get(type(value), type(value))}")
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:

@@ -6,26 +6,17 @@ together. Every field has its line, its default and its reason in configs/base.y
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from maxramp.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bound:
-    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
-
-    holds: Callable[[Any], bool]
-    text: str
-
-
 def one_of(*choices: str, **refused: str) -> Any:
     """A key that takes one of these texts; for others that users know, `refused` says why not."""
     listed = ", ".join(choice or '""' for choice in choices)
-    refusals = {value: _Bound(lambda _: False, why) for value, why in refused.items()}
-    bound = _Bound(lambda value: value in choices, f"is not one of {listed}")
-    return dataclasses.field(metadata={"bound": bound, "refused": refusals})
+    return _key(lambda value: value in choices, f"is not one of {listed}", refused)
 
 
 def at_least(bound: int) -> Any:
@@ -91,8 +82,11 @@ def uint32(least: int = 0) -> Any:
     return _key(lambda value: least <= value < 2**32, text)
 
 
-def _key(holds: Callable[[Any], bool], text: str) -> Any:
-    return dataclasses.field(metadata={"bound": _Bound(holds, text)})
+def _key(
+    holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
+) -> Any:
+    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
+    return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
 
 
 class Keys:
@@ -110,10 +104,7 @@ class Keys:
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            bound = field.metadata.get("bound")
-            if isinstance(value, str):
-                bound = field.metadata.get("refused", {}).get(value, bound)
-            if bound and not bound.holds(value):
-                text = bound.text.replace("KEY", field.name)
+            value, bound = getattr(self, field.name), field.metadata
+            if bound and not bound["holds"](value):
+                text = bound["refused"].get(str(value), bound["text"]).replace("KEY", field.name)
                 raise ConfigError(f"{field.name}={value} {text}")

@@ -151,16 +151,11 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
 def _parse(where: str, line: bytes) -> Prompt:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{where} is not JSON; write one object a line") from None
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise ConfigError(f'{where} has no text "prompt"; write {{"prompt": ..., "answer": ...}}')
-    try:
-        value["prompt"].encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{where} has half a surrogate pair in its prompt, which is no text"
-        ) from None
-    if not value["prompt"]:
-        raise ConfigError(f"{where} has an empty prompt")
-    return Prompt(value["prompt"], value.get("answer"))
+        if value["prompt"].encode():  # which half a surrogate pair cannot be
+            return Prompt(value["prompt"], value.get("answer"))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        pass
+    raise ConfigError(
+        f'{where} has no text "prompt"; write one JSON object a line, '
+        '{"prompt": ..., "answer": ...}'
+    )

@@ -133,12 +133,12 @@ def test_a_file_of_few_prompts(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("{", "line 1 is not JSON"),
+        ("{", 'line 1 has no text "prompt"; write one JSON object'),
         ('{"prompt": "a"}\n\n{"prompt": 3}', 'line 3 has no text "prompt"'),
-        ('{"prompt": ""}', "line 1 has an empty prompt"),
-        ('{"prompt": "\\ud800"}', "half a surrogate pair"),
+        ('{"prompt": ""}', "line 1 has no text"),
+        ('{"prompt": "\\ud800"}', "line 1 has no text"),
         ("\n", "holds no prompt"),
-        ("[" * 100_000, "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 has no text"),
         (None, "cannot be read: No such file"),
     ],
 )
