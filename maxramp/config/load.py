@@ -164,31 +164,22 @@ def _split(argument: str) -> tuple[str, Any]:
         raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
 
 
-def _chain(path: Place) -> list[tuple[Place, dict[str, Any]]]:
+def _chain(path: Place, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
     """The files of a base_config chain, the base first. Paths are relative to the naming file."""
-    files: list[tuple[Place, dict[str, Any]]] = []
-    seen = []
-    while True:
-        if path.resolve() in seen:
-            raise ConfigError(
-                f"{files[-1][0]}: base_config={path} closes a circle; name another file"
-            )
-        seen.append(path.resolve())
-        values = read_yaml(path)
-        named = values.pop("base_config", None)
-        files.append((path, values))
-        if named in (None, "", "none"):
-            return files[::-1]
-        if not isinstance(named, str):
-            raise ConfigError(f"{path}: base_config={named} must be the path of a config file")
-        beside = (
-            place(named) if is_object_storage(named) else path.parent / os.path.expanduser(named)
-        )
-        named_by = path
-        shipped = CONFIGS / named
-        path = beside if beside.exists() or not shipped.exists() else shipped
-        if not path.exists():
-            raise ConfigError(f"{named_by}: base_config={named}: no such config file as {path}")
+    values, above = read_yaml(path), (*above, path.resolve())
+    named = values.pop("base_config", None)
+    if named in (None, "", "none"):
+        return [(path, values)]
+    if not isinstance(named, str):
+        raise ConfigError(f"{path}: base_config={named} must be the path of a config file")
+    there = place(named) if is_object_storage(named) else path.parent / os.path.expanduser(named)
+    if not there.exists() and (CONFIGS / named).exists():
+        there = CONFIGS / named
+    if not there.exists():
+        raise ConfigError(f"{path}: base_config={named}: no such config file as {there}")
+    if there.resolve() in above:
+        raise ConfigError(f"{path}: base_config={there} closes a circle; name another file")
+    return [*_chain(there, above), (path, values)]
 
 
 def to_yaml(config: Config) -> str:

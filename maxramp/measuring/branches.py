@@ -8,6 +8,7 @@ are compared in pairs.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,9 +109,5 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
 def _last_within(sizes: list[dict[str, Any]], key: str, tolerance: float) -> int | None:
     if any(size[key] is None for size in sizes):
         return None
-    last = sizes[0]["rows"]
-    for size in sizes:
-        if not size[key] <= tolerance:
-            break
-        last = size["rows"]
-    return last
+    within = itertools.takewhile(lambda size: size[key] <= tolerance, sizes)
+    return [size["rows"] for size in within][-1]  # the first is, with nothing above itself

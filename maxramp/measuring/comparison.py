@@ -62,14 +62,12 @@ class Comparison:
         else:
             rows = [self._row("as configured", self._config, must_run=True)]
             sizes = rows[0]["sizes"] or [self.first_batch]
-        least, most = min(sizes), max(sizes)
-        most = most if most > least else 4 * least
+        least = min(sizes)
+        most = max(sizes) if max(sizes) > least else 4 * least
         for size in dict.fromkeys((least, most)):
             constant = self._with({"global_batch_size": size} | total)
             rows.append(self._row(f"constant {size}", constant, f"{size}"))
-        ladder = [least]
-        while 2 * ladder[-1] <= most:
-            ladder.append(2 * ladder[-1])
+        ladder = [least << n for n in range((most // least).bit_length())]
         seesaw = {"rampup_policy": "seesaw", "rampup_ladder": ladder} | total
         rows.append(self._row("Seesaw", self._with(seesaw)))
         for path in sorted((CONFIGS / "schedules").glob("*.yml")):

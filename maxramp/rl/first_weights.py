@@ -1,5 +1,6 @@
 """The weights that a run of reinforcement learning begins with, and may stay near to."""
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -97,10 +98,12 @@ def settled(config: Config, run: Place) -> Config:
     def find() -> str:
         if jax.process_index():
             return ""
-        found = folder_lib.find(given)
-        if found != given and (began := _began_with(run, name)):
-            again = found.with_name(began)
-            found = again if again.is_dir() else found
+        found, folder = folder_lib.find(given), run / "checkpoints"
+        for step in reversed(folder_lib.steps_in(folder)) if found != given else ():
+            with contextlib.suppress(TornError):
+                began = place(folder_lib.read(folder / str(step)).config[name]).name
+                is_there = folder_lib.is_step(began) and found.with_name(began).is_dir()
+                return str(found.with_name(began) if is_there else found)
         return str(found)
 
     path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
@@ -135,15 +138,3 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
 def _key(config: Config) -> str:
     full = config.checkpoints.load_full_state_path
     return "load_full_state_path" if full else "load_parameters_path"
-
-
-def _began_with(run: Place, key: str) -> str:
-    """The name of the checkpoint that a run began with; "" where it has not begun."""
-    folder = run / "checkpoints"
-    for step in reversed(folder_lib.steps_in(folder)):
-        try:
-            began = place(folder_lib.read(folder / str(step)).config[key]).name
-        except TornError:
-            continue
-        return began if folder_lib.is_step(began) else ""
-    return ""

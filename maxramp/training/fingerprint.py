@@ -20,7 +20,7 @@ def fingerprint_of_weights(weights: Any) -> str:
 def _of_weights(arrays: list[jax.Array]) -> jax.Array:
     words = jnp.zeros((2,), jnp.uint32)
     for number, x in enumerate(arrays, 1):
-        sharding = jax.typeof(x).sharding.spec
+        sharding = jax.typeof(x).sharding  # with its mesh: none need be set here
         index = jnp.uint32(0)
         for axis, size in enumerate(x.shape):
             along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
