@@ -16,7 +16,7 @@ from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.rows import Chain, Documents, RecordRows, StreamRows, TokenDocuments
+from maxramp.data.rows import Chain, Documents, StreamRows, TokenRecords
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -166,10 +166,8 @@ def _open(keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None) -> tuple[A
             file.check()
     if tokenizer:
         items = Documents(files, tokenizer)
-    elif entry.documents:
-        items = TokenDocuments(files, size)
-    elif entry.kind == "arrayrecord":
-        items = RecordRows(files, length, size)
+    elif entry.documents or entry.kind == "arrayrecord":
+        items = TokenRecords(files, size, None if entry.documents else length)
     else:
         stream = TokenStream(files)
         separate = keys.separate_documents and stream.num_documents > 1

@@ -133,9 +133,6 @@ class RunRows:
             place = index_shuffle(place, max_index=len(items) - 1, seed=seed, rounds=4)
         return items[place]
 
-    def __repr__(self) -> str:
-        return f"RunRows({', '.join(part.name for part in self._parts)})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:

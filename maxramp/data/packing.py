@@ -72,9 +72,6 @@ class PackedRows:
             at += size
         return Row(tokens, np.array(begins, np.int64) if self._separate else None)
 
-    def __repr__(self) -> str:
-        return f"PackedRows({len(self)} rows of {self._documents})"
-
 
 def concat_then_split(lengths: np.ndarray, length: int) -> RowLayout:
     """The documents one after another, cut into rows; no padding but for what predicts nothing.

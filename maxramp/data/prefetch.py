@@ -49,7 +49,7 @@ class ReadAhead(Iterator[Any]):
             if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(workers, 1)
-            dataset = dataset.mp_prefetch(options, worker_init_fn=_begin)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=lambda *_: stay_with_parent())
         self._iterator = iter(dataset)
         self._iterator.start_prefetch()
 
@@ -79,7 +79,3 @@ class ReadAhead(Iterator[Any]):
     def close(self) -> None:
         """Stops reading."""
         self._iterator.close()
-
-
-def _begin(worker: int, workers: int) -> None:
-    stay_with_parent()

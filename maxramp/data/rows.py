@@ -60,43 +60,29 @@ class StreamRows(Items):
             begins = self._tokens.document_starts(start, stop) - start
         return Row(tokens, begins)
 
-    def __repr__(self) -> str:
-        return f"StreamRows({len(self)} rows of {self._length} tokens)"
 
-
-class SyntheticRows:
+class SyntheticRows(Items):
     """Uniformly random tokens, a function of the seed and the row alone: nothing to learn."""
 
     def __init__(self, count: int, vocab_size: int, length: int, seed: int):
-        self._count, self._vocab_size, self._length, self._seed = count, vocab_size, length, seed
-
-    def __len__(self) -> int:
-        return self._count
+        super().__init__(count)
+        self._vocab_size, self._length, self._seed = vocab_size, length, seed
 
     def __getitem__(self, index: int) -> Row:
         random = np.random.default_rng([self._seed, index])
         return Row(random.integers(0, self._vocab_size, self._length + 1, dtype=np.int32))
-
-    def __repr__(self) -> str:
-        return f"SyntheticRows({self._count} rows of {self._length} tokens)"
 
 
 class Chain(Items):
     """The items of several sequences, one after another."""
 
     def __init__(self, parts: Sequence[Any]):
-        self._parts = parts
-        self._starts = np.cumsum([0, *map(len, parts)])
+        self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
         super().__init__(int(self._starts[-1]))
 
     def __getitem__(self, index: int) -> Any:
         part, number = self._find(index)
         return part[number]
-
-    def where(self, index: int) -> str:
-        """The file and the record of an item."""
-        part, number = self._find(index)
-        return part.where(number)
 
     def _find(self, index: int) -> tuple[Any, int]:
         number = self._numbers[index]
@@ -118,36 +104,24 @@ class Documents(Chain):
         return self._tokenizer.encode([super().__getitem__(index)])[0]
 
 
-class TokenDocuments(Chain):
-    """Documents that are token ids in their files."""
+class TokenRecords(Chain):
+    """Records of token ids: documents or, with `length`, rows that predict so many tokens."""
 
-    def __init__(self, files: Sequence[RecordFile], vocab_size: int):
+    def __init__(self, files: Sequence[RecordFile], vocab_size: int, length: int | None = None):
         super().__init__(files)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._length = vocab_size, length
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        document = super().__getitem__(index)
-        _check(document, self._vocab_size, lambda _: self.where(index))
-        return document
-
-
-class RecordRows(Chain):
-    """Records of token ids that are rows already."""
-
-    def __init__(self, files: Sequence[RecordFile], length: int, vocab_size: int):
-        super().__init__(files)
-        self._length, self._vocab_size = length, vocab_size
-
-    def __getitem__(self, index: int) -> Row:
-        tokens = super().__getitem__(index)
-        if len(tokens) != self._length + 1:
+    def __getitem__(self, index: int) -> np.ndarray | Row:
+        file, number = self._find(index)
+        tokens, length = file[number], self._length
+        if length and len(tokens) != length + 1:
             raise ConfigError(
-                f"{self.where(index)}: has {len(tokens)} tokens, but a row takes max_target_length "
-                f"+ 1 = {self._length + 1}; use max_target_length={len(tokens) - 1}, or prepare "
-                "the files with maxramp.prepare, which takes any length"
+                f"{file.where(number)}: has {len(tokens)} tokens, but a row takes "
+                f"max_target_length + 1 = {length + 1}; use max_target_length={len(tokens) - 1}, "
+                "or prepare the files with maxramp.prepare, which takes any length"
             )
-        _check(tokens, self._vocab_size, lambda _: self.where(index))
-        return Row(tokens)
+        _check(tokens, self._vocab_size, lambda _: file.where(number))
+        return Row(tokens) if length else tokens
 
 
 def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:

@@ -1,19 +1,15 @@
 """A ramp that grows while batches are read: the rows of one that was known from the start."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
-import pathlib
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
-from conftest import environment, make_config, make_mesh
+from conftest import make_config, make_mesh
 
 from maxramp.data.corpus import Corpus, Part
 from maxramp.data.loader import Loader
@@ -148,38 +144,20 @@ def test_who_cleans_the_temporary_folder_stops_no_run(known, expected, workers, 
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_nothing_is_left_of_a_run_with_workers(known):
-    """Its memory is given back at the end, and after a kill."""
-
-    def segments():
-        return set(pathlib.Path("/dev/shm").glob("psm_*"))
-
-    before, shared = segments(), SharedRamp(known)
+def test_a_worker_asks_the_ramp_of_its_loader(known):
+    """It waits as threads do, and hears of the end."""
+    ramp = RampupBatchManager(config().batch)
+    ramp.settle(2)
+    shared = SharedRamp(ramp)
     reader = pickle.loads(pickle.dumps(shared))
-    assert len(segments() - before) == 1
-    assert reader.at(STEPS - 1).total_steps == shared.at(STEPS - 1).total_steps == STEPS
-    shared.close()
-    assert segments() <= before
-    known_here = reader.at(STEPS - 1)
-    assert known_here.stages == known.stages  # what it has read stays
-    with pytest.raises(TrainingError, match=f"nobody settled what step {STEPS} takes"):
-        reader.at(STEPS)
-    with pytest.raises(TrainingError, match=f"nobody settled what step {STEPS} takes"):
-        shared.at(STEPS)
-    killed = subprocess.run([sys.executable, "-c", KILLED], env=environment())
-    assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while not segments() <= before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-KILLED = """
-import os, pickle, signal
-from maxramp.data.shared_ramp import SharedRamp
-from maxramp.rampup.schedule import RampupBatchManager
-keys = {"global_batch_size": 8, "micro_batch_size": 8, "steps": 3}
-shared = SharedRamp(RampupBatchManager(keys, 1))
-pickle.dumps(shared)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+    assert reader.at(1).stages == shared.at(1).stages == ramp.stages
+    with concurrent.futures.ThreadPoolExecutor(1) as waiting:
+        later = waiting.submit(reader.at, 4)
+        ramp.add(dataclasses.replace(known.stages[1], steps=None, samples=None))
+        ramp.settle(5)
+        shared.publish(ramp)
+        assert later.result(timeout=60).stages == ramp.stages
+        never = waiting.submit(reader.at, 5)
+        shared.close()
+        with pytest.raises(TrainingError, match="nobody settled what step 5 takes"):
+            never.result(timeout=60)
