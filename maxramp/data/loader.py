@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import grain
 import jax
 
 from maxramp.data.batch import Batch
-from maxramp.data.corpus import Corpus
+from maxramp.data.corpus import Corpus, Part
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead
@@ -63,7 +62,7 @@ class Loader:
         self._eval_steps = evaluation.eval_steps
         self.eval_rows = evaluation.rows(expansion.mesh.size)
         # In random order, so that the first eval_steps batches are a fair sample of all.
-        self._held_out = grain.MapDataset.source(corpus.held_out).shuffle(seed=0)
+        self._held_out = RunRows([Part("held out", 1.0, corpus.held_out)], 1, seed=0)
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
         largest = max(
