@@ -115,15 +115,10 @@ def metrics(
     found = {}
     for kind, (tokens, whole) in groups.items():
         Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
-        signal, variance = estimate(Q, N, add_up(whole), n)
-        found |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": variance}
+        P = add_up(whole)
+        signal = (P - Q) / (n**2 - N)
+        found |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": P / n - n * signal}
     return found
-
-
-def estimate(Q: jax.Array, N: jax.Array, P: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(signal, variance) by the formulas at the top of this module, of at least two groups."""
-    signal = (P - Q) / (n**2 - N)
-    return signal, P / n - n * signal
 
 
 def _is_probe(x: Any) -> bool:
