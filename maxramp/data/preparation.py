@@ -8,6 +8,7 @@ Glossary
 import collections
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -78,16 +79,31 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     done = work.finished()
     bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
-    tokenizer = work.tokenizer and {
-        "type": work.tokenizer.type,
-        "file": work.tokenizer.copy_to(work.made),
-        "hash": work.tokenizer.hash,
-        "vocab_size": work.tokenizer.vocab_size,
-        **work.tokenizer.mark_keys,
+    documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
+    if not tokens:
+        raise ConfigError(f"the inputs hold {documents} documents and no tokens")
+    whole = 0
+    for shard in shards:
+        whole = prepared.join(whole, int(shard["hash"], 16), shard["documents"])
+    manifest = {
+        "format": prepared.FORMAT,
+        "version": prepared.VERSION,
+        "source": source_of(work.shards),
+        "tokenizer": work.tokenizer
+        and {
+            "type": work.tokenizer.type,
+            "file": work.tokenizer.copy_to(work.made),
+            "hash": work.tokenizer.hash,
+            "vocab_size": work.tokenizer.vocab_size,
+            **work.tokenizer.mark_keys,
+        },
+        "dtype": work.dtype,
+        "documents": documents,
+        "tokens": tokens,
+        "max_token": max(shard["max_token"] for shard in shards),
+        "hash": hashlib.blake2b(f"{whole:032x} {documents}".encode(), digest_size=8).hexdigest(),
+        "shards": shards,
     }
-    manifest = prepared.make_manifest(shards, tokenizer, work.dtype, source_of(work.shards))
-    if not manifest["tokens"]:
-        raise ConfigError(f"the inputs hold {manifest['documents']} documents and no tokens")
     if bad:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
         storage.write_whole(work.made / LIST, lines.encode())

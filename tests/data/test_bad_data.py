@@ -209,7 +209,7 @@ CASES = {
     # Text.
     "binary text": grain("{f}/binary.txt", "{f}/binary.txt", "zero byte at 2"),
     "Latin-1 text": grain("{f}/latin.txt", "{f}/latin.txt", "UTF-8", "byte 3"),
-    "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no token ids", **TOKENS),
+    "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no list of token ids", **TOKENS),
     # Parquet.
     "cut Parquet": grain("{f}/cut.parquet", "{f}/cut.parquet", "torn"),
     "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "no Parquet"),

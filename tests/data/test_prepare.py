@@ -1,6 +1,5 @@
 """maxramp.prepare as people run it: real processes, files and kills."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -365,9 +364,7 @@ def test_killed_at_any_moment(tmp_path):
     """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
     many(tmp_path / "in.jsonl", 60_000)
     options = ("--shard_megabytes", "0.25")
-    start = time.monotonic()
     prepare(tmp_path / "in.jsonl", "--output", tmp_path / "whole", *options)
-    seconds = time.monotonic() - start
     given = [tmp_path / "in.jsonl", "--output", tmp_path / "killed", *options]
     chance, kills = random.Random(0), 0
     for attempt in range(40):
@@ -378,9 +375,11 @@ def test_killed_at_any_moment(tmp_path):
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        # Longer each time, so that an end is reached on a slow machine as well.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(chance.uniform(0.2, 0.5) * seconds * 1.1**attempt)
+        # With a few more of the 16 shards each time.
+        wanted, work = 4 * attempt + chance.randrange(1, 5), tmp_path / "killed" / ".preparing"
+        while process.poll() is None and len(list(work.glob("shard-*.json"))) < wanted:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.2))
         if process.poll() is None:
             workers = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
             worker = [int(pid) for pid in workers.read_text().split()][-1:]

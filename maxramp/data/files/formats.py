@@ -24,7 +24,6 @@ from maxramp.data.files.records import (
     Record,
     RecordFile,
     attempt,
-    decode_text,
     not_utf8,
     shown,
 )
@@ -110,11 +109,7 @@ class TextFile(RecordFile):
         return 1
 
     def _record(self, index: int) -> Record:
-        if self.tokens:
-            raise ConfigError(
-                f"{self.path}: a text file holds no token ids; use tokenize_train_data=True"
-            )
-        return decode_text(storage.read_bytes(self.path))
+        return self._checked(storage.read_bytes(self.path))
 
 
 class JsonLines(RecordFile):

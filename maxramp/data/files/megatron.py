@@ -8,6 +8,7 @@ is sequences [borders[i], borders[i + 1]) (int64 [d]). A mode per sequence (int8
 
 import array
 import bisect
+import contextlib
 import functools
 import itertools
 import os
@@ -223,7 +224,7 @@ class TokenStream:
         return self._files[index].where_token(position - self._starts[index])
 
 
-class MegatronWriter:
+class MegatronWriter(contextlib.AbstractContextManager):
     """Writes a pair of files, a document a sequence; they get their names when all is written."""
 
     def __init__(self, path: str, dtype: np.dtype):
@@ -236,9 +237,6 @@ class MegatronWriter:
         self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
         self.num_tokens, self.max_token = 0, -1
-
-    def __enter__(self) -> "MegatronWriter":
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         self._data.close()

@@ -50,27 +50,6 @@ def join(first: int, second: int, count: int) -> int:
     return (first * pow(_POINT, count, _PRIME) + second) % _PRIME
 
 
-def make_manifest(
-    shards: list[dict[str, Any]], tokenizer: dict[str, Any] | None, dtype: str, source: str
-) -> dict[str, Any]:
-    """The manifest of shards, in order; `source` identifies what they were made from."""
-    whole, documents = 0, sum(shard["documents"] for shard in shards)
-    for shard in shards:
-        whole = join(whole, int(shard["hash"], 16), shard["documents"])
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "source": source,
-        "tokenizer": tokenizer,
-        "dtype": dtype,
-        "documents": documents,
-        "tokens": sum(shard["tokens"] for shard in shards),
-        "max_token": max((shard["max_token"] for shard in shards), default=-1),
-        "hash": hashlib.blake2b(f"{whole:032x} {documents}".encode(), digest_size=8).hexdigest(),
-        "shards": shards,
-    }
-
-
 def read_manifest(folder: str) -> dict[str, Any]:
     """The manifest of a prepared set.
 
