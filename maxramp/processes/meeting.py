@@ -1,18 +1,19 @@
 """How the processes of a job meet.
 
-JAX aborts a process whose peers do not come, with a stack trace. So where the coordinator's address
-is known, the processes first meet at it themselves: whoever cannot be met is named in one line,
-within a bounded time, and only a complete job is handed to JAX.
+JAX aborts a process whose peers do not come, with a stack trace. So the processes first meet at the
+coordinator's address themselves: whoever cannot be met is named in one line, within a bounded time,
+and only a complete job is handed to JAX. The connections last, as the lifelines of the job.
 """
 
 import contextlib
-import errno
 import os
 import resource
+import select
 import socket
 import time
 
 import jax
+from jax._src import clusters  # which JAX knows, without joining one; no public name does
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.processes import lifeline
@@ -40,21 +41,29 @@ def join(timeout: float) -> None:
       ConfigError: the environment is incomplete, or the coordinator's port is taken.
       TrainingError: other processes did not come.
     """
-    _allow_connections()
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    address, count, place = _described() or detect(*given)[:3]
+    if count is None:
+        return
+    if count > 1:
+        _allow_connections()
+        meet = _wait_for_all if place == 0 else _report
+        lifeline.hold(place, meet(address, place, count, timeout))
+    bound = address if _is_loopback(_parts(address)[0]) else None  # JAX would listen everywhere
+    jax.distributed.initialize(
+        address, count, place, coordinator_bind_address=bound, initialization_timeout=60
+    )
+
+
+def _described() -> tuple[str, int, int] | None:
+    """The coordinator's address, the processes and this one's number, by our own variables."""
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]
     if not any(values):
-        try:
-            jax.distributed.initialize(initialization_timeout=int(timeout))
-        except ValueError as error:  # "coordinator_address should be defined": no cluster around us
-            if "coordinator_address" not in str(error):
-                raise ConfigError(f"jax.distributed: {error}") from None
-            return
-        lifeline.watch()
-        return
+        return None
     values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
     host, _, port = values[0].rpartition(":")
-    host = host.strip("[]")  # of an IPv6 address
     numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
     if not (host and port.isdigit() and 0 < int(port) < 2**16 and numbers):
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
@@ -62,16 +71,7 @@ def join(timeout: float) -> None:
             f"{shown}: all three must be set, to host:port, the number of processes and this one's "
             "place among them, from 0 on"
         )
-    count, place = int(values[1]), int(values[2])
-    bound = values[0] if lifeline.is_loopback(host) else None  # JAX would listen on all addresses
-    if place == 0:
-        _wait_for_all(host, int(port), count, timeout)
-    else:
-        _report(host, int(port), place, count, timeout)
-    jax.distributed.initialize(
-        values[0], count, place, coordinator_bind_address=bound, initialization_timeout=60
-    )
-    lifeline.watch()
+    return values[0], int(values[1]), int(values[2])
 
 
 def _allow_connections() -> None:
@@ -86,55 +86,97 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _wait_for_all(host: str, port: int, count: int, timeout: float) -> None:
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)  # of an IPv6 address
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only processes on this machine can reach a host of this name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _listen(host: str, port: int, count: int) -> socket.socket:
+    """Listens, by IPv4 and IPv6, for `count` processes that know this one as `host`.
+
+    Nobody outside of this machine has business with a job on a loopback address.
+    """
+    both = not _is_loopback(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    where = (host if _is_loopback(host) else "", port)
+    return socket.create_server(where, family=family, backlog=count, dualstack_ipv6=both)
+
+
+def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
     """Process 0: waits until every other process has come, and then lets them go on together."""
-    shown = f"MAXRAMP_COORDINATOR={os.environ['MAXRAMP_COORDINATOR']}"
-    deadline = time.monotonic() + timeout
-    with contextlib.ExitStack() as closing:
-        try:
-            listener = closing.enter_context(lifeline.listen(host, port, count))
-        except OSError as error:
-            raise ConfigError(
-                f"{shown}: cannot listen there: {os.strerror(error.errno)}; give another port"
-            ) from None
-        came: dict[int, socket.socket] = {}
+    shown, deadline = f"MAXRAMP_COORDINATOR={address}", time.monotonic() + timeout
+    known = {_greeting(other, count): other for other in range(1, count)}
+    came: dict[int, socket.socket] = {}
+    try:
+        listener = _listen(*_parts(address), count)
+    except OSError as error:
+        raise ConfigError(
+            f"{shown}: cannot listen there: {os.strerror(error.errno)}; give another port"
+        ) from None
+    with listener:
         while len(came) < count - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                peer = closing.enter_context(listener.accept()[0])
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise TrainingError(
-                        f"{shown}: process 0 of {count} may open no more files ({len(came)} "
-                        "processes came); raise ulimit -Hn to four times the processes"
-                    ) from None
-                if time.monotonic() < deadline:
-                    continue
-                missing = [i for i in range(1, count) if i not in came]
-                some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                peer, _ = listener.accept()
+            except TimeoutError:
+                missing = [str(other) for other in known.values() if other not in came]
+                some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
                 raise TrainingError(
                     f"{shown}: {len(missing)} of {count} processes did not come within "
                     f"{timeout:g} s (process {some}); are they started, and do they reach this "
                     "host? join_timeout_seconds waits longer"
                 ) from None
-            try:
+            other = None
+            with contextlib.suppress(OSError):
                 peer.settimeout(5.0)
-                place = _place(peer.recv(64), count)
-            except (OSError, ValueError):  # somebody else who looked what listens here
+                other = known.get(peer.recv(64))
+            if other is None:  # somebody else who looked what listens here
                 peer.close()
                 continue
-            if earlier := came.pop(place, None):  # its connection broke, or it is another one
+            if other in came:  # its connection broke, or it is another one
                 with contextlib.suppress(OSError):
-                    earlier.sendall(_TWICE)
-            came[place] = peer
+                    came[other].sendall(_TWICE)
+            came[other] = peer
             if len(came) == count - 1:  # some may have ended while they waited
-                came = {place: peer for place, peer in came.items() if _is_open(peer)}
-        for peer in came.values():
-            with contextlib.suppress(OSError):
-                peer.sendall(_GO)
-        for peer in came.values():  # they close first, which leaves the port free for JAX at once
-            with contextlib.suppress(OSError):  # one that ended is missed by JAX
-                peer.recv(1)
+                came = {other: peer for other, peer in came.items() if _is_open(peer)}
+    for peer in came.values():
+        with contextlib.suppress(OSError):  # one that has ended just now is missed at once
+            peer.sendall(_GO)
+    return {peer: other for other, peer in came.items()}
+
+
+def _report(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
+    """Another process: says that it is there, and waits until all are."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            peer = socket.create_connection(_parts(address), timeout=5.0)
+            peer.sendall(_greeting(place, count))
+            peer.settimeout(timeout + 5.0)
+            answer = peer.recv(2)
+            reason = f"it gave up waiting, or does not wait for {count} processes"
+            break
+        except OSError as error:
+            reason, answer = error.strerror or str(error), b""
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+    if answer == _TWICE:
+        raise ConfigError(
+            f"MAXRAMP_PROCESS_ID={place}: a second process came to {address} with this number; "
+            "give each its own"
+        )
+    if answer != _GO:
+        raise TrainingError(
+            f"MAXRAMP_COORDINATOR={address}: process {place} cannot join there: {reason} (waited "
+            f"up to {timeout:g} s); is process 0 running on that host, and is the port open?"
+        )
+    return {peer: 0}
 
 
 def _greeting(place: int, count: int) -> bytes:
@@ -142,57 +184,8 @@ def _greeting(place: int, count: int) -> bytes:
     return b"maxramp process %d of %d\n" % (place, count)
 
 
-def _place(greeting: bytes, count: int) -> int:
-    """The number of a process of this job.
-
-    Raises:
-      ValueError: somebody else, or a process of another job, sent it.
-    """
-    place = int(greeting.split()[2]) if len(greeting.split()) == 5 else 0
-    if not 0 < place < count or greeting != _greeting(place, count):
-        raise ValueError(f"{greeting!r} comes from no process of a job of {count}")
-    return place
-
-
 def _is_open(peer: socket.socket) -> bool:
     """Whether the process at the other end, which has nothing more to say, is still there."""
-    timeout = peer.gettimeout()
-    peer.settimeout(0)
-    try:
-        return peer.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        peer.settimeout(timeout)
-
-
-def _report(host: str, port: int, place: int, count: int, timeout: float) -> None:
-    """Another process: says that it is there, and waits until all are."""
-    shown = f"MAXRAMP_COORDINATOR={os.environ['MAXRAMP_COORDINATOR']}"
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=5.0) as peer:
-                peer.sendall(_greeting(place, count))
-                peer.settimeout(timeout + 5.0)
-                answer = peer.recv(2)
-                if answer == _GO:
-                    return
-                if answer == _TWICE:
-                    raise ConfigError(
-                        f"MAXRAMP_PROCESS_ID={place}: a second process came to {host}:{port} with "
-                        "this number; give each its own"
-                    )
-                reason = f"it gave up waiting, or does not wait for {count} processes"
-                break
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.1)
-    raise TrainingError(
-        f"{shown}: process {place} cannot join there: {reason} (waited up to {timeout:g} s); is "
-        "process 0 running on that host, and is the port open?"
-    )
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+    return not poll.poll(0)

@@ -444,11 +444,11 @@ def test_more_processes_than_files_may_be_open(host):
     program = (
         "from maxramp.processes import meeting\n"
         "meeting._allow_connections()\n"
-        f"meeting._wait_for_all({host.strip('[]')!r}, {port}, {count}, 120.0)"
+        f"meeting._wait_for_all('{host}:{port}', 0, {count}, 120.0)"
     )
     waiting = subprocess.Popen(
         [sys.executable, "-c", program],
-        env=environment() | {"MAXRAMP_COORDINATOR": f"{host}:{port}"},
+        env=environment(),
         preexec_fn=lambda: resource.setrlimit(
             resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         ),
@@ -463,16 +463,20 @@ def test_more_processes_than_files_may_be_open(host):
     assert waiting.wait(120) == 0
 
 
+# Whom the processes of a job of three have a connection to.
+MET = [[1, 2], [0], [0]]
+
+
 @pytest.fixture
-def meeting(monkeypatch):
+def meeting():
     """Process 0 of a job of three that waits; its port, and what ends when all have come."""
     port = free_port()
-    monkeypatch.setenv("MAXRAMP_COORDINATOR", f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meeting_lib._wait_for_all, "127.0.0.1", port, 3, 20.0)
+        waiting = pool.submit(meeting_lib._wait_for_all, address, 0, 3, 20.0)
 
         def come(place: int, count: int = 3) -> concurrent.futures.Future:
-            return pool.submit(meeting_lib._report, "127.0.0.1", port, place, count, 20.0)
+            return pool.submit(meeting_lib._report, address, place, count, 20.0)
 
         yield port, waiting, come
 
@@ -505,7 +509,7 @@ def test_only_the_processes_of_the_job_are_counted(meeting):
     time.sleep(0.3)
     assert not waiting.done() and not second.done()
     first = come(1)
-    assert [each.result(20) for each in (waiting, first, second)] == [None] * 3
+    assert [sorted(each.result(20).values()) for each in (waiting, first, second)] == MET
 
 
 def test_two_processes_with_one_number(meeting):
@@ -519,7 +523,7 @@ def test_two_processes_with_one_number(meeting):
         earlier.result()
     assert not waiting.done()
     second = come(2)
-    assert [each.result(20) for each in (waiting, later, second)] == [None] * 3
+    assert [sorted(each.result(20).values()) for each in (waiting, later, second)] == MET
 
 
 @pytest.mark.slow
