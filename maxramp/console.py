@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
 
 _PATIENCE = 10.0  # seconds that a reader may keep a program waiting that works for hours
 
@@ -21,8 +20,7 @@ def outlive_readers() -> None:
     dropped, and so is what no one reads for a while (a pager that waits, a terminal that was
     stopped). Ctrl-C ends the program without a traceback, until it sets a handler of its own.
     """
-    _replace_streams(lambda error: None, _PATIENCE)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _replace_streams(_PATIENCE)
 
 
 def end_with_readers() -> None:
@@ -31,82 +29,56 @@ def end_with_readers() -> None:
     Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
     with one line; and Ctrl-C is no traceback.
     """
-    _replace_streams(_end, None)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _replace_streams(None)
 
 
-def _end(error: OSError) -> None:
-    if isinstance(error, BrokenPipeError):
-        raise SystemExit(128 + signal.SIGPIPE)
-    raise SystemExit(f"error: standard output takes no more: {error.strerror}")
-
-
-def _replace_streams(on_failure: Callable[[OSError], None], patience: float | None) -> None:
+def _replace_streams(patience: float | None) -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:  # closed by who started this: the next file opened would take its place
             os.open(os.devnull, os.O_RDWR)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        before = getattr(sys, name)
-        if before is not None:
-            before.flush()
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(
-                _Descriptor(descriptor, on_failure if descriptor == 1 else None, patience)
-            ),
-            encoding=before.encoding if before else "utf-8",
-            errors="backslashreplace",
-            line_buffering=True,
-        )
+        encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+        raw = io.BufferedWriter(_Descriptor(descriptor, patience))
+        stream = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class _Descriptor(io.RawIOBase):
+class _Descriptor(io.FileIO):
     """A file descriptor that can always be written to."""
 
-    def __init__(
-        self,
-        number: int,
-        on_failure: Callable[[OSError], None] | None,
-        patience: float | None,
-    ):
+    def __init__(self, number: int, patience: float | None):
         """
         Args:
           number: of the descriptor.
-          on_failure: told of the first write that failed; what it leaves unsaid is dropped.
           patience: seconds to wait for a reader before what he does not take is dropped; None waits
-            for ever.
+            for ever, and ends the program where standard output fails.
         """
-        self._number, self._on_failure = number, on_failure
+        super().__init__(number, "w", closefd=False)
         self._patience, self._reader_stalls = patience, False
+        self._ends_program = patience is None and number == 1
 
     def write(self, data: memoryview) -> int:
         try:
-            while True:
-                self._reader_stalls = not self._has_room()
-                if self._reader_stalls:
-                    return len(data)
+            while self._has_room():
                 with contextlib.suppress(BlockingIOError):  # made so by who shares a terminal
-                    return os.write(self._number, data[: select.PIPE_BUF])
+                    return os.write(self.fileno(), data[: select.PIPE_BUF])
         except OSError as error:
-            tell, self._on_failure = self._on_failure, None
-            if tell:
-                tell(error)
-            return len(data)
+            if self._ends_program:
+                self._ends_program = False  # what is left unsaid is dropped
+                if isinstance(error, BrokenPipeError):
+                    raise SystemExit(128 + signal.SIGPIPE) from None
+                line = f"error: standard output takes no more: {error.strerror}"
+                print(line, file=sys.stderr)
+                raise SystemExit(1) from None
+        return len(data)
 
     def _has_room(self) -> bool:
         """Waits until so much can be written at once, or nobody has read for too long."""
         poll = select.poll()
-        poll.register(self._number, select.POLLOUT)
+        poll.register(self.fileno(), select.POLLOUT)
         patience = 0.0 if self._reader_stalls else self._patience
-        return bool(poll.poll(None if patience is None else 1000 * patience))
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._number
-
-    def isatty(self) -> bool:
-        return os.isatty(self._number)
+        self._reader_stalls = not poll.poll(None if patience is None else 1000 * patience)
+        return not self._reader_stalls

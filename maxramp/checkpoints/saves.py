@@ -9,7 +9,7 @@ import jax
 from maxramp.checkpoints.arrays import reason_of
 from maxramp.errors import PeerLostError, TrainingError
 from maxramp.files.place import Place, is_near
-from maxramp.processes import agreement, ending
+from maxramp.processes import agreement
 
 
 class Saves:
@@ -63,7 +63,7 @@ class Saves:
                 future.set_exception(error)
 
         # Not of a pool: nothing may wait for this thread at the end of the process.
-        threading.Thread(target=work, name=ending.SAVING, daemon=True).start()
+        threading.Thread(target=work, name="save", daemon=True).start()
         self._current = step, future
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Saves:
         """Waits until the last save is done on every process, or has failed on one.
 
         Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it
-        here, and leave their threads behind.
+        here.
 
         Args:
           last: no save comes after it, which could make up for it.
@@ -98,7 +98,6 @@ class Saves:
             if None not in states:
                 self.newest, self._failed_in_a_row = step, 0
                 return
-        ending.leave_threads_behind()
         self._failed_in_a_row += 1
         reasons = [
             f"process {process}: {reason}" for process, reason in enumerate(states) if reason
@@ -122,7 +121,6 @@ class Saves:
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._current
         if reason := _reason(saving):
-            ending.leave_threads_behind()
             self._warn(f"{self._folder / str(step)} was not saved: {reason}")
 
 

@@ -44,8 +44,14 @@ def join(timeout: float) -> None:
     given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, place = _described() or detect(*given)[:3]
-    if count is None:
+    if address is None:
         return
+    if count is None:
+        raise ConfigError(
+            f"JAX_COORDINATOR_ADDRESS={address}: JAX knows no cluster here that says how many "
+            "processes there are; set MAXRAMP_COORDINATOR, MAXRAMP_NUM_PROCESSES and "
+            "MAXRAMP_PROCESS_ID"
+        )
     if count > 1:
         _allow_connections()
         meet = _wait_for_all if place == 0 else _report

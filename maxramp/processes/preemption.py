@@ -1,6 +1,5 @@
 """Stopping when somebody asks: SIGTERM from a scheduler, SIGINT from a person."""
 
-import atexit
 import itertools
 import os
 import signal
@@ -31,9 +30,8 @@ class Preemption:
 
     def __init__(self):
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
-        self._asked = self._has_trained = self._several = self._over = False
+        self._asked = self._has_trained = self._several = False
         self._points = itertools.count(1)
-        self._acting = threading.Lock()  # held while a signal is acted on
         self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -41,7 +39,6 @@ class Preemption:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
-        atexit.register(self._end_listening)
 
     def begin(self, several: bool, end: Callable[[int], NoReturn]) -> None:
         """The processes of the job have joined.
@@ -62,27 +59,16 @@ class Preemption:
         heard = None  # when the first signal came
         while True:
             number = os.read(read_end, 1)[0]
-            with self._acting:
-                if self._over:
-                    return
-                if heard is None:
-                    heard = time.monotonic()
-                    if not (self._several or self._has_trained):
-                        self._leave(
-                            "stopped by a signal before a step was done; start again to go on"
-                        )
-                        os._exit(EXIT_PREEMPTED)
-                    self.ask()
-                    self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")
-                elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
-                    self._leave("ended at once by a second Ctrl-C: nothing was saved")
-                    self._end(128 + number)
-
-    def _end_listening(self) -> None:
-        """An interpreter that shuts down while another thread prints aborts: it stops that thread,
-        which then holds standard output's lock forever."""
-        with self._acting:
-            self._over = True
+            if heard is None:
+                heard = time.monotonic()
+                if not (self._several or self._has_trained):
+                    self._leave("stopped by a signal before a step was done; start again to go on")
+                    os._exit(EXIT_PREEMPTED)
+                self.ask()
+                self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")
+            elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
+                self._leave("ended at once by a second Ctrl-C: nothing was saved")
+                self._end(128 + number)
 
     def _leave(self, line: str) -> None:
         cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from maxramp.errors import StepError, reason_of
 from maxramp.parallel import cpu
-from maxramp.processes import ending
 from maxramp.training.device_memory import GIB, compiled_bytes
 
 
@@ -57,9 +56,7 @@ class Ahead:
         self._waiting: collections.deque[_Program] = collections.deque()  # not yet lowered
         self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
-        self._thread = threading.Thread(
-            target=self._compile_all, name=ending.COMPILING, daemon=True
-        )
+        self._thread = threading.Thread(target=self._compile_all, name="compile", daemon=True)
         self._thread.start()
 
     def announce(
