@@ -5,7 +5,6 @@ it has done so for step k-1, which by then the device has or is about to have fi
 is already queued.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -65,8 +64,8 @@ class MetricsLog:
           writers: what every record goes to.
         """
         self._keys, self._writers = keys, writers
-        self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
+        self._pending = self._reader.submit(lambda: None)  # the last record's
         self._last_end = time.perf_counter()
         self._ended = False  # closed, or by a record that ends the run: none is written after it
         self._writing = threading.Lock()
@@ -109,7 +108,7 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Waits for everything that is pending: the device has then done all that was asked."""
-        self._wait(keep=0)
+        self._pending.result()
 
     def close(self) -> None:
         """Waits for nothing more, and writes nothing more."""
@@ -118,12 +117,8 @@ class MetricsLog:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _push(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
-        self._pending.append(self._reader.submit(self._write, shown, record))
-        self._wait(keep=1)
-
-    def _wait(self, keep: int) -> None:
-        while len(self._pending) > keep:
-            self._pending.popleft().result()
+        before, self._pending = self._pending, self._reader.submit(self._write, shown, record)
+        before.result()
 
     def _write(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
         read = jax.device_get(shown)
@@ -226,19 +221,17 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
                 )
 
 
-class JsonlWriter:
-    """metrics.jsonl: one object per optimizer step, and one per evaluation.
-
-    A disk that is full for a while loses nothing: what could not be written waits in memory.
-    """
+class Appending:
+    """A file that grows; what a disk that is full for a while does not take waits in memory."""
 
     def __init__(self, path: pathlib.Path):
+        """Opens or makes the file."""
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
-    def __call__(self, record: Record) -> None:
-        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
-        self._unwritten += (json.dumps(as_json(record)) + "\n").encode()
+    def append(self, data: bytes) -> None:
+        """Hands bytes to the file system, or keeps them."""
+        self._unwritten += data
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
 
@@ -257,6 +250,14 @@ class JsonlWriter:
             self.flush()
         finally:
             self._file.close()
+
+
+class JsonlWriter(Appending):
+    """metrics.jsonl: one object per optimizer step, and one per evaluation."""
+
+    def __call__(self, record: Record) -> None:
+        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
+        self.append((json.dumps(as_json(record)) + "\n").encode())
 
 
 def as_json(value: Any) -> Any:

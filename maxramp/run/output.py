@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Span
@@ -44,7 +42,7 @@ _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's
 # Or cut at a start.
 _OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", decisions.FILE)
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
-_HEADER = "# Written by maxramp; the next start replaces this file unless you edit it ({:08x}).\n"
+_HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
 
 
 class Output:
@@ -81,7 +79,13 @@ class Output:
                 self._kept = follow(self.folder, self.warn)
                 self.here = self._kept.here
                 return
-            self._refuse_strange_files()
+            strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
+            if strange and not (self.folder / "checkpoints").exists():
+                raise ConfigError(
+                    f"run_name={self._keys.run_name}: {self.folder} is not the folder of a run but "
+                    f"holds {', '.join(strange)}, which a run would overwrite; move them away, or "
+                    "take another run_name"
+                )
             now = datetime.datetime.now().isoformat(" ", "seconds")
             owner = f"process {os.getpid()} on {platform.node()} since {now}"
             self._kept = take(self.folder, owner, self.warn)
@@ -89,7 +93,8 @@ class Output:
             for name in ("metrics.jsonl", "plan.json"):
                 if (self.here / name).exists():
                     (self.here / name).open("a").close()
-            self._config_file = self._place_for_config()
+            theirs = (self.here / "config.yml").exists() and not _is_our_config(self.here)
+            self._config_file = self.here / _CONFIGS[theirs]
         except BlockingIOError as error:
             raise ConfigError(
                 f"run_name={self._keys.run_name}: {self.folder} is in use by {error}; wait until "
@@ -97,29 +102,6 @@ class Output:
             ) from None
         except (OSError, RuntimeError) as error:
             raise self._refusal(error) from None
-
-    def _refuse_strange_files(self) -> None:
-        """A folder that was no run's so far may hold a config.yml, and files that no run writes."""
-        if (self.folder / "checkpoints").exists():
-            return
-        strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
-        if strange:
-            raise ConfigError(
-                f"run_name={self._keys.run_name}: {self.folder} is not the folder of a run but "
-                f"holds {', '.join(strange)}, which a run would overwrite; move them away, or take "
-                "another run_name"
-            )
-
-    def _place_for_config(self) -> pathlib.Path:
-        """Where the resolved configuration goes: never over what a person wrote or edited."""
-        paths = [self.here / name for name in _CONFIGS]
-        for path in paths:
-            if not path.exists() or _is_our_config(path):
-                return path
-        raise ConfigError(
-            f"{self.folder / _CONFIGS[0]} and {paths[1].name} are not as maxramp wrote them, so "
-            f"the resolved configuration has no place; move {paths[1].name} away"
-        )
 
     def _refusal(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -131,22 +113,21 @@ class Output:
     def _check_shared(self) -> None:
         """Looks on every process for what the first one wrote; the same answer on all of them."""
         mark = self.folder / ".shared"
-        number = agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]
+        number = str(agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]).encode()
         if self._is_first:
-            write_whole(mark, str(number).encode())
+            write_whole(mark, number)
         deadline, seen = time.monotonic() + _SHARED_SECONDS, False
         while not seen and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                seen = mark.read_bytes() == str(number).encode()
-            if not seen:
-                time.sleep(0.2)
-        blind = np.flatnonzero(~multihost_utils.process_allgather(np.bool_(seen)))
+                seen = mark.read_bytes() == number
+            time.sleep(0.0 if seen else 0.2)
+        blind = [str(i) for i, sees in enumerate(agreement.all_gather_json(seen)) if not sees]
         if self._is_first:
             mark.unlink(missing_ok=True)
-        if len(blind):
+        if blind:
             raise ConfigError(
                 f"base_output_directory={self._keys.base_output_directory}: not the same folder "
-                f"on every host: process {', '.join(map(str, blind[:8]))} of {jax.process_count()} "
+                f"on every host: process {', '.join(blind[:8])} of {jax.process_count()} "
                 f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
             )
 
@@ -161,18 +142,15 @@ class Output:
         Raises:
           ConfigError: the folder takes no more files.
         """
-        agreement.raise_everywhere(lambda: self._open_files(ramp, first_step))
-        if not self._is_first:
-            return []
-        self._display.start(ramp)
-        return [*self._files, self._display]
+        agreement.raise_everywhere(lambda: self._is_first and self._open_files(ramp, first_step))
+        if self._is_first:
+            self._display.start(ramp)
+        return [*self._files, self._display] if self._is_first else []
 
     def _open_files(self, ramp: RampupBatchManager, first_step: int) -> None:
-        if not self._is_first:
-            return
         try:
-            header = _HEADER.format(zlib.crc32(self._config_text.encode()))
-            write_whole(self._config_file, (header + self._config_text).encode())
+            config = self._config_text.encode()
+            write_whole(self._config_file, _header(config) + b"\n" + config)
             _write_json(self.here / "plan.json", ramp.to_json())
             (self.here / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.here / "metrics.jsonl", first_step):
@@ -182,9 +160,8 @@ class Output:
                 )
             self._files.append(JsonlWriter(self.here / "metrics.jsonl"))
             if self._keys.enable_tensorboard:
-                consumed = ramp.samples_before(first_step)
-                folder = self.here / "tensorboard"
-                self._files.append(TensorBoardWriter(folder, first_step, consumed))
+                first = first_step, ramp.samples_before(first_step)
+                self._files.append(TensorBoardWriter(self.here / "tensorboard", *first))
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
@@ -350,11 +327,8 @@ class Output:
         if step is None:
             self.say("stopped by a signal before a step was done; start again to go on")
             return
-        left = (
-            "saved; start again to go on"
-            if self._keys.enable_checkpointing
-            else "not saved (enable_checkpointing=False); the next start begins at step 0"
-        )
+        left = "not saved (enable_checkpointing=False); the next start begins at step 0"
+        left = "saved; start again to go on" if self._keys.enable_checkpointing else left
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, span: Span) -> None:
@@ -387,13 +361,14 @@ class Output:
         draw_run(records, self.here / "ramp.png", self._keys.run_name)
 
 
-def _is_our_config(path: pathlib.Path) -> bool:
-    """Whether a config.yml is as a run wrote it, down to the last byte."""
-    try:
-        header, _, text = path.read_text(encoding="utf-8").partition("\n")
-        return f"{header}\n" == _HEADER.format(zlib.crc32(text.encode()))
-    except (OSError, UnicodeDecodeError):
-        return False
+def _is_our_config(folder: pathlib.Path) -> bool:
+    """Whether config.yml is as a run wrote it, down to the last byte."""
+    header, _, text = (folder / "config.yml").read_bytes().partition(b"\n")
+    return header == _header(text)
+
+
+def _header(text: bytes) -> bytes:
+    return _HEADER % zlib.crc32(text)
 
 
 def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:

@@ -2,22 +2,19 @@
 
 Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
 They are written here and now, and not in tensorboardX's thread: what is flushed is in the file.
-While a disk is full, what could not be written waits in memory, as that of metrics.jsonl does.
 """
 
-import contextlib
 import os
 import pathlib
 import platform
 import struct
 import time
-from typing import Any, BinaryIO
+from typing import Any
 
-from maxramp.run.metrics import Record, numbers_of, tag_of
+from maxramp.run.metrics import Appending, Record, numbers_of, tag_of
 
 _BY_SAMPLE = "over_samples"
 _OVER_SAMPLES = ("loss", "eval_loss", "reward", "eval_reward")
-_BUFFER_BYTES = 8192  # of events that are written together
 
 
 class TensorBoardWriter:
@@ -63,59 +60,34 @@ class TensorBoardWriter:
             self._by_sample.close()
 
 
-class _Events:
-    """The event files of one folder."""
+class _Events(Appending):
+    """A new event file of a folder."""
 
     def __init__(self, folder: pathlib.Path, first: int):
-        self._folder, self._first = folder, first
-        self._file: BinaryIO | None = None
-        self._unwritten = b""
         folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
+        super().__init__(folder / name)
+        self._first: int | None = first
 
     def write(self, place: int, numbers: dict[str, Any]) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
+        if self._first is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(event_pb2.Event(file_version="brain.Event:2"))
+            self._add(event_pb2.Event(step=self._first, session_log=start))
+            self._first = None
         values = [
             summary_pb2.Summary.Value(tag=tag_of(name), simple_value=number)
             for name, number in numbers.items()
         ]
-        summary = summary_pb2.Summary(value=values)
-        event = event_pb2.Event(wall_time=time.time(), step=place, summary=summary)
-        self._unwritten += _framed(event)
-        if len(self._unwritten) > _BUFFER_BYTES:
-            with contextlib.suppress(OSError):  # `flush` says so
-                self.flush()
+        self._add(event_pb2.Event(step=place, summary=summary_pb2.Summary(value=values)))
 
-    def flush(self) -> None:
-        if self._unwritten and self._file is None:
-            self._file = self._open()
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+    def _add(self, event: Any) -> None:
+        from tensorboardX.record_writer import masked_crc32c
 
-    def _open(self) -> BinaryIO:
-        from tensorboardX.proto import event_pb2
-
-        now = time.time()
-        name = f"events.out.tfevents.{int(now)}.{platform.node()}.{os.getpid()}"
-        file = (self._folder / name).open("ab", buffering=0)
-        version = event_pb2.Event(wall_time=now, file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        started = event_pb2.Event(wall_time=now, step=self._first, session_log=start)
-        self._unwritten = _framed(version) + _framed(started) + self._unwritten
-        return file
-
-    def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            if self._file is not None:
-                self._file.close()
-
-
-def _framed(event: Any) -> bytes:
-    from tensorboardX.record_writer import masked_crc32c
-
-    data = event.SerializeToString()
-    length = struct.pack("<Q", len(data))
-    checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
-    return length + next(checksums) + data + next(checksums)
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
+        self.append(length + next(checksums) + data + next(checksums))
