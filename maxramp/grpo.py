@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -25,10 +25,11 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.corpus import Corpus
-from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.errors import ConfigError
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
+from maxramp.job import start
 from maxramp.job.loop import train
-from maxramp.job.start import Job, Start, start
+from maxramp.job.start import Job, Start
 from maxramp.processes import agreement
 from maxramp.processes.ending import run
 from maxramp.processes.preemption import Preemption
@@ -48,17 +49,14 @@ from maxramp.training.programs import compiler_options
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
-    preemption = preemption or Preemption()
-    notes: list[str] = []
-    try:
-        arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, "grpo", __doc__, note=notes.append)
-        _refuse(loaded)
-        loaded = first_weights.with_weights(loaded, notes.append)
-        with start(loaded, notes, preemption) as begun:
-            return _run(begun)
-    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
-        return report(error)
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def loaded(note: Callable[[str], None]) -> Config:
+        config = load(given, "grpo", __doc__, note=note)
+        _refuse(config)
+        return first_weights.with_weights(config, note)
+
+    return start.run(loaded, _run, preemption)
 
 
 def _refuse(config: Config) -> None:
@@ -80,15 +78,11 @@ def _refuse(config: Config) -> None:
             "rewards that may take so long would end the run as one that hangs; lower it, or raise "
             "hang_timeout_seconds"
         )
-    if config.optimizer.log_gradient_noise_scale:
+    asked = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
+    if asked or config.optimizer.log_gradient_noise_scale:
         raise ConfigError(
-            "log_gradient_noise_scale=True: steps of reinforcement learning do not measure it, and "
-            "rampup_policy=noise rests on it; use False, and a ramp that is given"
-        )
-    if config.batch.rampup_policy == "noise":
-        raise ConfigError(
-            "rampup_policy=noise: steps of reinforcement learning do not measure the noise scale "
-            "that it rests on; give a ramp, or use rampup_policy=seesaw"
+            f"{(*asked, 'log_gradient_noise_scale=True')[0]}: steps of reinforcement learning do "
+            "not measure the noise scale; leave it out, and give a ramp or rampup_policy=seesaw"
         )
 
 

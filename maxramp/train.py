@@ -28,16 +28,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from maxramp.config.load import load
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
-from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.job import start
 from maxramp.job.loop import train
-from maxramp.job.start import Job, Start, start
+from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import run
@@ -53,15 +52,8 @@ from maxramp.training.state import HeldState, TrainState
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
-    preemption = preemption or Preemption()
-    notes: list[str] = []
-    try:
-        arguments = sys.argv[1:] if arguments is None else arguments
-        loaded = load(arguments, "train", __doc__, note=notes.append)
-        with start(loaded, notes, preemption) as begun:
-            return _run(begun)
-    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
-        return report(error)
+    given = sys.argv[1:] if arguments is None else arguments
+    return start.run(lambda note: load(given, "train", __doc__, note=note), _run, preemption)
 
 
 def _run(begun: Start) -> int:

@@ -18,7 +18,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
-from maxramp.errors import EXIT_STAGE_END
+from maxramp.errors import EXIT_STAGE_END, ConfigError, TrainingError, report
 from maxramp.files.place import Place, place
 from maxramp.job.rate import rate_change
 from maxramp.parallel import mesh as mesh_lib
@@ -29,6 +29,29 @@ from maxramp.processes.watchdog import Watchdog
 from maxramp.rampup.spec import Fields, Meshes
 from maxramp.run.output import Output
 from maxramp.training.state import TrainState, abstract_state
+
+
+def run(
+    load: Callable[[Callable[[str], None]], Config],
+    work: Callable[["Start"], int],
+    preemption: Preemption | None,
+) -> int:
+    """Runs a command that trains, and says in one line why it cannot.
+
+    Args:
+      load: loads the configuration; gets what takes a note.
+      work: runs it on the devices; returns the exit status.
+      preemption: hears signals; made here if there is none.
+
+    Returns:
+      The exit status of `errors`, 0 when training is finished.
+    """
+    preemption, notes = preemption or Preemption(), []
+    try:
+        with start(load(notes.append), notes, preemption) as begun:
+            return work(begun)
+    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
+        return report(error)
 
 
 @contextlib.contextmanager

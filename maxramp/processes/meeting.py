@@ -92,6 +92,11 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def _shown(address: str) -> str:
+    given = "MAXRAMP_COORDINATOR" in os.environ
+    return f"MAXRAMP_COORDINATOR={address}" if given else f"the cluster's coordinator {address}"
+
+
 def _parts(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)  # of an IPv6 address
@@ -115,7 +120,7 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
     """Process 0: waits until every other process has come, and then lets them go on together."""
-    shown, deadline = f"MAXRAMP_COORDINATOR={address}", time.monotonic() + timeout
+    shown, deadline = _shown(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}
     try:
@@ -179,7 +184,7 @@ def _report(address: str, place: int, count: int, timeout: float) -> dict[socket
         )
     if answer != _GO:
         raise TrainingError(
-            f"MAXRAMP_COORDINATOR={address}: process {place} cannot join there: {reason} (waited "
+            f"{_shown(address)}: process {place} cannot join there: {reason} (waited "
             f"up to {timeout:g} s); is process 0 running on that host, and is the port open?"
         )
     return {peer: 0}
