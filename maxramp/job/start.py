@@ -23,7 +23,7 @@ from maxramp.files.place import Place, place
 from maxramp.job.rate import rate_change
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.cost import PassCost
-from maxramp.processes import agreement, backend, lifeline
+from maxramp.processes import agreement, backend
 from maxramp.processes.preemption import Preemption
 from maxramp.processes.watchdog import Watchdog
 from maxramp.rampup.spec import Fields, Meshes
@@ -73,7 +73,7 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
             for line in notes:
                 print_note(line)
         watchdog.beat()
-        preemption.begin(jax.process_count() > 1, lifeline.end_now)
+        preemption.begin(jax.process_count() > 1)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
         if jax.process_index() == 0:
             run_folder = place(config.run.base_output_directory) / config.run.run_name

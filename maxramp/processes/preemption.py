@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 from maxramp.errors import EXIT_PREEMPTED
+from maxramp.processes import lifeline
 
 _REPEATS = 1.0  # seconds in which a signal that comes again is the same wish: a key that is held
 
@@ -32,7 +32,6 @@ class Preemption:
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
         self._asked = self._has_trained = self._several = False
         self._points = itertools.count(1)
-        self._end: Callable[[int], NoReturn] = os._exit
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -40,14 +39,9 @@ class Preemption:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
-    def begin(self, several: bool, end: Callable[[int], NoReturn]) -> None:
-        """The processes of the job have joined.
-
-        Args:
-          several: whether there are others.
-          end: ends this process at once, with a status, and the job.
-        """
-        self._several, self._end = several, end
+    def begin(self, several: bool) -> None:
+        """The processes of the job have joined; `several`: there is more than one."""
+        self._several = several
 
     def ask(self) -> None:
         """Asks for the end as a scheduler would: every process of the job hears of it."""
@@ -68,7 +62,7 @@ class Preemption:
                 self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")
             elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
                 self._leave("ended at once by a second Ctrl-C: nothing was saved")
-                self._end(128 + number)
+                lifeline.end_now(128 + number)
 
     def _leave(self, line: str) -> None:
         cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it

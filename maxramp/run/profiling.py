@@ -29,11 +29,8 @@ class Profiler:
           settle: waits for the devices, so that a trace holds whole steps and those alone.
         """
         self._folder, self._settle = folder, settle
-        self._first = self._last = -1
-        if keys.profiler:
-            self._first = first_step + keys.skip_first_n_steps_for_profiler
-            self._last = self._first + keys.profiler_steps
-        self._running = False
+        first = first_step + keys.skip_first_n_steps_for_profiler if keys.profiler else -1
+        self._first, self._last, self._running = first, first + keys.profiler_steps, False
 
     def before(self, step: int) -> jax.profiler.StepTraceAnnotation:
         """Starts or ends the trace where its time has come; the context to run the step in."""
@@ -41,7 +38,7 @@ class Profiler:
             self._settle()
             jax.profiler.start_trace(str(self._folder))
             self._running = True
-        if step == self._last:
+        if self._running and step == self._last:
             self._settle()
             self.close()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
