@@ -21,7 +21,7 @@ from maxramp.model.parts.aux import Aux, awaited, of_rows
 from maxramp.model.parts.cache import Cache
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.norms import RMSNorm
-from maxramp.model.parts.weights import Weight, map_weights, normal
+from maxramp.model.parts.weights import map_products, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
 
 
@@ -154,10 +154,7 @@ class Decoder(nnx.Module):
         def to_dtype(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), of_weight(jax.typeof(x).sharding.spec, apart))
 
-        def cast(weight: Weight) -> Weight:
-            return jax.tree.map(to_dtype, weight) if weight.is_in_products else weight
-
-        return map_weights(cast, self)
+        return map_products(to_dtype, self)
 
     def _embedded(self, tokens_BT: jax.Array, dtype: str) -> jax.Array:
         with jax.named_scope("embedding"):
@@ -167,12 +164,11 @@ class Decoder(nnx.Module):
 
 def _stack(born, keys_L: jax.Array, repeats: int):
     """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...] (`pipeline.by_repeats`)."""
+    born = jax.vmap(born)
     if pipeline.num_stages() == 1:
-        return jax.vmap(born)(keys_L)
-    keys_L = jax.reshard(keys_L, LAYERS_L)
-    if repeats == 1:
-        return jax.vmap(born)(keys_L)
-    return jax.vmap(jax.vmap(born))(pipeline.by_repeats(keys_L, repeats))
+        return born(keys_L)
+    keys_L = pipeline.by_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
+    return (jax.vmap(born) if repeats > 1 else born)(keys_L)
 
 
 def num_parameters(model: Decoder) -> int:

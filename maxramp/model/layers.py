@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, D model width, L layers of a stack, l layers that run 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,13 +95,17 @@ def run(
             found.append(aux)
         return x_BTD, joined(found)
 
+    def outside(places: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
+        for layer, place in places:
+            x_BTD, aux = through(layer, x_BTD, _at(stacks[layer.kind], place), False)
+            found.append(aux)
+        return x_BTD
+
     found = []
     in_loop = pattern.repeats > 1 and not execution.unroll
     before, period = Pattern(pattern.prefix, 1), Pattern(pattern.period, 1)
     places = list(pattern.places())
-    for layer, place in places[: len(pattern.prefix)]:
-        x_BTD, aux = through(layer, x_BTD, _at(stacks[layer.kind], place), False)
-        found.append(aux)
+    x_BTD = outside(places[: len(pattern.prefix)], x_BTD)
     blocks = {
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
@@ -110,9 +115,7 @@ def run(
     minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
     counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
     found.append(Aux(minimized, shown, counts))
-    for layer, place in places[len(places) - len(pattern.remainder) :]:
-        x_BTD, aux = through(layer, x_BTD, _at(stacks[layer.kind], place), False)
-        found.append(aux)
+    x_BTD = outside(places[len(places) - len(pattern.remainder) :], x_BTD)
     return x_BTD, joined(found)
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from maxramp.model.execution import Pipeline
 from maxramp.model.parts.aux import Aux, of_stages
-from maxramp.model.parts.weights import Weight, map_weights
+from maxramp.model.parts.weights import Weight, map_products, map_weights
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import (
@@ -173,15 +173,9 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
     def apart(w: jax.Array) -> jax.Array:
         return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
 
-    def of_products(change: Callable, layers: Any) -> Any:
-        def changed(weight: Weight) -> Weight:
-            return jax.tree.map(change, weight) if weight.is_in_products else weight
-
-        return map_weights(changed, layers)
-
     layers = map_weights(split, layers)
     sums = jax.tree.map(lambda w: w.astype(jnp.float32), layers)
-    return of_products(read, jax.lax.stop_gradient(layers)), of_products(apart, sums)
+    return map_products(read, jax.lax.stop_gradient(layers)), map_products(apart, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.model.decoder import Decoder
-from maxramp.model.parts.weights import Weight, is_weight, joined, part_of, weights_of
+from maxramp.model.parts.weights import Weight, is_weight, joined, map_weights, part_of, weights_of
 from maxramp.model.pipeline import by_layers, by_repeats
 from maxramp.parallel.mesh import mesh_of, on_mesh
 from maxramp.parallel.platform import platform
@@ -128,10 +128,7 @@ def _is_circular(weight: Weight) -> bool:
 # Compiled once for every mesh: a run saves often.
 @jax.jit
 def _in_layer_order(tree: Any) -> Any:
-    def ordered(weight: Weight) -> Weight:
-        return jax.tree.map(by_layers, weight) if _is_circular(weight) else weight
-
-    return jax.tree.map(lambda x: ordered(x) if is_weight(x) else x, tree, is_leaf=is_weight)
+    return map_weights(lambda w: jax.tree.map(by_layers, w) if _is_circular(w) else w, tree)
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -141,7 +138,7 @@ def _in_stage_order(tree: Any, repeats: int) -> Any:
             return weight
         return jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight)
 
-    return jax.tree.map(lambda x: ordered(x) if is_weight(x) else x, tree, is_leaf=is_weight)
+    return map_weights(ordered, tree)
 
 
 class HeldState:

@@ -56,7 +56,16 @@ def is_weight(x: Any) -> bool:
 
 def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
     """A tree with `change(weight)` in place of every weight; of trees alike, of theirs too."""
-    return jax.tree.map(change, tree, *beside, is_leaf=is_weight)
+
+    def changed(x: Any, *others: Any) -> Any:
+        return change(x, *others) if is_weight(x) else x
+
+    return jax.tree.map(changed, tree, *beside, is_leaf=is_weight)
+
+
+def map_products(change: Callable, tree: Any) -> Any:
+    """A tree with `change(array)` in place of the arrays of weights that are used in products."""
+    return map_weights(lambda w: jax.tree.map(change, w) if w.is_in_products else w, tree)
 
 
 def weights_of(tree: Any) -> list[Weight]:
