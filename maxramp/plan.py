@@ -77,9 +77,8 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 def _print_stages(plan: dict[str, Any]) -> None:
     cells = [_cells(plan, stage) for stage in plan["stages"]]
-    noise = _same_for_all(plan)
-    rows = [[row[name] for name in row if name not in noise] for row in cells]
-    columns = [name for name in cells[0] if name not in noise]
+    columns = list(cells[0])
+    rows = [list(row.values()) for row in cells]
     if left_out := print_table(columns, rows, [name for name in _EXPENDABLE if name in columns]):
         names = "; ".join(" ".join(name.split()) for name in left_out)
         print(f"columns   left out on this narrow terminal: {names} (--json has all)")
@@ -227,42 +226,31 @@ _EXPENDABLE = (
 )
 
 
-def _same_for_all(plan: dict[str, Any]) -> set[str]:
-    """Columns that say nothing: of nodes where there is one, of devices where there is one."""
-    names: set[str] = set()
-    if plan["num_nodes"] == 1:
-        names |= {"nodes", "cost, time of\nall nodes", "share of\nnode-time"}
-        if plan["devices_per_node"] == 1:
-            names |= {"devices"}
-            if all(s["gradient_accumulation_steps"] == 1 for s in plan["stages"]):
-                names |= {"per\ndevice", "accum."}
-    else:
-        names |= {"share of\ntime"}
-    if not any(s["pipeline_bubble"] for s in plan["stages"]):
-        names |= {"pipeline\nidle"}
-    return names
-
-
 def _cells(plan: dict[str, Any], s: dict[str, Any]) -> dict[str, str]:
+    """Of a stage, by the heads of their columns; without those that say the same of every plan."""
+    stages, several_nodes = plan["stages"], plan["num_nodes"] > 1
+    several = several_nodes or plan["devices_per_node"] > 1
+    passes = several or any(other["gradient_accumulation_steps"] > 1 for other in stages)
+    idle = any(other["pipeline_bubble"] for other in stages)
     on_all = s["nodes"] == plan["num_nodes"]
     against = f"{s['node_hours_against_all_nodes']:.2f}x, {s['hours_against_all_nodes']:.2f}x"
-    return {
-        "stage": str(s["index"]),
-        "first\nstep": f"{s['first_step']:,}",
-        "steps": f"{s['run_steps']:,}",
-        "samples": short(s["run_samples"]),
-        "tokens": short(s["run_tokens"]),
-        "global\nbatch": f"{s['global_batch_size']:,}",
-        "per\ndevice": f"{s['per_device_batch_size']:g}",
-        "accum.": str(s["gradient_accumulation_steps"]),
-        "nodes": str(s["nodes"]),
-        "devices": str(s["devices"]),
-        "share of\ntime": f"{s['share_of_node_time']:.1%}",
-        "share of\nnode-time": f"{s['share_of_node_time']:.1%}",
-        "cost, time of\nall nodes": "-" if on_all else against,
-        "GiB per\ndevice": f"{s['memory_gib']['total']:.3g}",
-        "pipeline\nidle": f"{s['pipeline_bubble']:.1%}",
-    }
+    cells = (
+        (True, "stage", str(s["index"])),
+        (True, "first\nstep", f"{s['first_step']:,}"),
+        (True, "steps", f"{s['run_steps']:,}"),
+        (True, "samples", short(s["run_samples"])),
+        (True, "tokens", short(s["run_tokens"])),
+        (True, "global\nbatch", f"{s['global_batch_size']:,}"),
+        (passes, "per\ndevice", f"{s['per_device_batch_size']:g}"),
+        (passes, "accum.", str(s["gradient_accumulation_steps"])),
+        (several_nodes, "nodes", str(s["nodes"])),
+        (several, "devices", str(s["devices"])),
+        (True, f"share of\n{'node-' * several_nodes}time", f"{s['share_of_node_time']:.1%}"),
+        (several_nodes, "cost, time of\nall nodes", "-" if on_all else against),
+        (True, "GiB per\ndevice", f"{s['memory_gib']['total']:.3g}"),
+        (idle, "pipeline\nidle", f"{s['pipeline_bubble']:.1%}"),
+    )
+    return {head: cell for shown, head, cell in cells if shown}
 
 
 def _change(value: float, reference: float, less: str = "fewer") -> str:

@@ -152,7 +152,8 @@ def _config_map(run: Run) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"namespace": run.keys.gke_namespace},
-        "data": {"config.yml": _config_file(run)},
+        # What the command line would have changed is in it.
+        "data": {"config.yml": to_yaml(run.config.replace(**TRAINER_KEYS))},
     }
 
 
@@ -181,11 +182,6 @@ def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Manifest.add_representer(str, _as_block)
-
-
-def _config_file(run: Run) -> str:
-    """The configuration as the jobs read it: what the command line would have changed is in it."""
-    return to_yaml(run.config.replace(**TRAINER_KEYS))
 
 
 def _check(run: Run) -> None:

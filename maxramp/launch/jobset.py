@@ -40,13 +40,11 @@ def jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict
     """
     keys = run.keys
     slices = _slices(run, nodes)
-    annotations = {}
+    annotations = {"maxramp/run-name": run.name}
     if keys.gke_accelerator in TPUS:
-        annotations = {
-            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-        }
-    metadata: dict[str, Any] = {"name": name, "namespace": keys.gke_namespace}
-    metadata["annotations"] = annotations | {"maxramp/run-name": run.name}
+        pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        annotations = pool | annotations
+    metadata = {"name": name, "namespace": keys.gke_namespace, "annotations": annotations}
     if keys.gke_queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": keys.gke_queue}
     job = _job(nodes // slices, keys, _pod(run, name, config_map, nodes, last))

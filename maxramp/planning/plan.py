@@ -38,7 +38,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "devices_per_node": keys.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": run.config.planning.restart_minutes,
-        "warnings": [*_of_program(run.config.run.program), *filter(None, [ramp.cut_short])],
+        "warnings": list(filter(None, [_of_program(run.config.run.program), ramp.cut_short])),
     }
     plan["stages"] = [stage.to_json() | _part_of_run(run, stage) for stage in run.stages]
     plan["totals"] = _totals(run)
@@ -49,11 +49,10 @@ def make_plan(config: Config) -> dict[str, Any]:
     return plan
 
 
-def _of_program(program: str) -> list[str]:
-    """What a plan does not know of a program."""
-    if program in ("", "train"):
-        return []
-    return [f"program={program}: times and memory are those of maxramp.train for the same keys"]
+def _of_program(program: str) -> str:
+    """What a plan does not know of a program; "" if nothing."""
+    said = f"program={program}: times and memory are those of maxramp.train for the same keys"
+    return "" if program in ("", "train") else said
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
