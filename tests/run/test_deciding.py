@@ -32,7 +32,8 @@ POLICY = [
 
 def span_of(config, recorded=(), position=None, **changes):
     keys = config.replace(**changes).checkpoints
-    return take_up(config.batch, keys, 1, config.batch.mesh_on, 0.0, position, recorded)
+    meshes = config.replace(ici_data_parallelism=-1).batch.mesh_on  # as the run's keys leave it
+    return take_up(config.batch, keys, 1, meshes, 0.0, position, recorded)
 
 
 def record(step, consumed, rows, scale):
