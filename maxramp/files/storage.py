@@ -55,10 +55,12 @@ def store_of(protocol: str) -> Any:
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     # What it has to say is in the errors it raises; on stderr it would be pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Also for Orbax, which has a client of its own: a listing that is kept is an old one.
+    # A listing that is kept is an old one.
     fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     try:
-        return fsspec.filesystem(protocol)
+        # With the options of etils, which asks for Orbax: so both have one client.
+        options = {"finalize_on_close": True} if protocol == "gs" else {}
+        return fsspec.filesystem(protocol, **options)
     except (ImportError, ValueError) as error:  # it names the package that serves a protocol
         extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(protocol)
         reason = f"{install(extra)} brings what it needs" if extra else error
