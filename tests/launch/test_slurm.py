@@ -104,12 +104,11 @@ def test_a_ramp_grows_under_slurm(cluster, tmp_path, cache_dir):
 
     job = chain.wait_for(30)
     chain.slurm("scancel", "-s", "TERM", job)
-    step = steps_of(chain.folder)[-1]["step"]
     deadline = time.monotonic() + 120
     while [e for e in chain.events() if e["event"] == "end"][-1]["status"] != 76:
         assert time.monotonic() < deadline, chain.text()
         time.sleep(0.2)
-    job = chain.wait_for(step + 10)
+    job = chain.wait_for(steps_of(chain.folder)[-1]["step"] + 10)  # of the next job alone
     chain.slurm("scancel", "-s", "KILL", f"{job}.0")
     chain.wait_for_the_end()
 
