@@ -91,7 +91,8 @@ class Mirror:
                 left = None
             except (OSError, TrainingError) as error:
                 left = error
-            if not isinstance(left, OSError) or time.monotonic() > deadline:
+            lasting = not isinstance(left, OSError) or isinstance(left, FileNotFoundError)
+            if lasting or time.monotonic() > deadline:
                 break
             time.sleep(1)
         if left:
