@@ -126,7 +126,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("arguments", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, id=name, marks=[pytest.mark.slow] * (name == "processes"))
+        for name, arguments in SETTINGS.items()
+    ],
+)
 def test_elements_come_in_order_and_errors_in_one_line(arguments):
     assert read(Elements(), 5, 40, *arguments) == list(range(5, 40))
     with pytest.raises(TrainingError) as caught:
@@ -142,7 +148,9 @@ def test_a_worker_that_dies_is_said():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("ending", (signal.SIGTERM, signal.SIGKILL))
+@pytest.mark.parametrize(
+    "ending", (signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow))
+)
 def test_workers_stay_with_their_parent(ending):
     """A signal to all of a job leaves them to their parent; a killed one leaves none behind."""
     program = (

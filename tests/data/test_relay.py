@@ -18,7 +18,7 @@ PROCESSES = 4
 
 
 @pytest.mark.parametrize(
-    "factor, stages", [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+    "factor, stages", [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4)), (2, 2)]
 )
 def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     """Eight devices as those of four processes; the sum of a loss shows how it was compiled."""

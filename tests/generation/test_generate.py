@@ -189,7 +189,9 @@ def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch,
     assert begins() and "tokenizer_path=kept.json add_bos=True" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["megatron", "set", "jsonl", "hf"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("megatron", marks=pytest.mark.slow), "set", "jsonl", "hf"]
+)
 def test_tokens_of_no_known_tokenizer(kind, tmp_path):
     """One that is neither named by the run nor given is not guessed."""
     path = tmp_path / "ids.jsonl"

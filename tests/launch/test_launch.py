@@ -179,6 +179,7 @@ def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
     assert rows == rows_of(uninterrupted)[: len(rows)] and len(rows) > 30
 
 
+@pytest.mark.slow
 def test_no_trainer_outlives_a_killed_launcher(tmp_path, cache_dir):
     line = arguments(tmp_path, cache_dir, "run_name=orphans", "num_nodes=2", "steps=5000")
     launched = Launched(line, tmp_path / "orphans")
@@ -402,6 +403,7 @@ def test_a_port_in_use(tmp_path, cache_dir):
         one_line(process, 2, f"127.0.0.1:{port}", "in use", "another port")
 
 
+@pytest.mark.slow
 def test_nobody_at_the_coordinator(tmp_path, cache_dir):
     port = free_port()
     process = start(tmp_path, cache_dir, 1, 2, port)
@@ -413,6 +415,7 @@ def test_a_coordinator_that_does_not_exist(tmp_path, cache_dir):
     one_line(process, 1, "nowhere.invalid:1234", "process 1")
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come(tmp_path, cache_dir):
     """Both that are there say so: 0 names who is missing."""
     port = free_port()

@@ -57,6 +57,7 @@ def test_without_keep_every_step_takes_its_pages_from_the_system():
     assert min(found) > pages / 2
 
 
+@pytest.mark.slow
 def test_kept_pages_serve_later_steps():
     pages, found = faults("keep")
     assert found[0] > pages / 2

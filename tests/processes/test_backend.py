@@ -30,9 +30,9 @@ def initialize():  # as NVIDIA's, which looks for its libraries where a GPU may 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (("hardware=cpu",), ""),
-        (("devices_per_node=8", "num_nodes=1"), ""),
-        (("compile_topology=h200:2x8",), ""),
+        pytest.param(("hardware=cpu",), "", marks=pytest.mark.slow),
+        pytest.param(("devices_per_node=8", "num_nodes=1"), "", marks=pytest.mark.slow),
+        pytest.param(("compile_topology=h200:2x8",), "", marks=pytest.mark.slow),
         ((), "broken.initialize(): Unable to load cuFFT. Is it installed?\n"),
     ],
 )

@@ -32,7 +32,9 @@ def start(module: str, *arguments: str, **streams) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize("fault", ["full", "pipe", "closed"])
+@pytest.mark.parametrize(
+    "fault", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipe", "closed"))]
+)
 def test_what_is_said_never_ends_a_run(tmp_path, cache_dir, fault):
     """By the loop, the compiler's thread or that of the metrics."""
     given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
@@ -87,7 +89,10 @@ def test_all_is_said_where_writing_does_not_wait(small_pipe):
     assert read == text
 
 
-@pytest.mark.parametrize("module, given", [("plan", (BASE,)), ("checkpoint", ("--help",))])
+@pytest.mark.parametrize(
+    "module, given",
+    [pytest.param("plan", (BASE,), marks=pytest.mark.slow), ("checkpoint", ("--help",))],
+)
 def test_a_command_ends_with_its_reader(module, given):
     """Quietly, as other tools do; a full disk is an error."""
     plan = start(module, *given, stdout=subprocess.PIPE)
@@ -99,6 +104,7 @@ def test_a_command_ends_with_its_reader(module, given):
     assert (plan.wait(100), plan.stderr.read()) == (1, line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
     """What is finished is not called killed, however late the signals come."""

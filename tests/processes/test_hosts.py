@@ -274,6 +274,7 @@ print(json.dumps([hosts, dict(made.shape), [d.id for d in made.devices.flat]]))
 """
 
 
+@pytest.mark.slow
 def test_hosts_are_no_slices(tmp_path):
     """The weights are sharded over the devices of all hosts, as the plan says, not copied."""
     hosts = [tmp_path / str(i) for i in range(2)]

@@ -65,6 +65,7 @@ def test_a_peer_that_is_killed_ends_who_does_not_speak_to_it(tmp_path, cache_dir
         assert "error: process 1 of the job was lost" in job.printed("stderr")
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging):
     with Job(tmp_path, cache_dir, "dataset_type=grain", hanging, "hang_timeout_seconds=5") as job:
         assert job.statuses(60) == [EXIT_LOST]

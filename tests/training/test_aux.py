@@ -86,7 +86,10 @@ def plain():
 
 @pytest.mark.parametrize(
     "name",
-    [name if "accum" in name else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [
+        name if "pipeline, accum" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
 )
 def test_sums_of_layers_are_those_of_a_plain_computation(monkeypatch, tmp_path, name):
     """In the loss's gradient, in the metrics and in the buffers, also behind a restart on other

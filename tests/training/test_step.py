@@ -200,8 +200,9 @@ UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
 
 
 # Stages are in tests/model/test_pipeline.py.
+ALL_DATA = pytest.param((8, 1, 1, 1), marks=pytest.mark.slow)
 ALL_TENSOR = pytest.param((1, 1, 1, 8), marks=pytest.mark.slow)
-MESHES = ((8, 1, 1, 1), (1, 1, 8, 1), ALL_TENSOR, (2, 1, 2, 2))
+MESHES = (ALL_DATA, (1, 1, 8, 1), ALL_TENSOR, (2, 1, 2, 2))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -368,9 +369,9 @@ def loss_and_gradients():
 @pytest.mark.parametrize(
     "arguments",
     (
-        ("remat_policy=full",),
+        pytest.param(("remat_policy=full",), marks=pytest.mark.slow),
         ("remat_policy=minimal",),
-        ("scan_layers=False",),
+        pytest.param(("scan_layers=False",), marks=pytest.mark.slow),
         ("scan_layers=False", "remat_policy=full"),
     ),
     ids="-".join,
