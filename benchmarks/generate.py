@@ -73,7 +73,7 @@ def measure(keys):
     layers = generator._structure.unflatten(weights)
     random = np.random.default_rng(0)
     prompts = list(random.integers(0, 250, (BATCH, PROMPT), dtype=np.int32))
-    execution = config.recipe.execution
+    execution = config.model
     forward = jax.jit(functools.partial(Decoder.__call__, execution=execution))
     bare = jax.jit(products)
 

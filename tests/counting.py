@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.families import llama2
+from maxramp.model.layers import Layer, Pattern
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.rotary import Rope
-from maxramp.model.pattern import Layer, Pattern
 
 ROPE = Rope(10_000.0)
 LAYER = {"rope": ROPE, "sums": ("square", "size"), "counts": (("signs", (2,)),)}

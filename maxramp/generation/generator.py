@@ -21,9 +21,8 @@ from maxramp.data.row import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
-from maxramp.model.execution import Execution
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.cache import Cache
+from maxramp.model.parts.attention import Cache
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import (
@@ -93,7 +92,7 @@ class Generator:
           model: it, or its shapes and shardings.
           options: of the compiler, as `training.programs.compiler_options` gives them.
         """
-        self._keys, self._execution, self._mesh = keys, Execution.of(keys), mesh_of(model)
+        self._keys, self._mesh = keys, mesh_of(model)
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
@@ -269,9 +268,7 @@ class Generator:
         shape = (len(rows.lengths_B), keys.base_num_kv_heads, length, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         empty = Cache(nothing, nothing, jnp.zeros_like(rows.lengths_B))
-        _, caches = model.read(
-            rows.tokens_BS[:, :length], [empty] * len(model.layers), self._execution
-        )
+        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers), self._keys)
         return tuple(cache.grown(slots) for cache in caches)
 
     def _write(
@@ -298,7 +295,7 @@ class Generator:
             caches = tuple(
                 dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
             )
-            x_B1D, caches = model.read(_by_rows(_last, rows), caches, self._execution)
+            x_B1D, caches = model.read(_by_rows(_last, rows), caches, self._keys)
             rows = _by_rows(append, rows, model.logits(x_B1D)[:, 0], seed=seed)
             return step + 1, caches, rows
 

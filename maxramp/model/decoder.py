@@ -13,14 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model import layers, pipeline
-from maxramp.model.execution import Execution
-from maxramp.model.families.table import FAMILIES
-from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import Rule
+from maxramp.model.families import FAMILIES
+from maxramp.model.keys import Execution, ModelKeys
+from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, awaited, of_rows
-from maxramp.model.parts.cache import Cache
+from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.norms import RMSNorm
 from maxramp.model.parts.weights import map_products, normal
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
 
@@ -46,7 +44,7 @@ class Decoder(nnx.Module):
         )
         keys_L, stacks = jax.random.split(of_layers, L), {}
         for kind in self.pattern.kinds:
-            born = functools.partial(family.BLOCKS[kind], keys)
+            born = functools.partial(family.blocks[kind], keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
@@ -86,9 +84,9 @@ class Decoder(nnx.Module):
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
             if pipeline.num_stages() > 1:
-                of_stage = self.pattern.of_stage(execution.pipeline.layers)
+                of_stage = self.pattern.of_stage(execution.num_layers_per_pipeline_stage)
                 x_BTD, aux = pipeline.run(
-                    execution.pipeline,
+                    execution,
                     functools.partial(run, of_stage),
                     layers.KEPT[execution.remat_policy],
                     self.layers,

@@ -1,4 +1,4 @@
-"""The section of the model: its sizes, its family, and how it is computed. Imports no JAX."""
+"""The section of the model, and how a pass through it is computed. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,8 +52,22 @@ def dtype_of(*unset: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelKeys(Keys):
-    """A decoder."""
+class Execution(Keys):
+    """How a pass is computed. The same weights run under any of these keys."""
+
+    dtype: str = dtype_of()
+    attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
+    scan_layers: bool
+    remat_policy: str = one_of("full", "minimal", "minimal_with_context", "none")
+    num_pipeline_microbatches: int = positive_or_open()
+    num_layers_per_pipeline_stage: int = positive_or_open()
+    num_pipeline_repeats: int = positive_or_open()
+    pipeline_fsdp_ag_once: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelKeys(Execution):
+    """A decoder, and how its passes are computed."""
 
     decoder_block: str = one_of("llama2", "mistral")
     base_emb_dim: int = at_least(1)
@@ -74,15 +88,7 @@ class ModelKeys(Keys):
     original_max_position_embeddings: int = at_least(1)
     sliding_window_size: int = at_least(0)
     max_target_length: int = at_least(1)
-    dtype: str = dtype_of()
     weight_dtype: str = dtype_of()
-    attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
-    scan_layers: bool
-    remat_policy: str = one_of("full", "minimal", "minimal_with_context", "none")
-    num_pipeline_microbatches: int = positive_or_open()
-    num_layers_per_pipeline_stage: int = positive_or_open()
-    num_pipeline_repeats: int = positive_or_open()
-    pipeline_fsdp_ag_once: bool
 
     def check(self) -> None:
         """Checks each key, and that heads and pairs come out whole.

@@ -1,23 +1,93 @@
-"""Layers one after the other: stacks of weights by kind, in the order of a pattern.
+"""Layers one after the other: in which order, what each is, and stacks of their weights by kind.
 
 Shapes: B rows, T tokens, D model width, L layers of a stack, l layers that run here.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxramp.model.execution import Execution
+from maxramp.model.keys import Execution
 from maxramp.model.parts.attention import CONTEXT, Rule, starts
 from maxramp.model.parts.aux import Aux, joined
-from maxramp.model.parts.products import STAGE_PRODUCTS
 from maxramp.model.parts.rotary import Rope
-from maxramp.model.pattern import Layer, Pattern
+from maxramp.model.parts.weights import STAGE_PRODUCTS
 from maxramp.parallel.sharding import X_BTD
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a layer is.
+
+    Attributes:
+      kind: of its weights: layers of one kind are one stack.
+      rope: how its queries and keys turn.
+      window: tokens that each token sees, itself included; 0 = all before it.
+      sums: names of those that its block minimizes or shows (`Aux`).
+      counts: names and shapes of what its block counts of a row.
+    """
+
+    kind: str
+    rope: Rope
+    window: int = 0
+    sums: tuple[str, ...] = ()
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Layers in the order in which a row meets them.
+
+    Attributes:
+      period: layers that come again and again, as one loop.
+      repeats: how often.
+      prefix, remainder: layers before and behind them.
+    """
+
+    period: tuple[Layer, ...]
+    repeats: int
+    prefix: tuple[Layer, ...] = ()
+    remainder: tuple[Layer, ...] = ()
+
+    def __iter__(self) -> Iterator[Layer]:
+        yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the stacks, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.kind for layer in self))
+
+    def count(self, kind: str) -> int:
+        """How many layers are of a kind."""
+        return sum(layer.kind == kind for layer in self)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of all sums that are minimized or shown."""
+        return tuple(dict.fromkeys(name for layer in self for name in layer.sums))
+
+    @property
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """What layers count: names and shapes [L, ...], of those layers that count it."""
+        shapes = [of_layer for layer in self for of_layer in layer.counts]
+        return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
+
+    def of_stage(self, layers: int) -> "Pattern":
+        """So many layers of a pipeline's stage: of all stages the same, and so all in the loop."""
+        assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
+        return Pattern(self.period, layers // len(self.period))
+
+    def places(self) -> Iterator[tuple[Layer, int]]:
+        """Every layer, and its place in the stack of its kind."""
+        counts = dict.fromkeys(self.kinds, 0)
+        for layer in self:
+            yield layer, counts[layer.kind]
+            counts[layer.kind] += 1
+
 
 Stacks = dict[str, Any]  # by kind, blocks whose weights have an axis of layers in front
 
@@ -102,7 +172,7 @@ def run(
         return x_BTD
 
     found = []
-    in_loop = pattern.repeats > 1 and not execution.unroll
+    in_loop = pattern.repeats > 1 and execution.scan_layers
     before, period = Pattern(pattern.prefix, 1), Pattern(pattern.period, 1)
     places = list(pattern.places())
     x_BTD = outside(places[: len(pattern.prefix)], x_BTD)
@@ -110,7 +180,7 @@ def run(
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
     }
-    unroll = pattern.repeats if execution.unroll else 1
+    unroll = 1 if execution.scan_layers else pattern.repeats
     x_BTD, aux = jax.lax.scan(turn, x_BTD, blocks, unroll=unroll)
     minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
     counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)

@@ -3,7 +3,7 @@
 Outside the layers `stage` is an axis of the batch. Inside, an array of a turn still has its rows
 over all batch axes, but the rows that lie on a stage are those of the micro batch that the stage
 works on, and every weight has an axis S more. So only products with weights see the stages
-(`products.dense`); attention, norms and rotary positions are those of any batch.
+(`weights.dense`); attention, norms and rotary positions are those of any batch.
 
 Glossary
   micro batch  1/m of a pass's rows; on a device one of its k = m / S slots of rows
@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.execution import Pipeline
+from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, of_stages
 from maxramp.model.parts.weights import Weight, map_products, map_weights
 from maxramp.model.size import pipeline_turns
@@ -76,7 +76,7 @@ def by_layers(x_RL: jax.Array) -> jax.Array:
 
 
 def run(
-    pipeline: Pipeline,
+    execution: Execution,
     run_layers: Run,
     kept: Callable[..., bool],
     layers: Any,
@@ -86,7 +86,7 @@ def run(
     """Every row through all layers, by turns.
 
     Args:
-      pipeline: how.
+      execution: how many micro batches, repeats and layers of a stage in a turn.
       run_layers: takes layers [l, S, ...], the x of a turn and its segments, and returns the x
         behind them and sums of each row.
       kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
@@ -97,8 +97,9 @@ def run(
     Returns:
       x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
     """
-    m, R, S = pipeline.microbatches, pipeline.repeats, num_stages()
-    weights, sums = _by_turns(layers, (R, S, pipeline.layers), pipeline.gather_once)
+    m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
+    shape = R, S, execution.num_layers_per_pipeline_stage
+    weights, sums = _by_turns(layers, shape, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _to_slots(x_BTD, m // S)
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 

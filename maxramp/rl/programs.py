@@ -72,7 +72,7 @@ class PolicyPrograms:
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        execution = recipe.execution
+        execution = recipe.model
         dtype, objective = execution.dtype, policy_gradient(policy, execution)
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:

@@ -6,7 +6,6 @@ from typing import Self
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
-from maxramp.model.execution import Execution
 from maxramp.model.keys import ROLES, ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
 from maxramp.rampup.spec import StageSpec
@@ -94,11 +93,6 @@ class Recipe:
     model: ModelKeys
     objective: ObjectiveKeys
     optimizer: OptimizerKeys
-
-    @property
-    def execution(self) -> Execution:
-        """How passes through the model are computed."""
-        return Execution.of(self.model)
 
     def of(self, spec: StageSpec) -> Self:
         """The same for the steps of a stage, which says how its passes are computed."""

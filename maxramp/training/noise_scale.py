@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.model.parts.norms import RowScale
+from maxramp.model.parts.block import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
 from maxramp.training.keys import OptimizerKeys

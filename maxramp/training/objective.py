@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.model.execution import Execution
+from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.loss import cross_entropy_sums

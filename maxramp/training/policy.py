@@ -11,7 +11,7 @@ import numpy as np
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.model.execution import Execution
+from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.cpu import after, gradient_after
 from maxramp.training.keys import PolicyKeys

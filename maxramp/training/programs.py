@@ -156,7 +156,7 @@ class Programs:
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
         recipe = self._recipe.of(spec)
-        objective = next_token_prediction(recipe.objective, recipe.execution)
+        objective = next_token_prediction(recipe.objective, recipe.model)
 
         def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
             return eval_step(model, sums, self._expansion.gather(batch), objective=objective)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
-from maxramp.model.execution import Execution
+from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
@@ -40,8 +40,8 @@ def make_train_step(
     """
     return functools.partial(
         train_step,
-        objective=next_token_prediction(recipe.objective, recipe.execution),
-        execution=recipe.execution,
+        objective=next_token_prediction(recipe.objective, recipe.model),
+        execution=recipe.model,
         optimizer=recipe.optimizer,
         learning_rate=learning_rate,
     )

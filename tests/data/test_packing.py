@@ -125,7 +125,7 @@ def test_documents_do_not_see_each_other():
         """The sum over the targets that `kept` holds."""
         targets_BT = batch.targets
         targets_BT = jnp.where((targets_BT[..., None] == kept).any(-1), targets_BT, PADDING)
-        execution = config.recipe.execution
+        execution = config.model
         hidden, _ = decoder.hidden(batch.tokens, execution, batch.segments)
         return cross_entropy_sums(hidden, decoder.head(execution.dtype), targets_BT, 0.0, 0)[0]
 
@@ -158,7 +158,7 @@ def test_a_packed_batch_is_its_documents(arguments):
     @jax.jit
     def total(decoder, batch):
         zeros = (jnp.float32(0), jnp.float32(0))
-        objective = next_token_prediction(config.objective, config.recipe.execution)
+        objective = next_token_prediction(config.objective, config.model)
         return eval_step(decoder, zeros, batch, objective=objective)
 
     def sums_of(layout, packed):

@@ -15,7 +15,6 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.generation.generator import Generator, rounded_up
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
-from maxramp.model.execution import Execution
 from maxramp.training.state import abstract_state
 
 LENGTH, VOCAB = 48, 264
@@ -42,7 +41,7 @@ class Writer:
     def __init__(self, mesh, *keys):
         devices, axes = MESHES[mesh]
         config = make_config(*KEYS, *axes, *keys, devices=devices)
-        self.mesh, self.execution = make_mesh(config), Execution.of(config.model)
+        self.mesh, self.execution = make_mesh(config), config.model
         with jax.set_mesh(self.mesh):
             make = functools.partial(Decoder, config.model, jax.random.key(0))
             self.model = jax.jit(make, compiler_options=QUICK)()

@@ -10,11 +10,11 @@ from conftest import make_config, make_mesh
 
 from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
-from maxramp.model.families import llama2
+from maxramp.model.families import FAMILIES, Family
+from maxramp.model.layers import Layer, Pattern
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.rotary import Rope
-from maxramp.model.pattern import Layer, Pattern
 
 # transformers' ROPE_INIT_FUNCTIONS["llama3"] at rope_theta 500,000, low_freq_factor 1,
 # high_freq_factor 4, original_max_position_embeddings 8,192: by factor and head_dim the inverse
@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(keys):
     config = make_config(*KEYS, *keys, devices=1)
     tokens_BT = (np.arange(24, dtype=np.int32) * 7 % 40)[None]
     with jax.set_mesh(make_mesh(config)):
-        forward = functools.partial(Decoder.__call__, execution=config.recipe.execution)
+        forward = functools.partial(Decoder.__call__, execution=config.model)
         logits = np.asarray(jax.jit(forward)(with_weights(config), tokens_BT)[0])
     np.testing.assert_allclose(logits[[3, 11, 23], :4], LOGITS[keys], atol=2e-5)
 
@@ -130,9 +130,9 @@ PATTERNS = {
 def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
     """Each with the weights of its kind at its place: the result is that of one after the other."""
     pattern = PATTERNS[name]
-    block = llama2.BLOCKS["dense"]
-    monkeypatch.setattr(llama2, "BLOCKS", {"dense": block, "other": block})
-    monkeypatch.setattr(llama2, "pattern", lambda keys: pattern)
+    block = FAMILIES["llama2"].blocks["dense"]
+    family = Family(lambda keys: pattern, {"dense": block, "other": block})
+    monkeypatch.setitem(FAMILIES, "llama2", family)
     count = f"base_num_decoder_layers={len(list(pattern))}"
     config = make_config(*KEYS, count, "remat_policy=full", devices=1)
     tokens_BT = (np.arange(24, dtype=np.int32) * 7 % 40)[None]
@@ -146,7 +146,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
 
     with jax.set_mesh(make_mesh(config)):
         model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
-        logits = jax.jit(lambda model: model(tokens_BT, config.recipe.execution))(model)
+        logits = jax.jit(lambda model: model(tokens_BT, config.model))(model)
         np.testing.assert_allclose(logits, jax.jit(one_by_one)(model), atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import block
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.products import dense
+from maxramp.model.parts.weights import dense
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -135,7 +135,7 @@ def gradient_of(config):
     """The jaxpr of the loss's gradient of two rows."""
 
     def loss(model, tokens_BS):
-        execution = config.recipe.execution
+        execution = config.model
         x_BTD, _ = model.hidden(tokens_BS[:, :-1], execution)
         head_DV = model.head(execution.dtype)
         return cross_entropy_sums(x_BTD, head_DV, tokens_BS[:, 1:], 0.0, 0)[0]

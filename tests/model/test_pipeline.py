@@ -3,6 +3,7 @@
 Shapes: R rows of a step, S tokens of a row and the one after it.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -18,11 +19,9 @@ from jax.sharding import PartitionSpec as P
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import pipeline
-from maxramp.model.execution import Pipeline
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.products import dense
-from maxramp.model.parts.weights import Weight
+from maxramp.model.parts.weights import Weight, dense
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo
@@ -82,7 +81,7 @@ def trained(*arguments, devices=8, accumulation=1, packed=False):
     config = config_of(*arguments, devices=devices)
     mesh = make_mesh(config)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
-    objective = next_token_prediction(config.recipe.objective, config.recipe.execution)
+    objective = next_token_prediction(config.recipe.objective, config.model)
 
     def evaluate(model, batch):
         return eval_step(model, (jnp.float32(0),) * 2, batch, objective=objective)
@@ -182,6 +181,11 @@ def test_a_kernel(monkeypatch, kernel, length):
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
 
 
+def by_turns_of(microbatches):
+    keys = {"num_pipeline_microbatches": microbatches, "num_pipeline_repeats": 1}
+    return dataclasses.replace(make_config().model, **keys, num_layers_per_pipeline_stage=1)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_every_turn_computes_on_rows(slots):
     """A norm without epsilon makes NaN of zeros: in any turn, in the gradient of the weights."""
@@ -196,8 +200,7 @@ def test_every_turn_computes_on_rows(slots):
         return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD), Aux()
 
     def by_turns(weights_LDF, x_BTD):
-        pipe = Pipeline(4 * slots, repeats=1, layers=1, gather_once=False)
-        return pipeline.run(pipe, of_stages, None, weights_LDF, x_BTD, None)[0]
+        return pipeline.run(by_turns_of(4 * slots), of_stages, None, weights_LDF, x_BTD, None)[0]
 
     def by_layers(weights_LDF, x_BTD):
         for weight_DF in weights_LDF:
@@ -239,8 +242,7 @@ def test_micro_batches_are_added_in_float32():
         return dense(x_BTD, "BTD,DF->BTF", weights[0], X_BTD), Aux()
 
     def total(weights_LDF, x_BTD):
-        pipe = Pipeline(microbatches=16, repeats=1, layers=1, gather_once=False)
-        y_BTD, _ = pipeline.run(pipe, layer, None, weights_LDF, x_BTD, None)
+        y_BTD, _ = pipeline.run(by_turns_of(16), layer, None, weights_LDF, x_BTD, None)
         return y_BTD.astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
@@ -271,7 +273,7 @@ def program(request):
 
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
-            execution = config.recipe.execution
+            execution = config.model
             x_BTD, _ = model.hidden(batch.tokens, execution, batch.segments)
             return (x_BTD**2).sum()
 

@@ -89,7 +89,7 @@ def gradients_of_rows(step):
     found = {"": [], "adam_": [], "norms_": []}
     tokens = []
     with jax.set_mesh(make_mesh(config)):
-        objective = next_token_prediction(config.objective, config.recipe.execution)
+        objective = next_token_prediction(config.objective, config.model)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
             g, aux = gradient(model, batch_of(row_S[None]))
@@ -174,7 +174,7 @@ def test_truth_lies_in_the_interval():
     step = functools.partial(
         train_step,
         objective=Objective(sums),
-        execution=config.recipe.execution,
+        execution=config.model,
         optimizer=config.optimizer,
         learning_rate=rate,
     )

@@ -85,8 +85,8 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = functools.partial(
         train_step,
-        objective=policy_gradient(policy, config.recipe.execution),
-        execution=config.recipe.execution,
+        objective=policy_gradient(policy, config.model),
+        execution=config.model,
         optimizer=config.optimizer,
         learning_rate=rate,
     )
@@ -141,7 +141,7 @@ def test_it_is_the_formula(grpo_normalization):
             functools.partial(init_state, config.recipe), compiler_options=QUICK
         )().model
         placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
-        execution = config.recipe.execution
+        execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)
         found, entropy, _ = jax.jit(of_tokens(KEYS, execution))(model, placed)

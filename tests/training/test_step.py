@@ -331,7 +331,7 @@ def test_causality():
 
     def loss_at(model, position):
         targets_1T = jnp.where(jnp.arange(LENGTH) == position, tokens_1S[:, 1:], PADDING)
-        x_1TD, _ = model.hidden(tokens_1S[:, :-1], config.recipe.execution)
+        x_1TD, _ = model.hidden(tokens_1S[:, :-1], config.model)
         return cross_entropy_sums(x_1TD, model.head("float32"), targets_1T, 0.0, 0)[0]
 
     gradient = jax.jit(jax.grad(loss_at))
@@ -359,7 +359,7 @@ def loss_and_gradients():
         state, mesh = initial_state(make_config(*ADAM)), make_mesh(config)
         with jax.set_mesh(mesh):
             rows_RS = place(random_rows(1, ROWS), mesh).tokens[0]
-            run = jax.value_and_grad(functools.partial(objective, config.recipe.execution))
+            run = jax.value_and_grad(functools.partial(objective, config.model))
             loss, gradients = jax.jit(run)(state.model, rows_RS)
         return {"loss": np.asarray(loss)} | by_name(gradients)
 
@@ -400,7 +400,7 @@ def test_evaluation_of_a_padded_batch():
     rows_RS[3, 9:] = rows_RS[17, 2:] = PADDING
     filled_RS = np.concatenate([rows_RS, np.full((4, LENGTH + 1), PADDING, np.int32)])
     mesh, training = make_mesh(config), trained(*ADAM)
-    objective = next_token_prediction(config.objective, config.recipe.execution)
+    objective = next_token_prediction(config.objective, config.model)
     evaluate = jax.jit(functools.partial(eval_step, objective=objective))
     with jax.set_mesh(mesh):
         sums = jnp.float32(0), jnp.float32(0)

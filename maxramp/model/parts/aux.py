@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.parts.products import stages_of
+from maxramp.model.parts.weights import stages_of
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import staged
 
@@ -26,7 +26,7 @@ class Aux:
 
     A sum is over a row's tokens, so that any split of the rows adds up to the same, and the turns
     in which a stage of a pipeline has no rows are left out. The names are those that the layers
-    announce (`pattern.Layer`).
+    announce (`layers.Layer`).
 
     Attributes:
       minimized: added to what training minimizes, and shown; over all layers.

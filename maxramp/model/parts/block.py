@@ -1,25 +1,113 @@
-"""A pre-norm transformer layer of attention and MLP.
+"""What layers are made of: norms, attention, the MLP; and a pre-norm layer of them.
 
-Shapes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width.
+Shapes: B rows, T tokens, D model width, F MLP width, H query heads, K key/value heads, h head
+width.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import Rule, attend, for_length, select
+from maxramp.model.parts.attention import Cache, Rule, attend, for_length, select
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.cache import Cache
-from maxramp.model.parts.mlp import MLP
-from maxramp.model.parts.norms import RMSNorm
-from maxramp.model.parts.products import dense
 from maxramp.model.parts.rotary import rotate
-from maxramp.model.parts.weights import normal
+from maxramp.model.parts.weights import Weight, dense, normal, ones, stages_of
 from maxramp.parallel.platform import platform
-from maxramp.parallel.sharding import STREAM_BTD, X_BTD, HEADS_IN_DHh, HEADS_OUT_HhD, X_BTHh
+from maxramp.parallel.sharding import (
+    MLP_IN_DF,
+    MLP_OUT_FD,
+    STREAM_BTD,
+    X_BTD,
+    X_BTF,
+    HEADS_IN_DHh,
+    HEADS_OUT_HhD,
+    X_BTHh,
+    staged,
+)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, width: int, epsilon: float, dtype: str):
+        self.epsilon = epsilon
+        self.scale_D = ones("scale", "D", (width,), dtype)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalizes every token's vector; [B, T, D], dtype kept."""
+        x = x_BTD.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale_D[...].astype(jnp.float32)
+        if scale.ndim > 1:  # of every stage of a pipeline
+            spec = jax.typeof(x).sharding.spec
+            y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged(spec))
+            y = jax.lax.reshape(y * scale[:, None, None], x.shape, out_sharding=spec)
+        else:
+            y = x * scale
+        if isinstance(self.scale_D, RowScale):
+            y = _by_rows(y, x, self.scale_D.rows_BD)
+        return y.astype(x_BTD.dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("scale", "rows_BD"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class RowScale:
+    """A norm's scale whose gradient is wanted for each row as well: as that of `rows_BD`, zeros."""
+
+    scale: Weight
+    rows_BD: jax.Array
+
+    def __getitem__(self, index):
+        return self.scale[index]
+
+
+@jax.custom_vjp
+def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
+    """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have."""
+    return y_BTD
+
+
+def _by_rows_backward(x_BTD, dy_BTD):
+    return dy_BTD, None, (dy_BTD * x_BTD).sum(1)
+
+
+_by_rows.defvjp(lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD), _by_rows_backward)
+
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "linear": lambda x: x,
+}
+
+
+class MLP(nnx.Module):
+    """Gated MLP (Shazeer, arXiv 2002.05202): out(f(gate(x)) * g(up(x)))."""
+
+    def __init__(self, keys: ModelKeys, key: jax.Array):
+        D, F, dtype = keys.base_emb_dim, keys.base_mlp_dim, keys.weight_dtype
+        gate, up, out = jax.random.split(key, 3)
+        self.activations = tuple(keys.mlp_activations)
+        self.gate_DF = normal("matrix", "DF", gate, (D, F), MLP_IN_DF, D**-0.5, dtype)
+        self.up_DF = normal("matrix", "DF", up, (D, F), MLP_IN_DF, D**-0.5, dtype)
+        self.out_FD = normal("matrix", "FD", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        x_BTD = jax.reshard(x_BTD, X_BTD)
+        f, g = (_ACTIVATIONS[name] for name in self.activations)
+        gate_BTF = f(dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
+        up_BTF = g(dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
+        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, STREAM_BTD)
+
 
 Angles = tuple[jax.Array, jax.Array]
 

@@ -1,1 +1,0 @@
-"""Model families: a file says what the layers of one are."""
