@@ -15,13 +15,15 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
-_BYTES = {"pred": 1, "f8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+import numpy as np
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
 _SHAPE = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
+_CALLS = ("calls", "to_apply", "true_computation", "false_computation")
 
 
 @dataclasses.dataclass
@@ -32,24 +34,34 @@ class Instruction:
     types: list[tuple[str, tuple[int, ...]]]
     opcode: str
     rest: str  # operands and attributes
-    is_root: bool
 
     def attribute(self, name: str) -> str:
         """The text behind `name=`, up to a comma; empty if there is none."""
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
+    @functools.cached_property
     def operands(self) -> list[str]:
         """Names of the instructions whose results it takes."""
         return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
 
     @property
-    def bytes(self) -> int:
-        """Of its result."""
-        return sum(_size_of(kind) * math.prod(shape) for kind, shape in self.types)
+    def shape(self) -> tuple[int, ...]:
+        """Of its first result."""
+        return self.types[0][1]
+
+    @property
+    def bytes(self) -> float:
+        """Of its result: a bool takes a byte, other types the bits in their names (f8e4m3, s32)."""
+        bits = (8 if kind == "pred" else sum(numbers(kind)[:1]) for kind, _ in self.types)
+        return sum(n / 8 * math.prod(shape) for n, (_, shape) in zip(bits, self.types, strict=True))
 
 
-Computations = dict[str, list[Instruction]]
+class Computation(dict[str, Instruction]):
+    """Instructions by name, in the order of their texts; `root` makes the result."""
+
+    root: str
+
 
 # What the text says of a result: an integer, the elements of a tuple, or nothing.
 Known = int | tuple["Known", ...] | None
@@ -72,13 +84,6 @@ _PASSED_ON = ("copy", "bitcast", "convert", "opt-barrier")
 _MOST_TURNS = 10_000  # that are followed; of a loop that never ends as well
 
 
-def _size_of(kind: str) -> float:
-    if kind in _BYTES:
-        return _BYTES[kind]
-    bits = re.search(r"\d+", kind)
-    return int(bits[0]) / 8 if bits else 0
-
-
 @dataclasses.dataclass
 class Work:
     """What one run of a program does on one device.
@@ -96,13 +101,9 @@ class Work:
     flops: float = 0.0
     cycles: float = 0.0
     kernel_flops: float = 0.0
-    collective_bytes: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
+    collective_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
     waited_bytes: float = 0.0
-    network_bytes: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
+    network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
 
 
 def count(text: str) -> Work:
@@ -118,57 +119,62 @@ def count(text: str) -> Work:
     work = Work()
 
     def add(name: str, times: float) -> None:
-        table = {i.name: i for i in computations[name]}
+        table = computations[name]
         for i in table.values():
             if cycles := re.search(r'"estimated_cycles":"(\d+)"', i.rest):
                 work.cycles += times * int(cycles[1])
-            if i.opcode in ("convolution", "dot"):
-                lhs, rhs = (table[o].types[0][1] for o in i.operands()[:2])
-                product = dot_flops if i.opcode == "dot" else _convolution_flops
-                work.flops += times * product(i, lhs, rhs)
-            if i.opcode == "custom-call" and (flops := _kernel_flops(i)):
-                work.flops += times * flops
+            kind = i.opcode.removesuffix("-start")
+            if i.opcode == "dot":
+                work.flops += times * dot_flops(i, table)
+            elif i.opcode == "convolution":
+                work.flops += times * _convolution_flops(i, table)
+            elif i.opcode == "custom-call":
+                work.flops += times * (flops := _kernel_flops(i))
                 work.kernel_flops += times * flops
-            base = i.opcode.removesuffix("-start")
-            if base in COLLECTIVES:
-                _add_collective(work, i, base, name, times, table)
-            if i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
-                _add_transfer(work, i, times, table)
-            if i.opcode == "while":
+            elif kind in COLLECTIVES:
+                if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
+                moved = times * _received(kind, i, table)
+                work.collective_bytes[kind] += moved
+                if i.opcode in COLLECTIVES and "async" not in name:
+                    work.waited_bytes += moved
+            elif i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
+                kind, moved = _sent(i, table)
+                work.network_bytes[kind] += times * moved
+            elif i.opcode == "while":
                 add(i.attribute("body"), times * turns(i, table, computations))
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
-                for called in _called(i):
+                for called in filter(None, map(i.attribute, _CALLS)):
                     add(called, times)
 
     add(entry, 1.0)
     return work
 
 
-def parse(text: str) -> tuple[Computations, str]:
+def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations of a compiled program in the order of their texts, and the entry's name."""
-    computations: Computations = {}
-    entry, current = "", []
+    computations: dict[str, Computation] = {}
+    entry = ""
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
-            current = computations[head[2]] = []
+            current = computations[head[2]] = Computation()
             entry = head[2] if head[1] else entry
         elif found := _INSTRUCTION.match(line):
             root, name, kind, opcode, rest = found.groups()
-            types = [
-                (t, tuple(int(n) for n in dims.split(",") if n))
-                for t, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
-            ]
-            current.append(Instruction(name, types, opcode, rest, bool(root)))
+            shapes = _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
+            types = [(element, tuple(numbers(dims))) for element, dims in shapes]
+            current[name] = Instruction(name, types, opcode, rest)
+            if root:
+                current.root = name
     return computations, entry
 
 
-def _called(i: Instruction) -> Iterator[str]:
-    for attribute in ("calls", "to_apply", "true_computation", "false_computation"):
-        if name := i.attribute(attribute):
-            yield name
+def numbers(text: str) -> list[int]:
+    """The integers of a text: its dimensions, or its ids."""
+    return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def turns(loop: Instruction, table: Mapping[str, Instruction], computations: Computations) -> int:
+def turns(loop: Instruction, table: Computation, computations: Mapping[str, Computation]) -> int:
     """How often a loop runs: the integers of its state are followed until its condition fails.
 
     The number that a compiler writes beside a loop counts only where the text does not tell: a loop
@@ -176,30 +182,22 @@ def turns(loop: Instruction, table: Mapping[str, Instruction], computations: Com
 
     Args:
       loop: a `while`.
-      table: the instructions of its computation by name.
+      table: the computation that it is in.
       computations: from `parse`.
 
     Raises:
       ValueError: neither says it.
     """
-
-    @functools.cache
-    def read(name: str) -> tuple[dict[str, Instruction], str]:
-        instructions = computations[name]
-        return {i.name: i for i in instructions}, next(i.name for i in instructions if i.is_root)
-
-    def result(name: str, argument: Callable[[int], Known]) -> Known:
-        instructions, root = read(name)
-        return _values(instructions, result, argument)(root)
-
-    state = _values(table, result, lambda number: None)(loop.operands()[0])
+    condition, body = (computations[loop.attribute(name)] for name in ("condition", "body"))
+    state = _value(table, loop.operands[0], lambda number: None, computations)
     for count in range(_MOST_TURNS):
-        goes_on = result(loop.attribute("condition"), lambda number: state)  # noqa: B023
+        goes_on = _value(condition, condition.root, lambda number: state, computations)  # noqa: B023
         if goes_on is None:
             break
         if not goes_on:
             return count
-        before, state = state, result(loop.attribute("body"), lambda number: state)  # noqa: B023
+        before = state
+        state = _value(body, body.root, lambda number: before, computations)  # noqa: B023
         if state == before:  # and so for ever
             break
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
@@ -207,27 +205,27 @@ def turns(loop: Instruction, table: Mapping[str, Instruction], computations: Com
     raise ValueError(f"the loop {loop.name} does not say how often it runs")
 
 
-def _values(
-    table: Mapping[str, Instruction],
-    result: Callable[[str, Callable[[int], Known]], Known],
+def _value(
+    table: Computation,
+    name: str,
     argument: Callable[[int], Known],
-) -> Callable[[str], Known]:
-    """What is known of the results of a computation's instructions, by their names.
+    computations: Mapping[str, Computation],
+) -> Known:
+    """What is known of the result of an instruction.
 
     Args:
-      table: the instructions by name.
-      result: what is known of the result of another computation, called with these arguments.
-      argument: what is known of a parameter, by its number.
+      table: the computation that it is in.
+      name: of the instruction.
+      argument: what is known of the computation's parameters, by their numbers.
+      computations: from `parse`.
     """
 
     @functools.cache
     def value(name: str) -> Known:
-        if name not in table:
+        i = table.get(name)
+        if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
             return None
-        i = table[name]
-        if not any(kind[0] in "psu" and math.prod(shape) == 1 for kind, shape in i.types):
-            return None
-        of = i.operands()
+        of = i.operands
         if i.opcode == "constant":
             found = re.match(r"(-?\d+|true|false)\)", i.rest)
             return json.loads(found[1]) if found else None
@@ -243,34 +241,34 @@ def _values(
         if i.opcode in _PASSED_ON:
             return value(of[0])
         if i.opcode in ("fusion", "call"):
-            called = i.attribute("calls") or i.attribute("to_apply")
-            return result(called, lambda number: value(of[number]))
+            inner = computations[i.attribute("calls") or i.attribute("to_apply")]
+            return _value(inner, inner.root, lambda number: value(of[number]), computations)
         compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
         known = [value(operand) for operand in of] if compute else [None]
         return None if None in known else compute(*known)
 
-    return value
+    return value(name)
 
 
-def dot_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+def dot_flops(i: Instruction, table: Computation) -> float:
     """2 for each product of elements of a `dot`, from the shapes of its operands."""
     dims = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.rest)
-    contracted = math.prod(lhs[int(d)] for d in dims[1].split(",") if d) if dims else 1
-    return 2.0 * math.prod(i.types[0][1]) * contracted
+    lhs = table[i.operands[0]].shape
+    contracted = math.prod(lhs[d] for d in numbers(dims[1])) if dims else 1
+    return 2.0 * math.prod(i.shape) * contracted
 
 
-def _convolution_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+def _convolution_flops(i: Instruction, table: Computation) -> float:
     """2 for each product of an input and a kernel element; padding and holes are no products.
 
     TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
     meets one element at a time.
     """
     inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
-    out = i.types[0][1]
-    window = dict(
-        re.findall(r"(\w+)=([0-9x_-]+)", i.rest.partition("window={")[2].partition("}")[0])
-    )
-    flops = 2.0 * out[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
+    lhs, rhs = (table[operand].shape for operand in i.operands[:2])
+    of_window = i.rest.partition("window={")[2].partition("}")[0]
+    window = dict(re.findall(r"(\w+)=([0-9x_-]+)", of_window))
+    flops = 2.0 * i.shape[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
     for d in (int(label) for label in output if label.isdigit()):
         size, stride, base, dilation = (
             int(window[name].split("x")[d]) if name in window else 1
@@ -279,10 +277,9 @@ def _convolution_flops(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...
         low = int(window["pad"].split("x")[d].split("_")[0]) if "pad" in window else 0
         holes_included = (lhs[inputs.index(str(d))] - 1) * base + 1
         flops *= sum(
-            1
-            for o in range(out[output.index(str(d))])
+            0 <= (at := o * stride + k * dilation - low) < holes_included and at % base == 0
+            for o in range(i.shape[output.index(str(d))])
             for k in range(size)
-            if 0 <= (at := o * stride + k * dilation - low) < holes_included and at % base == 0
         )
     return flops
 
@@ -301,53 +298,70 @@ def _kernel_flops(i: Instruction) -> float:
     found = re.search(r"\b(?:b?f\d+)\[([0-9,]+)\]", i.rest.partition("constraints=")[2])
     if not products or not found:
         return 0.0
-    *heads, length, width = map(int, found[1].split(","))
+    *heads, length, width = numbers(found[1])
     return products * 2.0 * math.prod(heads) * length * length * width / 2
 
 
-def _add_collective(
-    work: Work, i: Instruction, kind: str, computation: str, times: float, table: dict
-) -> None:
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
-    operands = [table[o].bytes for o in i.operands() if o in table]
-    # A permute's other operands are where its result goes.
-    size = sum(operands[:1]) if kind == "collective-permute" else sum(operands)
-    moved = times * _received(kind, size, _group_size(i.rest))
-    work.collective_bytes[kind] += moved
-    if not i.opcode.endswith("-start") and "async" not in computation:
-        work.waited_bytes += moved
+def _received(kind: str, i: Instruction, table: Computation) -> float:
+    """Bytes that a device receives in a collective of its slice."""
+    sizes = [table[o].bytes for o in i.operands if o in table]
+    if kind == "collective-permute":  # its other operands are where the result goes
+        return sizes[0]
+    return sum(sizes) * _share(kind, groups(i.rest, 1).shape[1])
 
 
-def _add_transfer(work: Work, i: Instruction, times: float, table: dict) -> None:
-    """What a send to other slices stands for: a collective among one chip of each.
+def _sent(i: Instruction, table: Computation) -> tuple[str, float]:
+    """What a send to other slices stands for: a collective among one chip of each, and its bytes.
 
     Its target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`.
     """
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)[1]
     kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
     group = re.search(r"_xla_megascale_target=[^0-9]*([0-9,]*)", i.rest)[1].count(",") + 1
-    work.network_bytes[kind] += times * _received(kind, table[i.operands()[0]].bytes, group)
+    return kind, table[i.operands[0]].bytes * _share(kind, group)
 
 
-def _received(kind: str, size: float, group: int) -> float:
-    """Bytes that a device of a group receives when each gives `size` bytes to a collective."""
-    if kind == "all-gather":
-        return size * (group - 1)
-    if kind == "all-reduce":
-        return 2 * size * (group - 1) / group
-    if kind == "collective-permute":
-        return size
-    return size * (group - 1) / group
+def _share(kind: str, group: int) -> float:
+    """What a device of a group receives, of the bytes that each gives to a collective."""
+    others = (group - 1) / group
+    shares = {"all-gather": group - 1, "all-reduce": 2 * others, "collective-permute": 1}
+    return shares.get(kind, others)
 
 
-def _group_size(rest: str) -> int:
-    """Devices of a group: `[groups,size]<=[...]`, `{{0,2},{1,3}}`, or axes of a named mesh."""
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([0-9,]*)\}", rest):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
-    return 1
+def groups(rest: str, devices: int) -> np.ndarray:
+    """Which devices take part in a transfer with which others: [groups, devices of one].
+
+    XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`, there also with
+    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    text = rest.partition("replica_groups=")[2]
+    if text.startswith("{}"):
+        return np.arange(devices)[None]
+    if found := re.match(r"\{(\{[0-9,]+\}(?:,\{[0-9,]+\})*)\}", text):
+        return np.array([numbers(group) for group in found[1].split("},{")])
+    if found := re.match(r"\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", text):
+        return _ids(found[3]).reshape(int(found[1]), int(found[2]))
+    found = re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\)(?= ?\{))? ?\{([^}]*)\}", text)
+    if not found:
+        raise ValueError(f"who takes part in a transfer cannot be read: {text[:100]}")
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    # The devices of a group are those at one place of the mesh, but for the parts that are named.
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[3]):
+        place, size = places[list(sizes).index(name)], int(size or sizes[name])
+        stride = sizes[name] // (int(before or 1) * size)
+        place -= place // stride % size * stride
+    _, group = np.unique(places, axis=1, return_inverse=True)
+    ids = _ids(found[2] or f"[{places.shape[1]}]")
+    return ids[np.argsort(group.ravel(), kind="stable")].reshape(group.max() + 1, -1)
+
+
+def _ids(text: str) -> np.ndarray:
+    """The ids that `[2,4]T(1,0)` stands for, or a list of them, in one row."""
+    if "[" not in text:
+        return np.array(numbers(text))
+    shape, order = map(numbers, text.partition("T")[::2])
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order or range(len(shape))).ravel()

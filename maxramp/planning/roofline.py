@@ -14,8 +14,6 @@ import math
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from maxramp.planning import hlo
 
 # No kernel of their own: they name memory, or run others.
@@ -82,8 +80,8 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
     def work_of(name: str) -> Work:
         work, link = Work(), 0.0  # `link`: when the transfers that have started are done
         done: dict[str, float] = {}
-        table = {i.name: i for i in computations[name]}
-        for i in computations[name]:
+        table = computations[name]
+        for i in table.values():
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
                 body = work_of(i.attribute("body"))
@@ -100,7 +98,7 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
                 if i.opcode == kind:  # nothing runs beside it
                     work.seconds = link
             elif i.opcode.endswith("-done"):
-                work.seconds = max([work.seconds, *(done.get(o, 0.0) for o in i.operands())])
+                work.seconds = max([work.seconds, *(done.get(o, 0.0) for o in i.operands)])
             elif i.opcode not in _FREE:
                 flops = _flops(i, table, computations)
                 touched = _touched(i, table, computations)
@@ -113,25 +111,22 @@ def count(text: str, nodes: Sequence[int], rates: Rates) -> Work:
     return work_of(entry)
 
 
-def _flops(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations: dict) -> float:
+def _flops(i: hlo.Instruction, table: hlo.Computation, computations: dict) -> float:
     """Of a kernel's matrix products, those of a fusion's computation included."""
     if i.opcode == "dot":
-        return hlo.dot_flops(i, table[i.operands()[0]].types[0][1], ())
+        return hlo.dot_flops(i, table)
     if i.opcode == "custom-call":
         return _custom_flops(i, table)
-    if not (called := i.attribute("calls")):
-        return 0.0
-    inner = {j.name: j for j in computations[called]}
+    inner = computations.get(i.attribute("calls"), {})
     return sum(_flops(j, inner, computations) for j in inner.values())
 
 
-def _custom_flops(i: hlo.Instruction, table: dict[str, hlo.Instruction]) -> float:
+def _custom_flops(i: hlo.Instruction, table: hlo.Computation) -> float:
     target = re.search(r'custom_call_target="([^"]*)"', i.rest)[1]
-    shapes = [table[o].types[0][1] for o in i.operands() if o in table]
+    shapes = [table[o].shape for o in i.operands if o in table]
     if target.startswith("__cublas"):
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
-        contracted = math.prod(shapes[0][int(d)] for d in re.findall(r"\d+", dims))
-        return 2.0 * math.prod(i.types[0][1]) * contracted
+        return 2.0 * math.prod(i.shape) * math.prod(shapes[0][d] for d in hlo.numbers(dims))
     if target in _ATTENTION:
         (B, T, H, h), (_, S, _, _) = shapes[:2]
         causal = 0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0  # half is never made
@@ -139,26 +134,20 @@ def _custom_flops(i: hlo.Instruction, table: dict[str, hlo.Instruction]) -> floa
     return 0.0
 
 
-def _touched(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations: dict) -> float:
+def _touched(i: hlo.Instruction, table: hlo.Computation, computations: dict) -> float:
     """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
-    operands = [table[o] for o in i.operands() if o in table]
-    called = i.attribute("calls")
-    if not called:
-        inner = [*operands, i]
+    inner = computations.get(i.attribute("calls"))
+    if inner:
+        kernel, names, root = list(inner.values()), inner, inner[inner.root]
+        operands = [j for j in kernel if j.opcode == "parameter"]
     else:
-        inner = computations[called]
-        parameters = [j for j in inner if j.opcode == "parameter"]
-        operands = sorted(parameters, key=lambda j: int(j.rest.partition(")")[0]))
-    users = collections.defaultdict(list)
-    for j in inner if called else [i]:
-        for o in j.operands():
-            users[o].append(j)
-    names = {j.name: j for j in inner}
+        kernel, names, root = [i], table, i
+        operands = [table[o] for o in i.operands if o in table]
 
     def read(operand: hlo.Instruction) -> float:
         parts = 0.0
-        for user in users[operand.name]:
-            first = user.operands()[0] == operand.name
+        for user in (j for j in kernel if operand.name in j.operands):
+            first = user.operands[0] == operand.name
             if user.opcode == "bitcast":
                 parts += read(user)
             elif first and user.opcode in _SLICES:
@@ -169,29 +158,28 @@ def _touched(i: hlo.Instruction, table: dict[str, hlo.Instruction], computations
 
     def written(result: hlo.Instruction) -> float:
         if result.opcode in ("bitcast", "tuple"):
-            return sum(written(names[o]) for o in result.operands() if o in names)
-        if result.opcode == "dynamic-update-slice" and result.operands()[1] in names:
-            return names[result.operands()[1]].bytes
+            return sum(written(names[o]) for o in result.operands if o in names)
+        if result.opcode == "dynamic-update-slice" and result.operands[1] in names:
+            return names[result.operands[1]].bytes
         return result.bytes
 
-    root = next(j for j in inner if j.is_root) if called else i
     return sum(map(read, operands)) + written(root)
 
 
 def _moved(
-    i: hlo.Instruction, kind: str, table: dict[str, hlo.Instruction], nodes: Sequence[int]
+    i: hlo.Instruction, kind: str, table: hlo.Computation, nodes: Sequence[int]
 ) -> tuple[float, float]:
     """Bytes that a GPU receives over NVLink and over the network.
 
     Each GPU of a group fetches its share of what the other nodes have, and passes it on inside its
     own node, so that what a node receives crosses the network once.
     """
-    size = sum(table[o].bytes for o in i.operands() if o in table)
+    size = sum(table[o].bytes for o in i.operands if o in table)
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", i.rest.partition("source_target_pairs=")[2])
         crosses = any(nodes[int(a)] != nodes[int(b)] for a, b in pairs)
         return (0.0, size) if crosses else (size, 0.0)
-    members = groups(i.rest, len(nodes))
+    members = hlo.groups(i.rest, len(nodes))
     count = members.shape[1]
     spread = max(len({nodes[d] for d in group}) for group in members)  # nodes of a group
     if kind == "all-to-all":
@@ -199,63 +187,3 @@ def _moved(
         return (inside - 1) * size / count, (count - inside) * size / count
     share = {"all-gather": size, "all-reduce": 2 * size / count}.get(kind, size / count)
     return (count - spread) * share, (spread - 1) * share
-
-
-def groups(rest: str, devices: int) -> np.ndarray:
-    """Which devices take part in a transfer with which others: [groups, devices of one].
-
-    XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`, there also with
-    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids.
-
-    Raises:
-      ValueError: it is none of these.
-    """
-    text = rest.partition("replica_groups=")[2]
-    if text.startswith("{}"):
-        return np.arange(devices)[None]
-    if found := re.match(r"\{(\{[0-9,]+\}(?:,\{[0-9,]+\})*)\}", text):
-        listed = re.findall(r"\{([0-9,]+)\}", found[1])
-        return np.array([[int(d) for d in group.split(",")] for group in listed])
-    if found := re.match(r"\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", text):
-        return _iota(found[3]).reshape(int(found[1]), int(found[2]))
-    found = re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\)(?= ?\{))? ?\{([^}]*)\}", text)
-    if not found:
-        raise ValueError(f"who takes part in a transfer cannot be read: {text[:100]}")
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    if not found[2]:
-        ids = np.arange(math.prod(sizes.values()))
-    elif found[2].startswith("["):
-        ids = _iota(found[2])
-    else:
-        ids = np.array([int(d) for d in re.findall(r"\d+", found[2])])
-    # Every axis is cut where a part of it begins or ends, and the parts that are named come last.
-    cuts = {name: {1, size} for name, size in sizes.items()}
-    named = []
-    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[3]):
-        start = int(before or 1)
-        stop = start * int(size or sizes[name])
-        cuts[name] |= {start, stop}
-        named.append((name, start, stop))
-    parts = [(name, a, b) for name in sizes for a, b in _pairs(sorted(cuts[name]))]
-    ids = ids.reshape([b // a for _, a, b in parts])
-    chosen = [
-        at
-        for name, start, stop in named
-        for at, (axis, a, b) in enumerate(parts)
-        if axis == name and start <= a and b <= stop
-    ]
-    rest_of = [at for at in range(len(parts)) if at not in chosen]
-    width = math.prod(ids.shape[at] for at in chosen)
-    return ids.transpose(rest_of + chosen).reshape(-1, width)
-
-
-def _iota(text: str) -> np.ndarray:
-    """The ids that `[2,4]T(1,0)` stands for, in one row."""
-    shape, _, order = text.partition("T")
-    shape = [int(n) for n in re.findall(r"\d+", shape)]
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return (ids.transpose([int(n) for n in re.findall(r"\d+", order)]) if order else ids).ravel()
-
-
-def _pairs(cuts: list[int]) -> list[tuple[int, int]]:
-    return list(zip(cuts, cuts[1:], strict=False)) or [(1, 1)]

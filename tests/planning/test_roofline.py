@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxramp.planning import roofline
+from maxramp.planning import hlo, roofline
 
 # 1e6 flops, 1e6 bytes of memory, 1e4 over NVLink and 1e3 over the network a second.
 RATES = roofline.Rates(1e6, 1e6, 1e4, 1e3)
@@ -169,11 +169,11 @@ ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,2,32]) -> bf16[2,4,64,32] {
     ],
 )
 def test_who_takes_part(written, expected):
-    found = roofline.groups(f"replica_groups={written}, dimensions={{0}}", 8)
+    found = hlo.groups(f"replica_groups={written}, dimensions={{0}}", 8)
     assert sorted(map(sorted, found.tolist())) == expected
     assert found.dtype == np.int64
 
 
 def test_groups_that_cannot_be_read():
     with pytest.raises(ValueError, match="cannot be read: all of them"):
-        roofline.groups("replica_groups=all of them", 8)
+        hlo.groups("replica_groups=all of them", 8)
