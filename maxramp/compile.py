@@ -29,7 +29,7 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of, report
 from maxramp.files.place import Place, check_writable, place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
-from maxramp.planning.fit import least_rows
+from maxramp.planning.pod import least_rows
 from maxramp.run.keys import RunKeys
 
 _FILE = "compiled.json"

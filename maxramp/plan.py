@@ -35,9 +35,8 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError, report
 from maxramp.files.place import place
 from maxramp.planning.compiled import add_compiled
-from maxramp.planning.fit import fit_devices
-from maxramp.planning.picture import draw_plan
-from maxramp.planning.plan import SMALL_BUBBLE, make_plan
+from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
+from maxramp.planning.pod import fit_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from maxramp.errors import EXIT_STAGE_END, ConfigError, TrainingError, report
 from maxramp.files.place import Place, place
 from maxramp.job.rate import rate_change
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.planning.cost import PassCost
+from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
 from maxramp.processes.preemption import Preemption
 from maxramp.processes.watchdog import Watchdog
@@ -135,7 +135,7 @@ class Start:
             config.checkpoints,
             jax.device_count(),
             self.meshes,
-            PassCost(config.batch, config.planning, config.model).restart,
+            PassCost(config).restart,
             position,
             agreement.all_gather_json(recorded)[0],
             fields,

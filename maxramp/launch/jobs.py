@@ -12,7 +12,6 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
@@ -24,8 +23,8 @@ from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, place
 from maxramp.launch.keys import LaunchKeys
-from maxramp.planning.cost import PassCost
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.planning.stages import PlannedRun
+from maxramp.rampup.schedule import Stage
 
 # What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
 # trainer would copy them, and the passwords in them, to its config.yml and checkpoints.
@@ -38,15 +37,27 @@ class Run:
 
     Attributes:
       config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
-      arguments: the command line of its program.
+      keys: the keys of launches.
+      name: the run's name, given or its model's.
+      module: the program that the config is for.
+      arguments: its command line.
+      devices_per_node: devices of each node.
+      devices_per_process: devices of each process.
       folder: the run's output folder, on a disk or in an object storage.
       stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
+      next_nodes: the nodes of the stage that the run's next step is in.
     """
 
     config: Config
+    keys: LaunchKeys
+    name: str
+    module: str
     arguments: tuple[str, ...]
+    devices_per_node: int
+    devices_per_process: int
     folder: Place
     stages: tuple[Stage, ...]
+    next_nodes: int
 
     @classmethod
     def of(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
@@ -58,10 +69,12 @@ class Run:
           dry_run: nothing shall be started: an object storage is not asked where the run stands.
 
         Raises:
-          ConfigError: the keys do not make a run, or a stage finds no nodes that hold it.
+          ConfigError: the keys do not make a run, or a stage finds no nodes that hold it; or the
+            newest checkpoint is one of another program.
           OSError: the folder's storage does not answer.
         """
-        config = config.replace(run_name=config.run.run_name or config.run.model_name)
+        name = config.run.run_name or config.run.model_name
+        config = config.replace(run_name=name)
         nodes, devices_per_node = config.batch.num_nodes, config.batch.devices_per_node
         processes = config.launch.processes_per_node
         if processes not in (1, devices_per_node):
@@ -74,32 +87,33 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        folder = place(config.run.base_output_directory).expanduser().absolute()
-        folder = folder / config.run.run_name
+        folder = place(config.run.base_output_directory).expanduser().absolute() / name
+        position, decided = None, []
         if dry_run and not is_near(folder):
             print_note(f"{folder} is not looked into; the jobs are those of a run that begins")
-            ramp = _planned(config, None, [])
         else:
-            ramp = _planned(config, *_standing(folder))
-        first = ramp.stages[0].first_step
-        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
-        ramp.check(stages)
-        for count in {stage.nodes for stage in stages}:
+            position, decided = _newest(folder), decisions.read(folder)
+        planned = PlannedRun.of(
+            config,
+            meshes_of(config),
+            lambda batch: origin_of(batch, config.batch.num_devices, position, decided)[0],
+        )
+        for count in {stage.nodes for stage in planned.stages}:
             resolve_planned(config, count * devices_per_node)
         ours = {"num_nodes": nodes, "devices_per_node": devices_per_node} | TRAINER_KEYS
         given = [a for a in arguments if a.partition("=")[0] not in ours]
-        given += [f"{name}={value}" for name, value in ours.items()]
-        return cls(config, tuple(given), folder, tuple(stages))
-
-    def next_nodes(self) -> int:
-        """The nodes of the stage that the run's next step is in.
-
-        Raises:
-          ConfigError: the newest checkpoint is one of another program.
-        """
-        position, decided = _standing(self.folder)
-        ramp = _planned(self.config, position, decided)
-        return ramp.stage_at_step(position.step if position else 0).nodes
+        return cls(
+            config=config,
+            keys=config.launch,
+            name=name,
+            module=f"maxramp.{config.run.program or 'train'}",
+            arguments=(*given, *(f"{name}={value}" for name, value in ours.items())),
+            devices_per_node=devices_per_node,
+            devices_per_process=devices_per_node // processes,
+            folder=folder,
+            stages=planned.stages,
+            next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
+        )
 
     def nodes_of_next_stage(self) -> int:
         """The nodes that a job which ended with 75 asks for.
@@ -125,31 +139,6 @@ class Run:
         """Processes of a job."""
         return nodes * self.keys.processes_per_node
 
-    @property
-    def name(self) -> str:
-        """The run's name, given or its model's."""
-        return self.config.run.run_name
-
-    @property
-    def module(self) -> str:
-        """The program that the config is for."""
-        return f"maxramp.{self.config.run.program or 'train'}"
-
-    @property
-    def keys(self) -> LaunchKeys:
-        """The keys of launches."""
-        return self.config.launch
-
-    @property
-    def devices_per_process(self) -> int:
-        """Devices of each process."""
-        return self.devices_per_node // self.keys.processes_per_node
-
-    @property
-    def devices_per_node(self) -> int:
-        """Devices of each node."""
-        return self.config.batch.devices_per_node
-
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""
         return [python, "-m", self.module, *self.arguments]
@@ -163,11 +152,6 @@ def _newest(folder: Place) -> Checkpoint | None:
     return None
 
 
-def _standing(folder: Place) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
-    """Where a run stands: its newest whole checkpoint, and the decisions of its ramp."""
-    return _newest(folder), decisions.read(folder)
-
-
 def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     """Writes a file that only its owner can read: setup_lines may hold passwords.
 
@@ -177,18 +161,3 @@ def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     path.touch(mode)
     path.chmod(mode)  # of one that was there already
     path.write_text(text)
-
-
-def _planned(
-    config: Config, position: Checkpoint | None, decided: list[dict[str, Any]]
-) -> RampupBatchManager:
-    """The stages on the nodes that they are planned for, as the job at `position` sees them."""
-    devices = config.batch.num_devices
-    target = resolve_planned(config, devices)
-    origin, _ = origin_of(target.batch, devices, position, decided)
-    return RampupBatchManager(
-        target.batch,
-        meshes=meshes_of(config),
-        restart_passes=PassCost(target.batch, target.planning, target.model).restart,
-        **origin,
-    )

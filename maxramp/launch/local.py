@@ -30,7 +30,7 @@ def run(launch: Run) -> int:
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """
     stop = _Stop()
-    nodes, done = launch.next_nodes(), launch.steps_done()
+    nodes, done = launch.next_nodes, launch.steps_done()
     failures, most = 0, launch.keys.max_restarts  # since a job left a newer checkpoint
     while True:
         before = done

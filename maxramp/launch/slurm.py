@@ -121,7 +121,7 @@ def submit(run: Run, dry_run: bool) -> int:
       ConfigError: a value cannot stand in a script, there is no SLURM here, or it refuses the job.
     """
     scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
-    nodes = run.next_nodes()
+    nodes = run.next_nodes
     first = f"{nodes}-nodes.sh"
     scripts.setdefault(first, script(run, nodes))
     folder = run.folder / "slurm"

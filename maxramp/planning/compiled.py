@@ -6,19 +6,12 @@ from typing import Any
 
 from maxramp.commandline import count
 from maxramp.config.keys import Config
-from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.model.size import training_flops_per_token
-from maxramp.planning import machine as machines
-from maxramp.planning.cost import price
-from maxramp.planning.fit import by_speed, least_rows
 from maxramp.planning.keys import PlanKeys
-from maxramp.planning.machine import Machine
-from maxramp.planning.pod import Pod
-from maxramp.processes.backend import take_hardware
-from maxramp.rampup import ladder
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.planning.pod import Pod, least_rows
+from maxramp.planning.stages import price
 from maxramp.rampup.spec import StageSpec
 
 
@@ -41,30 +34,29 @@ def compile_stages(
       `compute_seconds`) and `network_seconds`.
 
     Raises:
-      ConfigError: the pod does not exist, or the mesh or a stage does not fill it.
+      ConfigError: as `Pod.of`; or a stage does not fill the pod.
     """
-    target, ramp, machine = _resolved(config)
-    devices, slices = machine.devices, machine.slices
+    pod = Pod.of(config, say)
+    ramp, machine = pod.ramp, pod.machine
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
-    pod = Pod.of(target, ramp, machine, say)
     entries = []
     for stage in stages:
-        entry = stage.to_json() | pod.step(stage.spec)
-        entry["run_steps"] = ramp.run_steps(stage)
+        entry = stage.to_json() | pod.step(stage.spec) | {"run_steps": ramp.run_steps(stage)}
         if not entry["fits"]:
-            entry["nearest_fit"] = pod.nearest_fit(stage.spec)
-        run = _over_the_run(entry, stage.spec, entry["run_steps"], len(devices), target)
-        entries.append(entry | run)
+            entry["nearest_fit"] = _nearest_fit(pod, stage.spec)
+        entries.append(entry | _over_the_run(pod, entry, stage.spec, entry["run_steps"]))
     last, spec, total = entries[-1], stages[-1].spec, ramp.total_samples
     fit = all(entry["fits"] for entry in entries)
-    device_hours = sum(entry["device_hours"] for entry in entries) if fit else None
+    hours, device_hours = (
+        sum(entry[name] for entry in entries) if fit else None for name in ("hours", "device_hours")
+    )
     constant = -(-total // last["global_batch_size"])
     return {
         "compile_topology": machine.name,
         "device": machine.device,
-        "num_slices": slices,
-        "devices": len(devices),
+        "num_slices": machine.slices,
+        "devices": len(machine.devices),
         "mesh": spec.mesh.sizes,
         "max_target_length": spec.tokens,
         "rows_multiple": spec.rows_multiple,
@@ -76,12 +68,12 @@ def compile_stages(
             "fits": fit,
             "steps": ramp.total_steps,
             "samples": total,
-            "hours": sum(entry["hours"] for entry in entries) if fit else None,
+            "hours": hours,
             "device_hours": device_hours,
-            "price": price(target.planning, device_hours),
+            "price": price(pod.config.planning, device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(last, spec, constant, len(devices), target),
+            | _over_the_run(pod, last, spec, constant),
         },
     }
 
@@ -97,49 +89,44 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
       `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
 
     Raises:
-      ConfigError: the machine does not exist, the mesh or the batch does not fill it, or nothing
-        fits.
+      ConfigError: as `Pod.of`; or the batch does not fill the pod, or nothing fits.
     """
-    target, ramp, machine = _resolved(config)
+    pod = Pod.of(config, say)
+    ramp, machine = pod.ramp, pod.machine
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
     ramp.check([stage])
-    ways = by_speed(Pod.of(target, ramp, machine, say), stage.spec)
+    ways = pod.by_speed(stage.spec)
     if not ways:
         raise ConfigError(
             f"compile_topology={machine.name}: not even {least_rows(stage.spec.rows_multiple)} a "
             "group of devices would fit under remat_policy=full; use more devices or more "
             "ici_tensor_parallelism"
         )
-    devices = len(machine.devices)
+    steps = ramp.run_steps(stage)
     return {
         "compile_topology": machine.name,
         "device": machine.device,
         "times": machine.times,
-        "ways": [
-            way | _over_the_run(way, stage.spec, ramp.run_steps(stage), devices, target)
-            for way in ways
-        ],
+        "ways": [way | _over_the_run(pod, way, stage.spec, steps) for way in ways],
     }
 
 
-def _resolved(config: Config) -> tuple[Config, RampupBatchManager, Machine]:
-    """A config for the machine that its compile_topology names, its ramp, and the machine."""
-    take_hardware("cpu")  # nothing runs; the devices are only described
-    machine = machines.find(config.planning)
-    target = resolve(config, len(machine.devices), machine.slices, 1)
-    expected = ladder.expected(target.batch)
-    ramp = RampupBatchManager(target.batch, len(machine.devices), decided=expected)
-    return target, ramp, machine
+def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
+    """The same global batch in the largest micro batches that fit; None if one row does not."""
+    for way in pod.largest_fits(spec, 1, spec.rows // spec.ranks - 1):
+        names = ("per_device_batch_size", "gradient_accumulation_steps")
+        return {name: way[name] for name in names} | {"peak_gib": way["memory_gib"]["peak"]}
+    return None
 
 
 def _over_the_run(
-    entry: dict[str, Any], spec: StageSpec, steps: int, devices: int, config: Config
+    pod: Pod, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
     """What so many of a stage's steps take."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
-    tokens = entry["global_batch_size"] * spec.tokens
-    rate = tokens / entry["step_seconds"]
+    devices, config = len(pod.machine.devices), pod.config
+    rate = entry["global_batch_size"] * spec.tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600
     return {

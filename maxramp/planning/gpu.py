@@ -6,13 +6,11 @@ compute capabilities. Memory is what the driver leaves of it.
 """
 
 import dataclasses
-import importlib.util
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from maxramp.errors import ConfigError, install
+from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import read_yaml
 
 
@@ -55,6 +53,16 @@ class Cluster:
     nodes: int
     gpus: int  # of a node
 
+    compiler, plugin, extra = "GPU", "jax_plugins.xla_cuda13", "cuda13-compiler"
+
+    def description(self, num_slices: int) -> dict[str, Any]:
+        """What JAX's `get_topology_desc` takes; GPUs are one slice."""
+        return {
+            "platform": "cuda",
+            "topology": f"{num_slices}x{self.nodes}x{self.gpus}",
+            "target_config": _target_config(self.gpu),
+        }
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.nodes}x{self.gpus}"
 
@@ -84,56 +92,21 @@ def parse(name: str) -> Cluster:
 def _read(path: pathlib.Path) -> Gpu:
     """The GPU that a file describes, one line a field."""
     values = read_yaml(path)
-    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
-    if wrong := fields.keys() ^ values.keys():
+    fields = [field.name for field in dataclasses.fields(Gpu)]
+    if wrong := {*fields} ^ values.keys():
         raise ConfigError(
             f"{path}: a GPU is described by {', '.join(fields)}; "
             f"{', '.join(sorted(wrong))} {'is' if len(wrong) == 1 else 'are'} missing or unknown"
         )
+    values |= {name: str(values[name]) for name in ("name", "compute_capability")}
     for name, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if fields[name] is str or name == "compute_capability":
-            values[name] = str(value)
-        elif not is_number or value <= 0:
+        if not isinstance(value, str) and (type(value) not in (int, float) or value <= 0):
             raise ConfigError(f"{path}: {name}: {value} must be a number above 0")
     if not re.fullmatch(r"\d+\.\d+", values["compute_capability"]):
         raise ConfigError(
             f'{path}: compute_capability: {values["compute_capability"]} must be as in "9.0"'
         )
     return Gpu(**values)
-
-
-def describe(cluster: Cluster) -> Sequence[Any]:
-    """The devices of a cluster, from the CUDA plugin on a machine without a GPU.
-
-    Raises:
-      ConfigError: the plugin is not installed, or does not know such a GPU.
-    """
-    if not _is_installed():
-        raise ConfigError(
-            f"compile_topology={cluster}: the GPU compiler is not installed; "
-            f"{install('cuda13-compiler')} (no GPU is needed)"
-        )
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x{cluster.nodes}x{cluster.gpus}",
-            target_config=_target_config(cluster.gpu),
-        ).devices
-    except Exception as error:  # whatever the plugin raises
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"compile_topology={cluster}: the GPU compiler does not make it: {reason}"
-        ) from None
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:  # no plugin of JAX at all
-        return False
 
 
 def _target_config(gpu: Gpu) -> str:

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, install, reason_of
 from maxramp.parallel import mesh
 from maxramp.planning import gpu, hlo, roofline, topology
 from maxramp.planning.keys import PlanKeys
@@ -71,8 +73,73 @@ def find(keys: PlanKeys) -> Machine:
     Raises:
       ConfigError: there is none of that name, or its compiler is not installed.
     """
-    found = _parse(keys)
-    return (_cluster if isinstance(found, gpu.Cluster) else _pod)(found, keys)
+    found, slices = _parse(keys), keys.compile_topology_num_slices
+    devices = describe(found, slices)
+    if isinstance(found, topology.Topology):
+        return Machine(
+            name=str(found),
+            device="chip",
+            devices=devices,
+            slices=slices,
+            groups="slices",
+            memory_gib=found.chip.memory_gib,
+            peak_tflops=found.chip.peak_tflops,
+            work=functools.partial(_work_of_chip, found.chip),
+            platforms=None,
+            options={},
+            times="the compiler's cycles at the chip's clock, attention kernels at its peak, and "
+            "the waits and what travels between slices at its published rates: a pod is slower, "
+            "not faster",
+        )
+    kind = found.gpu
+    rates = roofline.Rates(
+        flops=keys.planned_flops_share * kind.peak_tflops * 1e12,
+        memory=keys.planned_memory_share * kind.memory_gbytes * 1e9,
+        nvlink=keys.planned_link_share * kind.nvlink_gbytes * 1e9,
+        network=keys.planned_link_share * kind.network_gbytes * 1e9,
+    )
+    return Machine(
+        name=str(found),
+        device="GPU",
+        devices=devices,
+        slices=1,
+        groups="nodes",
+        memory_gib=gpu.JAX_SHARE * kind.memory_gib,
+        peak_tflops=kind.peak_tflops,
+        work=functools.partial(_work_of_gpu, [x.id // found.gpus for x in devices], rates),
+        platforms=("cuda",),
+        options={"xla_gpu_autotune_level": 0},  # trying kernels takes a GPU
+        times=f"a roofline, not a measurement: kernels at {keys.planned_flops_share:.0%} of the "
+        f"GPU's peak or {keys.planned_memory_share:.0%} of its memory's rate, transfers at "
+        f"{keys.planned_link_share:.0%} of the links', beside each other as the compiler "
+        "scheduled them (planned_flops_share, planned_memory_share, planned_link_share)",
+    )
+
+
+def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Sequence[Any]:
+    """The devices of a cluster or pod, from its compiler on a machine without any.
+
+    Raises:
+      ConfigError: the compiler is not installed, or does not know such a machine.
+    """
+    shown, what = f"compile_topology={found}", f"the {found.compiler} compiler"
+    if not is_installed(found.plugin):
+        raise ConfigError(
+            f"{shown}: {what} is not installed; {install(found.extra)} (no {found.compiler} is "
+            "needed)"
+        )
+    try:
+        return topologies.get_topology_desc(**found.description(num_slices)).devices
+    except Exception as error:  # whatever the plugin raises
+        raise ConfigError(f"{shown}: {what} does not make it: {reason_of(error)}") from None
+
+
+def is_installed(plugin: str) -> bool:
+    """Whether a plugin of JAX's is there, by the name of its module."""
+    try:
+        return importlib.util.find_spec(plugin) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def nodes(keys: PlanKeys) -> tuple[int, int]:
@@ -106,24 +173,6 @@ def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
     return topology.parse(name)
 
 
-def _pod(pod: topology.Topology, keys: PlanKeys) -> Machine:
-    slices = keys.compile_topology_num_slices
-    return Machine(
-        name=str(pod),
-        device="chip",
-        devices=topology.describe(pod, slices).devices,
-        slices=slices,
-        groups="slices",
-        memory_gib=pod.chip.memory_gib,
-        peak_tflops=pod.chip.peak_tflops,
-        work=functools.partial(_work_of_chip, pod.chip),
-        platforms=None,
-        options={},
-        times="the compiler's cycles at the chip's clock, attention kernels at its peak, and the "
-        "waits and what travels between slices at its published rates: a pod is slower, not faster",
-    )
-
-
 def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
     work = hlo.count(text)
     attention = work.kernel_flops / (chip.peak_tflops * 1e12)
@@ -140,34 +189,6 @@ def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
         "collective_gib": _gib(work.collective_bytes),
         "network_gib": _gib(work.network_bytes),
     }
-
-
-def _cluster(cluster: gpu.Cluster, keys: PlanKeys) -> Machine:
-    kind = cluster.gpu
-    rates = roofline.Rates(
-        flops=keys.planned_flops_share * kind.peak_tflops * 1e12,
-        memory=keys.planned_memory_share * kind.memory_gbytes * 1e9,
-        nvlink=keys.planned_link_share * kind.nvlink_gbytes * 1e9,
-        network=keys.planned_link_share * kind.network_gbytes * 1e9,
-    )
-    devices = gpu.describe(cluster)
-    nodes = [device.id // cluster.gpus for device in devices]
-    return Machine(
-        name=str(cluster),
-        device="GPU",
-        devices=devices,
-        slices=1,
-        groups="nodes",
-        memory_gib=gpu.JAX_SHARE * kind.memory_gib,
-        peak_tflops=kind.peak_tflops,
-        work=functools.partial(_work_of_gpu, nodes, rates),
-        platforms=("cuda",),
-        options={"xla_gpu_autotune_level": 0},  # trying kernels takes a GPU
-        times=f"a roofline, not a measurement: kernels at {keys.planned_flops_share:.0%} of the "
-        f"GPU's peak or {keys.planned_memory_share:.0%} of its memory's rate, transfers at "
-        f"{keys.planned_link_share:.0%} of the links', beside each other as the compiler "
-        "scheduled them (planned_flops_share, planned_memory_share, planned_link_share)",
-    )
 
 
 def _work_of_gpu(nodes: Sequence[int], rates: roofline.Rates, text: str) -> dict[str, Any]:

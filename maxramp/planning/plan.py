@@ -1,21 +1,28 @@
-"""The plan of a run: its stages with their cost and memory, beside constant batches."""
+"""The plan of a run and its picture: stages with cost and memory, beside constant batches."""
 
 import itertools
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of
-from maxramp.model.size import pipeline_bubble
-from maxramp.planning.cost import price
-from maxramp.planning.memory import estimate
-from maxramp.planning.stages import PlannedRun, with_nodes
+from maxramp.model.size import pass_bytes, pipeline_bubble
+from maxramp.parallel.mesh import abstract_mesh
+from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import adaptive, ladder
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.spec import StageSpec
+from maxramp.training.device_memory import GIB
+from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import abstract_state
 
 SMALL_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
 
@@ -73,6 +80,36 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
         "memory_gib": estimate(run.config.recipe, stage.spec),
         "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
     }
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that a device holds of a tree of abstract arrays on a mesh."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
+    """GiB per device in a stage.
+
+    Returns:
+      `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
+      and the weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
+      for its backward pass, plus a block of logits; `total`.
+    """
+    sizes, model = spec.mesh.sizes, recipe.model
+    state = abstract_state(recipe, abstract_mesh(sizes))
+    weights = bytes_per_device(state.model)
+    count = weights // jnp.dtype(model.weight_dtype).itemsize
+    copies = count * jnp.dtype(model.dtype).itemsize
+    parts = {
+        "weights": weights,
+        "optimizer": bytes_per_device(state.opt_state),
+        "gradients": 4 * count + (copies if model.dtype != model.weight_dtype else 0),
+        "activations": pass_bytes(model, spec, recipe.objective.loss_block_tokens),
+    }
+    parts["total"] = sum(parts.values())
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def _totals(run: PlannedRun) -> dict[str, Any]:
@@ -157,3 +194,45 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
         "samples": starts,
         "rate": [float(rate(n, ramp.stage_at_sample(n).global_batch_size)) for n in starts],
     }
+
+
+def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    stages, rate = plan["stages"], plan["learning_rate"]
+    samples_or_tokens = FuncFormatter(lambda number, position: short(number))
+    x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
+    ratios = (2, 1, 1) if rate else (2, 1)
+    figure = Figure(figsize=(7, 1.3 * sum(ratios)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(ratios), sharex=True, height_ratios=ratios)
+    batch, nodes = panels[:2]
+    for axes, key, color, label in (
+        (batch, "global_batch_size", "tab:blue", "global batch size\n(samples)"),
+        (nodes, "nodes", "tab:green", "nodes"),
+    ):
+        y = [*(s[key] for s in stages), stages[-1][key]]
+        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
+        axes.step(x, y, where="post", color=color, linewidth=1.8)
+        axes.set_ylim(0, max(y) * 1.15)
+        axes.set_ylabel(label)
+    if rate:
+        panels[2].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
+        panels[2].set_ylim(0, None)
+        panels[2].set_ylabel("learning rate")
+        panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    panels[-1].set_xlabel("consumed samples")
+    panels[-1].set_xlim(0, plan["total_samples"])
+    panels[-1].xaxis.set_major_formatter(samples_or_tokens)
+    length = plan["max_target_length"]
+    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
+    tokens.set_xlabel("consumed tokens")
+    tokens.xaxis.set_major_formatter(samples_or_tokens)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.align_ylabels()
+    figure.savefig(path, dpi=150)

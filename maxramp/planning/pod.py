@@ -1,4 +1,4 @@
-"""What a compiler for other devices says of a train step, on a machine without them."""
+"""What a compiler says of train steps: how long they take, whether they fit, and what would fit."""
 
 import bisect
 import dataclasses
@@ -6,68 +6,74 @@ import functools
 import re
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
 
+from maxramp.commandline import count
 from maxramp.config.keys import Config
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
+from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
+from maxramp.processes import backend
+from maxramp.rampup import ladder
+from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.spec import StageSpec
 from maxramp.training.device_memory import GIB, compiled_bytes
-from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options, lower_step
+
+# Values of remat_policy, from the least work to the least memory.
+POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pod:
-    """The compiler of a pod or cluster, for the steps of a recipe.
+    """The compiler of a machine, which may be this one, for the steps of a config.
 
     Attributes:
-      recipe, learning_rate: what the step is made from.
+      config: resolved for the machine.
+      ramp: its stages on the machine's devices.
       machine: whose compiler it is.
-      device_memory_gib: of a device; -1 = what the machine says.
       say: takes a line of progress, before and after each compile.
     """
 
-    recipe: Recipe
-    learning_rate: LearningRate
+    config: Config
+    ramp: RampupBatchManager
     machine: Machine
-    device_memory_gib: float
-    say: Callable[[str], None]
+    say: Callable[[str], None] = lambda line: None
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        ramp: RampupBatchManager,
-        machine: Machine,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> "Pod":
-        """The compiler of a machine for the steps of a config that is resolved for it.
+    def of(cls, config: Config, say: Callable[[str], None]) -> "Pod":
+        """The compiler for a loaded config: of its compile_topology, else of this machine.
 
         Raises:
-          ConfigError: they are steps of another program.
+          ConfigError: its steps are those of another program; the machine does not exist; or the
+            mesh or the batches do not fill it.
         """
         if config.run.program not in ("", "train"):
             raise ConfigError(
                 f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
                 "of a run; program=train compiles those for the same keys"
             )
-        return cls(
-            config.recipe,
-            LearningRate.of(config.learning_rate, ramp),
-            machine,
-            config.planning.device_memory_gib,
-            say,
-        )
+        if config.planning.compile_topology:
+            backend.take_hardware("cpu")  # nothing runs; the devices are only described
+            machine = machines.find(config.planning)
+        else:
+            backend.start(config.backend)
+            machine = machines.here()
+        config = resolve(config, len(machine.devices), machine.slices, 1)
+        expected = ladder.expected(config.batch)
+        ramp = RampupBatchManager(config.batch, len(machine.devices), decided=expected)
+        return cls(config, ramp, machine, say)
 
     @property
     def limit(self) -> float:
         """The memory of a device, in GiB; 0 where it is not known."""
-        given = self.device_memory_gib
+        given = self.config.planning.device_memory_gib
         return self.machine.memory_gib if given == -1 else given
 
     @functools.cache  # noqa: B019
@@ -85,70 +91,62 @@ class Pod:
         return entry
 
     def _step(self, spec: StageSpec) -> dict[str, Any]:
-        machine, start = self.machine, time.perf_counter()
-        limit = {"peak_tflops_per_device": machine.peak_tflops}
+        machine, start, work = self.machine, time.perf_counter(), {}
+        memory = {"arguments": None, "temporaries": None, "peak": 0.0, "limit": self.limit}
+        shown = f"compile_topology={machine.name}"
+        rate = LearningRate.of(self.config.learning_rate, self.ramp)
         options = compiler_options(machine.devices[0].platform) | machine.options
         try:
-            lowered = lower_step(
-                self.recipe, self.learning_rate, spec, machine.devices, machine.platforms
-            )
+            lowered = lower_step(self.config.recipe, rate, spec, machine.devices, machine.platforms)
         except RuntimeError as error:  # a library that a kernel needs is not installed
             raise ConfigError(
-                f"compile_topology={self.machine.name}: {reason_of(error)} "
-                "docs/pods.md says what to install"
+                f"{shown}: {reason_of(error)} docs/pods.md says what to install"
             ) from None
         try:
             compiled = lowered.compile(options or None)
         except jax.errors.JaxRuntimeError as error:
             if not (sizes := _too_big(str(error))):
                 raise
-            memory = {"arguments": None, "temporaries": None, "peak": sizes[0]}
-            return limit | {
-                "memory_gib": memory | {"limit": min(sizes[1], self.limit)},
-                "fits": False,
-                "compile_seconds": time.perf_counter() - start,
-            }
-        seconds = time.perf_counter() - start
-        arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
-        peak = compiled_bytes(compiled) / GIB
-        try:
-            work = self.machine.work(compiled.as_text())
-        except ValueError as error:
-            raise ConfigError(
-                f"compile_topology={self.machine.name}: the step compiles, but what its program "
-                f"does cannot be counted: {error}; try another version of jax"
-            ) from None
-        return limit | {
-            "memory_gib": {
-                "arguments": arguments,
-                "temporaries": peak - arguments,
-                "peak": peak,
-                "limit": self.limit,
-            },
-            "fits": peak <= self.limit,
+            memory |= {"peak": sizes[0], "limit": min(sizes[1], self.limit)}
+            fits, seconds = False, time.perf_counter() - start
+        else:
+            seconds = time.perf_counter() - start
+            peak = compiled_bytes(compiled) / GIB
+            arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
+            memory |= {"arguments": arguments, "temporaries": peak - arguments, "peak": peak}
+            fits = peak <= self.limit
+            try:
+                work = machine.work(compiled.as_text())
+            except ValueError as error:
+                raise ConfigError(
+                    f"{shown}: the step compiles, but what its program does cannot be counted: "
+                    f"{error}; try another version of jax"
+                ) from None
+        return {
+            "peak_tflops_per_device": machine.peak_tflops,
+            "memory_gib": memory,
+            "fits": fits,
             "compile_seconds": seconds,
             **work,
         }
 
-    def nearest_fit(self, spec: StageSpec) -> dict[str, Any] | None:
-        """The same global batch in the largest micro batches that fit; None if one row does not."""
-        below = spec.rows // spec.ranks
-        found = self._fits(spec, [n for n in _sizes(spec) if n < below], 1)
-        if not found:
-            return None
-        names = ("per_device_batch_size", "gradient_accumulation_steps")
-        return {name: found[0][name] for name in names} | {
-            "peak_gib": found[0]["memory_gib"]["peak"]
-        }
+    def largest_fits(
+        self, spec: StageSpec, number: int, most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """A stage's global batch in the largest micro batches that fit, by bisection.
 
-    def largest_fits(self, spec: StageSpec, number: int) -> list[dict[str, Any]]:
-        """A stage's global batch in the largest micro batches that fit, a few sizes of them."""
-        return self._fits(spec, _sizes(spec), number)
+        Args:
+          spec: of the stage.
+          number: how many sizes.
+          most: rows that a group of devices takes at a time; None = all of its own.
 
-    def _fits(self, spec: StageSpec, sizes: list[int], number: int) -> list[dict[str, Any]]:
-        """The compiler's account of the largest sizes that fit, by bisection."""
-        ranks = spec.ranks
+        Returns:
+          The compiler's account of each, the largest first.
+        """
+        ranks, multiple = spec.ranks, spec.rows_multiple
         rows = spec.samples // ranks
+        sizes = range(multiple, (rows if most is None else most) + 1, multiple)
+        sizes = [size for size in sizes if rows % size == 0]
 
         def step(size: int) -> dict[str, Any]:
             return self.step(spec.of_size(rows // size, size * ranks))
@@ -162,19 +160,118 @@ class Pod:
             for size in reversed(sizes[max(0, low - number) : low])
         ]
 
+    def by_speed(self, spec: StageSpec) -> list[dict[str, Any]]:
+        """What fits of a stage's global batch, the most tokens per second first.
 
-def _sizes(spec: StageSpec) -> list[int]:
-    """Rows a group of devices can take at a time, up to all of its own."""
-    rows, multiple = spec.samples // spec.ranks, spec.rows_multiple
-    return [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
+        Under each remat policy, the two largest micro batches: a smaller one is slower but for
+        small models, and each costs a compile.
+        """
+        found = [
+            {"remat_policy": policy} | entry
+            for policy in POLICIES
+            for entry in self.largest_fits(dataclasses.replace(spec, remat_policy=policy), 2)
+        ]
+        return sorted(found, key=lambda entry: entry["step_seconds"])
+
+    def largest_batch(self, spec: StageSpec, passes: int = 1) -> str:
+        """Compiles steps of growing size under each remat policy.
+
+        Args:
+          spec: of a stage, but for its batch.
+          passes: of a step.
+
+        Returns:
+          The lines to put into a config: the cheapest policy under which anything fits, and the
+          most that fits under it.
+
+        Raises:
+          ConfigError: the device does not say how much memory it has, or one row is too much.
+        """
+        limit = self.limit
+        if not limit:
+            raise ConfigError(
+                f"device_memory_gib=-1: {self.machine.name} does not report its memory; "
+                "give device_memory_gib"
+            )
+        parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
+        least = least_rows(multiple)
+        lines: list[str] = []
+        others: list[str] = []
+        for policy in POLICIES:
+
+            def needed(shares: int, policy: str = policy) -> float:
+                of_size = spec.of_size(passes, shares * multiple * spec.ranks)
+                found = self.step(dataclasses.replace(of_size, remat_policy=policy))
+                return found["memory_gib"]["peak"]
+
+            if needed(1) > limit:
+                others.append(f"{policy} needs {needed(1):.3g} GiB for {least}")
+                continue
+            found = edge(needed, limit)
+            size, above = (plain_number(Fraction(n * multiple, parallel)) for n in found)
+            if lines:
+                others.append(f"{policy} fits {size}")
+                continue
+            fits, too_much = map(needed, found)
+            lines = [
+                f"per_device_batch_size: {size}  # {fits:.3g} of {limit:.3g} GiB; "
+                f"{above} would need {too_much:.3g}",
+                f"remat_policy: {policy}  # the cheapest that fits",
+            ]
+        if not lines:
+            raise ConfigError(
+                f"{least} per {count(parallel, 'device')} needs {needed(1):.3g} "
+                f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
+                "max_target_length, or more devices"
+            )
+        return "\n".join([lines[0], "; ".join([lines[1], *others])])
+
+
+def fit_devices(config: Config, say: Callable[[str], None]) -> str:
+    """`Pod.largest_batch` of a loaded config, for the last of its stages.
+
+    Raises:
+      ConfigError: as `Pod.of` and `Pod.largest_batch`.
+    """
+    pod = Pod.of(config, say)
+    # With accumulation the sums of the gradients live through the passes: two passes show it.
+    batch = pod.config.batch
+    passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
+    return pod.largest_batch(pod.ramp.stages[-1].spec, passes)
+
+
+def least_rows(multiple: int) -> str:
+    """The fewest rows that a group of devices takes at a time, in words."""
+    return "one row" if multiple == 1 else f"{multiple} rows"
+
+
+def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
+    """The most rows that fit, and the one more that do not, with few questions.
+
+    A step's memory grows almost evenly with its rows: the line through one row and the last try
+    says where the limit is. Where that is wrong, every second try halves what is left.
+
+    Args:
+      needed: memory of a step by its rows, never less for more; one row fits.
+      limit: memory that there is, in the same unit.
+    """
+    fits, too_much, rows, halve = 1, None, 2, False
+    while True:
+        fits, too_much = (rows, too_much) if needed(rows) <= limit else (fits, rows)
+        if too_much == fits + 1:
+            return fits, too_much
+        per_row = (needed(rows) - needed(1)) / (rows - 1)
+        most = too_much - 1 if too_much else 8 * fits  # a step far too large may not compile
+        guess = 1 + int((limit - needed(1)) / per_row) if per_row else most
+        rows = (fits + too_much) // 2 if halve else max(fits + 1, min(guess, most))
+        halve = bool(too_much) and not halve
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
     """GiB that a refused program needs at least, and those there are; None if nothing is said."""
-    used = re.search(r"Used ([0-9.]+[KMGT]) of ([0-9.]+[KMGT]) hbm", error)
-    used = used or re.search(
-        r"temporaries \(([0-9.]+[KMGT])\) exceeds available HBM \(([0-9.]+[KMGT])\)", error
+    size = "([0-9.]+[KMGT])"
+    used = re.search(
+        rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}\)", error
     )
-    if not used:
-        return None
-    return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in used.groups())
+    sizes = [n for n in used.groups() if n] if used else ()
+    return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in sizes) or None

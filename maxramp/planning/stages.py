@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import jax
 
@@ -9,14 +13,60 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve_planned
 from maxramp.errors import ConfigError
+from maxramp.model.size import training_flops_per_token
 from maxramp.planning import machine
-from maxramp.planning.cost import PassCost
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.layout import pass_price, rows_per_device_limit
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import Meshes
+
+# From the batch keys, resolved: the arguments of `RampupBatchManager` that say where a run stands.
+Origin = Callable[[BatchKeys], dict[str, Any]]
+
+# As base.yml says at restart_minutes. The peak is 989, in bfloat16 (NVIDIA's data sheet).
+_ASSUMED_TFLOPS = 400.0
+
+
+def price(keys: PlanKeys, device_hours: float | None) -> float | None:
+    """Of so many device-hours; None where they or price_per_device_hour are not known."""
+    if device_hours is None or keys.price_per_device_hour == -1:
+        return None
+    return device_hours * keys.price_per_device_hour
+
+
+class PassCost:
+    """What a forward and backward pass takes, in passes of the largest micro batch.
+
+    Attributes:
+      restart: how long a change of nodes takes (restart_minutes), in such passes.
+    """
+
+    def __init__(self, config: Config):
+        self._batch, plan = config.batch, config.planning
+        self._limit = rows_per_device_limit(self._batch)
+        tokens = self._batch.max_target_length
+        flops = float(self._limit) * tokens * training_flops_per_token(config.model, tokens)
+        known = plan.planned_tflops_per_device != -1
+        tflops = plan.planned_tflops_per_device if known else _ASSUMED_TFLOPS
+        hours = flops / (tflops * 1e12) / 3600
+        self._full_hours = hours if known else None
+        self.restart = plan.restart_minutes / 60 / hours
+
+    def of(self, rows_per_device: float | Fraction) -> float:
+        """A pass with so many rows per device."""
+        return float(pass_price(self._batch, Fraction(rows_per_device)))
+
+    def hours(self, passes: float) -> float | None:
+        """Hours of so many passes; None where planned_tflops_per_device is not given."""
+        return None if self._full_hours is None else passes * self._full_hours
+
+    def of_step(self, rows_per_device: float) -> float:
+        """A step of so many rows per device, in as few equal passes as the largest allows."""
+        count = math.ceil(rows_per_device / self._limit)
+        return count * self.of(rows_per_device / count)
 
 
 def with_nodes(config: Config) -> Config:
@@ -75,25 +125,25 @@ class PlannedRun:
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of(cls, config: Config, meshes: Meshes) -> "PlannedRun":
+    def of(cls, config: Config, meshes: Meshes, origin: Origin | None = None) -> "PlannedRun":
         """Plans a run.
 
         Args:
           config: loaded, with its nodes (`with_nodes`).
           meshes: the mesh by the number of devices (`meshes_of`).
+          origin: where a run stands that has begun.
 
         Raises:
           ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
         """
         target = resolve_planned(config, config.batch.num_devices)
-        cost = PassCost(target.batch, target.planning, target.model)
+        cost = PassCost(target)
+        begins = origin(target.batch) if origin else {"decided": ladder.expected(target.batch)}
         ramp = RampupBatchManager(
-            target.batch,
-            decided=ladder.expected(target.batch),
-            meshes=meshes,
-            restart_passes=cost.restart,
+            target.batch, meshes=meshes, restart_passes=cost.restart, **begins
         )
-        stages = ramp.stages_between(0, ramp.total_steps)
+        first = ramp.stages[0].first_step
+        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
         ramp.check(stages)
         return cls(target, cost, ramp, tuple(stages))
 

@@ -132,7 +132,7 @@ class RampupBatchManager:
             `node_schedule` does not take them. By default, what these keys give.
           fields: the arrays of a batch.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
-            for `node_schedule` (`cost.PassCost`).
+            for `node_schedule` (`PassCost`).
 
         Raises:
           ConfigError: a key is out of range, or one of a mapping does not exist; or neither

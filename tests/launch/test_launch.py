@@ -266,13 +266,13 @@ def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
     line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
     config = load(line)
     launch = Run.of(config, line)
-    assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes() == 2
+    assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes == 2
     saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
-    assert launch.next_nodes() == 2
+    assert Run.of(config, line).next_nodes == 2
     (tmp_path / "x" / "next_stage.json").write_text('{"nodes": 4}')  # by a job that knows more
     assert launch.nodes_of_next_stage() == 4
     alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
-    assert Run.of(load(alone), alone).next_nodes() == 4
+    assert Run.of(load(alone), alone).next_nodes == 4
 
 
 def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
@@ -282,7 +282,7 @@ def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
     line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
     launch = Run.of(load(line), line)
     assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
-    assert launch.next_nodes() == 2
+    assert launch.next_nodes == 2
 
 
 # --- What cannot be launched: one line that says what --------------------------------------------

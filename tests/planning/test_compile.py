@@ -17,7 +17,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main as plan_main
-from maxramp.planning import topology
+from maxramp.planning import machine, topology
 from maxramp.planning.compiled import compile_stages
 from maxramp.planning.stages import with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
@@ -182,7 +182,7 @@ def test_slices_as_they_are(name, cores, hosts, wraps, slices):
     wraps are those of MaxText's table of accelerators."""
     slice_ = topology.parse(name)
     assert slice_.wraps == wraps
-    devices = topology.describe(slice_, slices).devices
+    devices = machine.describe(slice_, slices)
     places = itertools.product(*(range(n) for n in (*slice_.shape, 1)[:3]))
     places = sorted((i, place) for place in places for i in range(slices))
     assert sorted((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices) == places
@@ -251,7 +251,7 @@ def test_refused(name, tmp_path, capsys):
 def test_missing_libtpu_is_said_with_the_way_to_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"python -m pip install -e '\.\[tpu\]'"):
-        topology.describe(topology.parse("v5p-8"), 1)
+        machine.describe(topology.parse("v5p-8"))
 
 
 @pytest.mark.parametrize("content, part", [(None, "No such file"), ("[]", "maxramp.compile")])
@@ -280,7 +280,7 @@ def test_shipped_pods_resolve():
 @needs_libtpu
 def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
     """Its parts are more than a chip has; the compiler refuses what is more than that in truth."""
-    chip = topology.describe(topology.parse("v5p:2x2x1"), 1).devices[0]
+    chip = machine.describe(topology.parse("v5p:2x2x1"))[0]
 
     def loss(x, weights):
         def layer(x, weight):

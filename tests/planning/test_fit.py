@@ -10,8 +10,7 @@ from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import compiled
 from maxramp.planning import machine as machines
-from maxramp.planning.fit import POLICIES, by_speed, edge, largest_batch
-from maxramp.planning.pod import Pod
+from maxramp.planning.pod import POLICIES, Pod, edge
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -49,14 +48,15 @@ def one_device():
 def pod_of(config, machine, limit=1.0):
     """The compiler of a machine, and what the config's last stage is."""
     ramp = RampupBatchManager(config.batch, len(machine.devices))
-    return Pod.of(config.replace(device_memory_gib=limit), ramp, machine), ramp.stages[-1].spec
+    return Pod(config.replace(device_memory_gib=limit), ramp, machine), ramp.stages[-1].spec
 
 
 @pytest.mark.slow
 def test_what_fits_of_this_machine(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
-    lines = largest_batch(*pod_of(config, one_device, 0.004)).splitlines()
+    pod, spec = pod_of(config, one_device, 0.004)
+    lines = pod.largest_batch(spec).splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
     ).groups()
@@ -71,8 +71,9 @@ def test_what_fits_of_this_machine(one_device):
 
 def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
+    pod, spec = pod_of(config, one_device, 0.0001)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
-        largest_batch(*pod_of(config, one_device, 0.0001))
+        pod.largest_batch(spec)
 
 
 def test_a_program_that_cannot_be_read(one_device):
@@ -92,9 +93,8 @@ def test_a_program_that_cannot_be_read(one_device):
 def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
     config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
     ramp = RampupBatchManager(config.batch, 8)
-    monkeypatch.setattr(compiled, "_resolved", lambda config: (config, ramp, one_device))
-    monkeypatch.setattr(compiled.Pod, "of", lambda *arguments: None)
-    monkeypatch.setattr(compiled, "by_speed", lambda pod, spec: [])
+    monkeypatch.setattr(Pod, "of", lambda config, say: Pod(config, ramp, one_device))
+    monkeypatch.setattr(Pod, "by_speed", lambda pod, spec: [])
     with pytest.raises(ConfigError, match=f"not even {least} a group of devices would fit"):
         compiled.compile_ways(config)
 
@@ -104,7 +104,8 @@ def test_the_ways_of_a_batch_by_speed(one_device):
     """Each policy's two largest micro batches, with a machine whose time is made up."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
     timed = dataclasses.replace(one_device, work=lambda text: {"step_seconds": 1 / len(text)})
-    ways = by_speed(*pod_of(config, timed))
+    pod, spec = pod_of(config, timed)
+    ways = pod.by_speed(spec)
     assert len(ways) == 8 and {way["remat_policy"] for way in ways} == set(POLICIES)
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])

@@ -12,7 +12,7 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
-from maxramp.planning import gpu
+from maxramp.planning import gpu, machine
 from maxramp.planning.compiled import compile_stages
 
 
@@ -201,4 +201,4 @@ def test_slices_of_gpus_are_refused(capsys):
 def test_missing_plugin_is_said_with_the_way_to_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[cuda13-compiler\]'"):
-        gpu.describe(gpu.parse("h200:1x8"))
+        machine.describe(gpu.parse("h200:1x8"))

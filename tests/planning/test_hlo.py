@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp.model.parts.attention import Rule, attend
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
-from maxramp.planning import hlo, topology
+from maxramp.planning import hlo, machine, topology
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"
@@ -23,7 +23,7 @@ needs_libtpu = pytest.mark.skipif(
 def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
     """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
     sizes = (sizes[0], 1, *sizes[1:])  # one stage
-    devices = topology.describe(topology.parse(name), slices).devices
+    devices = machine.describe(topology.parse(name), slices)
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices)
     else:

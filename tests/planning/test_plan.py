@@ -25,9 +25,7 @@ from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import print_plan
-from maxramp.planning.memory import estimate
-from maxramp.planning.picture import draw_plan
-from maxramp.planning.plan import make_plan
+from maxramp.planning.plan import draw_plan, estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run

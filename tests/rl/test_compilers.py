@@ -10,7 +10,7 @@ from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.planning import gpu, machine
+from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
@@ -24,7 +24,7 @@ KEYS = (
     *("num_generations=4", "max_completion_length=6", "global_batch_size=4", "num_iterations=2"),
 )
 NO_TPU = importlib.util.find_spec("libtpu") is None
-NO_GPU = not gpu._is_installed()
+NO_GPU = not machine.is_installed("jax_plugins.xla_cuda13")
 
 
 @pytest.mark.slow
