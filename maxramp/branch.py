@@ -18,7 +18,7 @@ from typing import Any
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.config.usage import list_keys
 from maxramp.errors import ConfigError, report
-from maxramp.measuring.experiment import Experiment
+from maxramp.measuring.branches import Experiment
 from maxramp.measuring.noise import KINDS
 from maxramp.processes.backend import take_hardware
 from maxramp.run.metrics import as_json

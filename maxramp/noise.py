@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
 from maxramp.files.place import home_of
-from maxramp.measuring.noise import KINDS, Block, curves_of
-from maxramp.measuring.picture import draw_noise
+from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
 
 USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
 

@@ -9,13 +9,31 @@ are compared in pairs.
 
 import dataclasses
 import itertools
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from maxramp.measuring.noise import student
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.resume import origin_of
+from maxramp.commandline import count
+from maxramp.config.keys import Config
+from maxramp.config.load import to_yaml
+from maxramp.errors import EXIT_PREEMPTED, ConfigError
+from maxramp.files.place import Place, home_of, write_whole
+from maxramp.keys import base
+from maxramp.measuring.noise import KINDS, blocks_of, student
+from maxramp.rampup.numbers import parse_count
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import as_json, read_records
+from maxramp.training.learning_rate import LearningRate
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
@@ -56,15 +74,14 @@ def difference(branch: Branch, other: Branch) -> tuple[float, float | None, floa
     """
     apart, tokens = branch.cross_entropy - other.cross_entropy, branch.tokens
     mean, count = float(apart.sum() / tokens.sum()), len(tokens)
-    for one, far in ((branch, math.inf), (other, -math.inf)):
-        if one.loss == math.inf:
-            return (far, far, far) if count >= _FEWEST_BATCHES else (far, None, None)
-    if count < _FEWEST_BATCHES:
-        return mean, None, None
-    residuals = apart - mean * tokens
-    error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(tokens.sum())
-    half = student(count - 1) * error
-    return mean, mean - half, mean + half
+    half = 0.0
+    if math.inf in (branch.loss, other.loss):
+        mean = math.inf if branch.loss == math.inf else -math.inf
+    elif count >= _FEWEST_BATCHES:
+        residuals = apart - mean * tokens
+        error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(tokens.sum())
+        half = student(count - 1) * error
+    return (mean, None, None) if count < _FEWEST_BATCHES else (mean, mean - half, mean + half)
 
 
 def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
@@ -83,20 +100,10 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
     sizes = []
     for index, branch in enumerate(branches):
         pairs = [difference(branch, smaller) for smaller in branches[:index]] or [(0.0, 0.0, 0.0)]
-        above, low, high = (
-            None if None in ends else max(ends) for ends in zip(*pairs, strict=True)
-        )
-        sizes.append(
-            {
-                "rows": branch.rows,
-                "steps": branch.steps,
-                "learning_rate": branch.learning_rate,
-                "loss": branch.loss,
-                "above": above,
-                "low": low,
-                "high": high,
-            }
-        )
+        size = {name: getattr(branch, name) for name in ("rows", "steps", "learning_rate", "loss")}
+        for name, ends in zip(("above", "low", "high"), zip(*pairs, strict=True), strict=True):
+            size[name] = None if None in ends else max(ends)
+        sizes.append(size)
     found = {
         name: _last_within(sizes, key, tolerance)
         for name, key in (("largest", "above"), ("surely", "high"), ("possibly", "low"))
@@ -111,3 +118,252 @@ def _last_within(sizes: list[dict[str, Any]], key: str, tolerance: float) -> int
         return None
     within = itertools.takewhile(lambda size: size[key] <= tolerance, sizes)
     return [size["rows"] for size in within][-1]  # the first is, with nothing above itself
+
+
+class Experiment:
+    """The branches of one checkpoint over one window of rows."""
+
+    def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
+        """
+        Args:
+          run: the folder, or its address in an object storage.
+          at: the step of the checkpoint.
+          sizes: global batch sizes, comma-separated.
+          tokens: of the window, with a suffix; "" = a tenth of the run's.
+          keys: key=value for every branch.
+
+        Raises:
+          ConfigError: there is no such checkpoint, or what is asked for makes no sense.
+        """
+        self._run = home_of(run).absolute()
+        self._sizes = sizes_of(sizes)
+        self._position = _checkpoint(self._run, at)
+        config = Config.of(base.base() | self._position.config)
+        batch, self._first = config.batch, self._position.consumed_samples
+        self._batch: int = self._position.stage()["global_batch_size"]
+        self._row = batch.max_target_length
+        origin, _ = origin_of(batch, batch.num_devices, self._position)
+        ramp = RampupBatchManager(batch, batch.num_devices, **origin)
+        self._rate = float(LearningRate.of(config.learning_rate, ramp)(self._first, self._batch))
+        if not self._rate > 0:
+            raise ConfigError(
+                f"--at {at}: the learning rate there is {self._rate:g}, so no branch would learn; "
+                "give a checkpoint after the first step and before the run's last"
+            )
+        wanted = parse_count(tokens) if tokens else ramp.total_samples * self._row // 10
+        if not wanted:
+            raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
+        self._samples = window(self._sizes, -(-wanted // self._row), self._row)
+        self._folder = self._run / "branches" / f"{at}-{self._samples}"
+        self._keys, self._config = list(keys), config
+        for key in keys:
+            if (name := key.partition("=")[0]) in self._of_branch(self._sizes[0]):
+                raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
+
+    def train(self, out: IO[str]) -> int:
+        """Trains what is left to train; returns the exit status of what went wrong, or 0.
+
+        Args:
+          out: where branches print: standard output or standard error.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._check_keys()
+        # Those that are done count, whatever this command asks for.
+        begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
+        self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
+        config = self._folder / "config.yml"
+        write_whole(config, to_yaml(self._config).encode())
+        print(f"window   {self._samples:,} rows, by --tokens and --sizes", file=out, flush=True)
+        for number, size in enumerate(self._sizes, 1):
+            if not self._evaluation(size):
+                keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
+                print(
+                    f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
+                    f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
+                    file=out,
+                    flush=True,
+                )
+                if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
+                    return status
+            self._branch(size)  # what cannot be compared is refused at once
+        return 0
+
+    def result(self, tolerance: float) -> dict[str, Any]:
+        """What the branches say, also written to branch.json in their folder."""
+        result = compare([self._branch(size) for size in self._sizes], tolerance)
+        trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
+        result |= {
+            "run": str(self._run),
+            "step": self._position.step,
+            "first_sample": self._first,
+            "samples": self._samples,
+            "row_tokens": self._row,
+            "target_tokens": sum(record.get("target_tokens", 0) for record in trained),
+            "batch": self._batch,
+            "tolerance": tolerance,
+            "noise": self._noise(result["largest"]),
+            "file": str(self._folder / "branch.json"),
+        }
+        text = json.dumps(as_json(result), indent=2) + "\n"
+        write_whole(self._folder / "branch.json", text.encode())
+        return result
+
+    def _of_branch(self, size: int) -> dict[str, Any]:
+        """The keys that make a branch of the run's own configuration."""
+        return {
+            "base_output_directory": self._folder,
+            "run_name": size,
+            "load_full_state_path": self._position.path,
+            "load_parameters_path": "",
+            "global_batch_size": size,
+            "rampup_batch_size": "none",
+            "total_samples": self._first + self._samples,
+            "learning_rate": repr(self._rate_of(size)),  # constant: no warm-up, and no decay
+            "lr_schedule_type": "wsd",
+            "warmup_steps_fraction": 0.0,
+            "wsd_decay_steps_fraction": 0.0,
+            "learning_rate_schedule_steps": -1,
+            "batch_size_lr_scaling": "none",
+            "batch_size_lr_reference": "final",
+            "eval_interval": 10**12,  # at the end alone
+            "eval_steps": -1,
+            "log_eval_batches": True,
+            "max_num_checkpoints_to_keep": 1,
+            "checkpoint_keep_period": -1,
+            "enable_checkpointing": True,
+            "stop_at_stage_end": False,
+            "stop_at_node_change": False,
+            "profiler": "",
+        }
+
+    def _rate_of(self, size: int) -> float:
+        return self._rate * math.sqrt(size / self._batch)
+
+    def _evaluation(self, size: int) -> dict[str, Any] | None:
+        """The evaluation of a branch that is done."""
+        records = read_records(self._folder / str(size) / "metrics.jsonl")
+        end = self._first + self._samples
+        found = [r for r in records if r["consumed_samples"] == end and "eval_batch_tokens" in r]
+        return found[-1] if found else None
+
+    def _branch(self, size: int) -> Branch:
+        """A size that was trained.
+
+        Raises:
+          ConfigError: it cannot be compared with the smallest.
+        """
+        folder = self._folder / str(size)
+        first, found = (self._evaluation(n) for n in (self._sizes[0], size))
+        if not found:
+            raise ConfigError(
+                f"{folder}: the branch ended without an evaluation of its held-out rows; move the "
+                "folder away and start again"
+            )
+        losses, tokens = (
+            np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
+        )
+        branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
+        if found["eval_batch_tokens"] != first["eval_batch_tokens"]:
+            raise ConfigError(
+                f"{folder}: evaluated in other batches than size {self._sizes[0]} "
+                f"({len(tokens)} and {len(first['eval_batch_tokens'])} of them), as on other "
+                "devices; move it away and start again on the same devices"
+            )
+        if size == self._sizes[0] and branch.loss == math.inf:
+            raise ConfigError(
+                f"{folder}: the held-out loss is no number, so there is nothing to compare with; "
+                "take another checkpoint or other sizes"
+            )
+        return branch
+
+    def _check_keys(self) -> None:
+        """Refuses other keys than those of the branches that have begun; keeps today's.
+
+        Raises:
+          ConfigError: they differ.
+        """
+        path, here = self._folder / "keys.json", json.dumps(sorted(self._keys))
+        before = path.read_bytes().decode() if path.exists() else here
+        if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
+            raise ConfigError(
+                f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
+                "the same ones, or move the folder away"
+            )
+        write_whole(path, here.encode())
+
+    def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
+        """The noise scale in rows by kind, around the checkpoint, and the factor up to `largest`.
+
+        Over the run's own steps up to a window's length before the checkpoint and after it.
+        """
+        first, last = self._first - self._samples, self._first + self._samples
+        records = read_records(self._run / "metrics.jsonl")
+        near = [r for r in records if first < r["consumed_samples"] <= last]
+        found = {}
+        for kind in KINDS:
+            for scale, low, high in (block.in_rows for block in blocks_of(near, kind, 1)):
+                if scale:
+                    of_kind = {"noise_scale": scale, "low": low, "high": high}
+                    found[f"{kind}noise_scale"] = of_kind | {"factor": largest / scale}
+        return found
+
+
+def sizes_of(text: str) -> list[int]:
+    """The global batch sizes of --sizes, the smallest first.
+
+    Raises:
+      ConfigError: they are not two or more different sizes.
+    """
+    parts = text.split(",")
+    sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
+    if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
+        raise ConfigError(
+            f"--sizes {text} must be two or more different global batch sizes, such as 8,16,32"
+        )
+    return sizes
+
+
+def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
+    """The rows that all branches train on: every size ends with the same row.
+
+    Raises:
+      ConfigError: they are more than twice the rows that are wanted.
+    """
+    unit = math.lcm(*sizes)
+    rows = -(-wanted // unit) * unit
+    if rows > 2 * wanted:
+        raise ConfigError(
+            f"--sizes {','.join(map(str, sizes))}: they end with the same row every {unit:,} rows "
+            f"alone, more than twice the {wanted:,} that --tokens asks for (a tenth of the run by "
+            f"default); give sizes that divide each other, or --tokens {unit * row_tokens}"
+        )
+    return rows
+
+
+def _checkpoint(run: Place, at: int) -> Checkpoint:
+    path = run / "checkpoints" / str(at)
+    if not path.is_dir():
+        there = ", ".join(map(str, folder_lib.steps_in(run / "checkpoints"))) or "none"
+        raise ConfigError(f"--at {at}: {path} is no checkpoint; there are {there}")
+    try:
+        return folder_lib.read(path)
+    except folder_lib.TornError as error:
+        raise ConfigError(f"--at {at}: {path}: {error}; take another checkpoint") from None
+
+
+def _train(arguments: Sequence[str], out: int) -> int:
+    """Trains in a process that does not outlive this one; a request to stop is passed on to it."""
+    asked = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        asked.append(number)
+        process.terminate()
+
+    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
+    command = [*bound, sys.executable, "-m", "maxramp.train", *arguments]
+    process = subprocess.Popen(command, stdout=out, start_new_session=True)
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+    status = process.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return 128 - status if status < 0 else status or (EXIT_PREEMPTED if asked else 0)

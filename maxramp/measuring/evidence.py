@@ -1,6 +1,13 @@
-"""What was measured on runs, read for another one that is planned, and what it does not say."""
+"""What was measured on runs, read for another one that is planned, and what it does not say.
 
+The largest batch that costs nothing, over a run, is in tokens of the run that is planned, as a run
+with rows of another length may have been measured. Nothing is assumed where nothing was measured:
+before that the batch is the smallest, after it the batch stays.
+"""
+
+import dataclasses
 import json
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -10,21 +17,86 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, home_of
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
-from maxramp.measuring.ramp import Measurement, from_branches, from_noise
 from maxramp.model.keys import SHAPE_KEYS
 
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
 # What makes a run that was measured another one than the run that is planned.
 _SAME = (
     *SHAPE_KEYS,
-    "max_target_length",
-    "packing",
-    "dataset_type",
-    "text_files",
-    "grain_train_files",
-    "learning_rate",
-    "opt_type",
+    *("max_target_length", "packing", "dataset_type", "text_files", "grain_train_files"),
+    *("learning_rate", "opt_type"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was measured over some tokens of a run.
+
+    Attributes:
+      first, last: tokens consumed before and after.
+      batch: the batch, in tokens, that surely costs nothing there.
+    """
+
+    first: float
+    last: float
+    batch: float
+
+
+def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
+
+    Of an interval its lower end counts, and of several windows from one step on the least. A batch
+    is never given back, so at each place the least of those from there on counts.
+    """
+    found: list[Measurement] = []  # the last one first
+    order = sorted(results, key=lambda r: (r["first_sample"] * r["row_tokens"], r["samples"]))
+    for r in reversed(order):
+        row = r["row_tokens"]
+        first, batch = r["first_sample"] * row, (r["surely"] or r["largest"]) * row
+        last = first + r["samples"] * row
+        if found:
+            batch = min(batch, found[-1].batch)
+            last = found.pop().last if found[-1].first == first else found[-1].first
+        found.append(Measurement(first, last, batch))
+    return found[::-1]
+
+
+def _from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> list[Measurement]:
+    """What blocks of a noise scale allow: `factor` times the lower end of the interval.
+
+    One block in twenty is too high, so a block counts for what the next one, too, allows; the last
+    for what the one before does.
+    """
+    lows = [block.low / block.row_target_tokens for block in curve]
+    others = [*lows[1:], *lows[-2:-1]] or lows
+    return [
+        Measurement(
+            block.first_sample * row_tokens,
+            block.last_sample * row_tokens,
+            factor * min(low, other) * row_tokens,
+        )
+        for block, low, other in zip(curve, lows, others, strict=True)
+    ]
+
+
+def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
+    """The ramp that follows the measurements: (tokens from which on, batch in tokens).
+
+    A size is taken where a measurement allows it, and never given back.
+
+    Args:
+      measured: in order.
+      sizes: that the batch may take, in tokens, the smallest first.
+    """
+    found: list[tuple[float, int]] = [(0, sizes[0])]
+    for one in measured:
+        allowed = max((size for size in sizes if size <= one.batch), default=0)
+        if allowed <= found[-1][1]:
+            continue
+        if one.first <= found[-1][0]:
+            found.pop()
+        found.append((one.first, allowed))
+    return found
 
 
 class Evidence:
@@ -87,9 +159,13 @@ class Evidence:
                 f"--noise {run}: holds no noise scale of 8 steps or more; train with "
                 "log_gradient_noise_scale=true"
             )
+        first, last = (
+            f"{low:.3g} to {'no end' if high is None else f'{high:.3g}'} rows"
+            for _, low, high in (block.in_rows for block in (curve[0], curve[-1]))
+        )
         self.lines.append(
-            f"noise scale of {run} ({KINDS['norms_']}): {_scale(curve[0])} at the start, "
-            f"{_scale(curve[-1])} after {short(curve[-1].last_sample)} samples"
+            f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
+            f"{last} after {short(curve[-1].last_sample)} samples"
         )
         name = "norms_noise_scale"
         factors = [
@@ -107,10 +183,10 @@ class Evidence:
                 "noise scale's lower end, which is usually too careful"
             )
         there = self._compare_runs(run)
-        last = next(r for r in reversed(records) if "consumed_tokens" in r)
-        row_tokens = last["consumed_tokens"] // last["consumed_samples"]
+        end = next(r for r in reversed(records) if "consumed_tokens" in r)
+        row_tokens = end["consumed_tokens"] // end["consumed_samples"]
         row_tokens = self._row_tokens(there, row_tokens, curve[-1].row_target_tokens)
-        return from_noise(curve, min(factors, default=1.0), row_tokens)
+        return _from_noise(curve, min(factors, default=1.0), row_tokens)
 
     def _row_tokens(self, there: dict[str, Any], row_tokens: int, targets: float) -> float:
         """What a row that was measured counts for, in tokens of the run that is planned.
@@ -134,21 +210,19 @@ class Evidence:
           Its keys; none where it holds no config.yml.
         """
         try:
-            there = read_yaml(run / "config.yml")
+            there, line = read_yaml(run / "config.yml"), ""
         except (ConfigError, OSError):
-            self.limits.append(
-                f"{run} holds no config.yml: whether it was a run like this is not known"
-            )
-            return {}
+            there = {}
+            line = f"{run} holds no config.yml: whether it was a run like this is not known"
         here = self._config.values
         differ = [
             f"{name}={there[name]} (here {here[name]})"
             for name in _SAME
             if name in there and there[name] != here[name]
         ]
-        line = f"measured on another run: {', '.join(differ)}"
-        if differ and line not in self.limits:
-            self.limits.append(line)
+        if differ:
+            line = f"measured on another run: {', '.join(differ)}"
+        self.limits += [line] * (line != "" and line not in self.limits)
         return there
 
 
@@ -168,9 +242,3 @@ def _line_of(result: dict[str, Any]) -> str:
         f"{result['largest']} of {sizes} is the largest within {result['tolerance']:g} nats "
         f"({ends}; rows of {result['row_tokens']} tokens)"
     )
-
-
-def _scale(block: Block) -> str:
-    row = block.row_target_tokens
-    high = "no end" if block.high is None else f"{block.high / row:.3g}"
-    return f"{block.low / row:.3g} to {high} rows"

@@ -6,11 +6,13 @@ where the signal's mean cannot be told from zero.
 """
 
 import dataclasses
+import io
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from maxramp.commandline import short
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.run.metrics import Record, read_records
@@ -46,6 +48,12 @@ class Block:
     def row_target_tokens(self) -> float:
         """The targets of a row."""
         return self.batch_target_tokens / self.batch_rows
+
+    @property
+    def in_rows(self) -> list[float | None]:
+        """The noise scale and the ends of its interval in rows."""
+        ends = self.noise_scale, self.low, self.high
+        return [None if end is None else end / self.row_target_tokens for end in ends]
 
 
 def records_of(run: Place) -> list[Record]:
@@ -167,3 +175,47 @@ def ratio_of_means(
     ratio = means[0] / means[1] if min(means) > 0 else None
     low = max(0.0, yy / (xy + root)) if xy + root > 0 else 0.0
     return ratio, low, (xy + root) / xx if xx > 0 and xy > 0 else None
+
+
+def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
+    """Draws noise scales with their intervals, by name, and the batch that was used.
+
+    Raises:
+      OSError: the picture cannot be written.
+      ValueError: the suffix names no format of pictures.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_yscale("log")
+    colors = ("tab:orange", "tab:green", "tab:red", "tab:purple")
+    for color, (name, curve) in zip(colors, curves.items(), strict=False):
+        per_row = curve[0].row_target_tokens
+        known = [block for block in curve if block.noise_scale is not None]
+        x = [(block.first_sample + block.last_sample) / 2 for block in known]
+        y, low, high = zip(*(block.in_rows for block in known), strict=True) if known else [()] * 3
+        most = 10 * max([*y, *(block.batch_rows for block in curve)])  # where there is no end
+        high = [most if end is None else end for end in high]
+        axes.plot(x, y, color=color, marker="o", markersize=4, label=f"noise scale, {name}")
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    longest = max(curves.values(), key=len)
+    edges = [*(block.first_sample for block in longest), longest[-1].last_sample]
+    sizes = [block.batch_rows for block in longest]
+    axes.step(edges, [*sizes, sizes[-1]], where="post", color="tab:blue", label="batch")
+    axes.set_xlabel("consumed samples")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, position: short(number)))
+    axes.set_ylabel("rows")
+    tokens = axes.secondary_yaxis(
+        "right", functions=(lambda rows: rows * per_row, lambda tokens: tokens / per_row)
+    )
+    tokens.set_ylabel("targets")
+    axes.grid(alpha=0.3)
+    axes.spines["top"].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format=path.suffix[1:] or None)
+    path.write_bytes(drawn.getvalue())

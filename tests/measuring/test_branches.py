@@ -11,8 +11,7 @@ from conftest import BASE, TINY, make_config, run
 from maxramp import branch, suggest
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.errors import ConfigError
-from maxramp.measuring.branches import Branch, compare, difference
-from maxramp.measuring.experiment import Experiment, sizes_of, window
+from maxramp.measuring.branches import Branch, Experiment, compare, difference, sizes_of, window
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, of_sums, read_records
 

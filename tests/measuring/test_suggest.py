@@ -7,8 +7,8 @@ from conftest import BASE, ROOT
 
 from maxramp import suggest
 from maxramp.config.load import load
-from maxramp.measuring import comparison, noise
-from maxramp.measuring.ramp import Measurement, from_branches, ramp_of
+from maxramp.measuring import noise, suggestion
+from maxramp.measuring.evidence import Measurement, from_branches, ramp_of
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -193,7 +193,7 @@ def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name", ("gpt3-175b", "palm-540b"))
 def test_published_shapes(name):
     path = ROOT / "configs" / "schedules" / f"{name}.yml"
-    shape = comparison._published(path, 8, 64, 100_000)
+    shape = suggestion._published(path, 8, 64, 100_000)
     places, sizes = zip(*shape, strict=True)
     assert places[0] == 0 and list(places) == sorted(set(places)) and places[-1] < 100_000
     assert sizes[0] == 8 and sizes[-1] == 64 and list(sizes) == sorted(set(sizes))
