@@ -22,7 +22,7 @@ import numpy as np
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.generation.generator import Generator
+from maxramp.generation.generator import Generator, Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import mesh as mesh_lib
@@ -68,7 +68,7 @@ def measure(keys):
     config = resolve(load([BASE, *constant, f"max_target_length={length}", *keys]), 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config.mesh))
     model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
-    generator = Generator(config.model, model)
+    generator = Generator(config.model, model, Writing(NEW, Sampling(temperature=0)))
     weights = generator.prepare(model)
     layers = generator._structure.unflatten(weights)
     random = np.random.default_rng(0)
@@ -78,10 +78,10 @@ def measure(keys):
     bare = jax.jit(products)
 
     def cached():
-        generator.generate(weights, prompts, NEW, Sampling(temperature=0), 0)
+        generator.answer(weights, prompts)
 
     def first():
-        generator.generate(weights, prompts, 1, Sampling(temperature=0), 0)
+        next(generator.stream(weights, prompts))
 
     def whole_prefix():
         tokens = np.zeros((BATCH, length), np.int32)

@@ -25,12 +25,10 @@ from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.rollout import GeneratorRollout
-from maxramp.rl.scoring import Scorer
+from maxramp.rl.scoring import Scorer, policy_fields, writing
 from maxramp.rl.tasks import brevity
 from maxramp.rl.trainer import PolicyTrainer
 from maxramp.training.ahead import Ahead
@@ -64,16 +62,12 @@ class Steps:
         closing.callback(ahead.close)
         with jax.set_mesh(self._mesh):
             state = abstract_state(config.recipe, self._mesh)
-            temperature = config.policy.decode_sampling_temperature
-            rollout = GeneratorRollout(
-                config.rollout, temperature, config.model, state.model, tokenizer, {}
-            )
             programs = PolicyPrograms(
                 config.recipe,
                 config.policy,
                 LearningRate.of(config.learning_rate, self._ramp),
                 state,
-                rollout,
+                writing(config.rollout, config.policy, config.model, tokenizer),
                 ahead,
                 {},
             )
@@ -83,7 +77,7 @@ class Steps:
                 config.rollout,
                 Sums(10, 0),
                 None,
-                Scorer(config.rollout, config.policy.num_generations, rollout, tokenizer, rewards),
+                Scorer(config.rollout, config.policy, programs.generator, tokenizer, rewards),
                 initial_state(config.recipe),
                 initial_state(config.recipe).model,
                 lambda: None,

@@ -20,7 +20,7 @@ from maxramp.commandline import OneLineParser, count
 from maxramp.config.usage import list_keys
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.files.place import place
-from maxramp.generation.generator import Answer, Generator
+from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
@@ -83,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise ConfigError(f"--{name} {getattr(given, name)} must be 1 or more")
     if not 0 <= given.seed < 2**32:
         raise ConfigError(f"--seed {given.seed} must be 0 or more and below 2^32 = {2**32}")
-    Sampling(given.temperature, given.top_k, given.top_p).check("--")
+    Sampling(given.temperature, given.top_k, given.top_p).check()
     return given
 
 
@@ -100,7 +100,8 @@ def _generate(given: argparse.Namespace) -> None:
     sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
     model = trained.load()
     options = compiler_options(jax.default_backend())
-    generator = Generator(trained.config.model, model, options)
+    writing = Writing(most_tokens, sampling, given.seed, tuple(tokenizer.ends))
+    generator = Generator(trained.config.model, model, writing, options)
     weights = generator.prepare(model)
     del model
 
@@ -111,9 +112,7 @@ def _generate(given: argparse.Namespace) -> None:
     # Answers that nobody watches come at once, or often enough to notice the texts that end them.
     every = 1 if not given.json else _SELDOM if stops else most_tokens
     start = time.perf_counter()
-    for answers in generator.stream(
-        weights, prompts, most_tokens, sampling, given.seed, tokenizer.ends, every=every
-    ):
+    for answers in generator.stream(weights, prompts, every=every):
         for text, answer in zip(written, answers, strict=True):
             text.read(answer)
         if is_first and not given.json:

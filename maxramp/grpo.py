@@ -34,12 +34,10 @@ from maxramp.processes import agreement
 from maxramp.processes.ending import run
 from maxramp.processes.preemption import Preemption
 from maxramp.rl import first_weights
-from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.prompts import Prompts, check_enough, check_lengths, open_prompts
+from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.rollout import GeneratorRollout
-from maxramp.rl.scoring import Scorer
+from maxramp.rl.scoring import Scorer, policy_fields, writing
 from maxramp.rl.trainer import PolicyTrainer
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
@@ -98,7 +96,9 @@ def _run(begun: Start) -> int:
             f"answer ends before max_completion_length={config.rollout.max_completion_length} "
             "tokens; begin with weights that were trained with add_eos=True"
         )
-    opened = agreement.raise_everywhere(lambda: _prompts(config, tokenizer))
+    opened = agreement.raise_everywhere(
+        lambda: open_prompts(config.rollout, tokenizer, config.model)
+    )
     prompts, held_out = opened["prompt_file"], opened.get("eval_prompt_file")
     for name, of_key in opened.items():
         if len(hashes := {*agreement.all_gather_json(of_key.hash)}) > 1:
@@ -111,14 +111,6 @@ def _run(begun: Start) -> int:
         return job.end()
     check_enough(prompts, config.rollout, job.span.ramp.total_samples)
     return train(job, _trainer(job, tokenizer, prompts, held_out))
-
-
-def _prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, Prompts]:
-    """The prompts of the run, and those that are held out, by their key."""
-    opened = open_prompts(config.rollout)
-    for name, prompts in opened.items():
-        check_lengths(name, prompts, tokenizer, config.rollout, config.model)
-    return opened
 
 
 def _trainer(
@@ -136,20 +128,12 @@ def _trainer(
         job.preemption.ask,
     )
     job.closing.callback(ahead.close)
-    rollout = GeneratorRollout(
-        config.rollout,
-        config.policy.decode_sampling_temperature,
-        config.model,
-        abstract.model,
-        tokenizer,
-        options,
-    )
     programs = PolicyPrograms(
         config.recipe,
         config.policy,
         LearningRate.of(config.learning_rate, span.ramp),
         abstract,
-        rollout,
+        writing(config.rollout, config.policy, config.model, tokenizer),
         ahead,
         options,
     )
@@ -165,7 +149,7 @@ def _trainer(
         config.rollout,
         prompts,
         held_out,
-        Scorer(config.rollout, config.policy.num_generations, rollout, tokenizer, rewards),
+        Scorer(config.rollout, config.policy, programs.generator, tokenizer, rewards),
         job.checkpoints.first_state(span.position, abstract, config.recipe),
         reference,
         job.watchdog.beat,

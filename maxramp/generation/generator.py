@@ -9,6 +9,7 @@ Shapes: B rows, P tokens of the longest prompt, S tokens of the longest row, V v
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ _FEWEST_TOKENS = 16  # of a shape
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens_BS", "log_probs_BS", "lengths_B", "limits_B", "samples_B", "done_B"),
+    data_fields=("tokens_BS", "log_probs_BS", "lengths_B", "limits_B", "draws_B2", "done_B"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Rows:
       log_probs_BS: float32, of the answers' tokens (`sampling.sample`), and 0 elsewhere.
       lengths_B: int32, tokens that there are.
       limits_B: int32, tokens that there may be.
-      samples_B: uint32, the number that a row's draws depend on.
+      draws_B2: uint32, the numbers that a row's draws depend on (`sampling.sample`).
       done_B: bool, whether the last token is one that stops, or the limit is reached.
     """
 
@@ -58,8 +59,27 @@ class Rows:
     log_probs_BS: Any
     lengths_B: Any
     limits_B: Any
-    samples_B: Any
+    draws_B2: Any
     done_B: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Writing:
+    """How answers are written.
+
+    Attributes:
+      most_tokens: of an answer.
+      sampling: how tokens are drawn.
+      seed: of the draws, a uint32.
+      stops: ids that end an answer.
+      room: tokens of the longest prompt that shares these programs; 0 = of those at hand.
+    """
+
+    most_tokens: int
+    sampling: Sampling
+    seed: int = 0
+    stops: tuple[int, ...] = ()
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,23 +102,34 @@ class Answer:
 class Generator:
     """Writes answers with the weights that it is given, on their mesh.
 
-    Every process of a job calls it alike, and gets all answers.
+    Every process of a job calls it alike, and gets all answers. A server that keeps a copy of the
+    weights (vLLM, SGLang-JAX) could take its place in reinforcement learning: what has `prepare`,
+    `answer` and `traced`.
+
+    Attributes:
+      writing: how answers are written.
     """
 
-    def __init__(self, keys: ModelKeys, model: Decoder, options: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        keys: ModelKeys,
+        model: Decoder,
+        writing: Writing,
+        options: Mapping[str, Any] | None = None,
+    ):
         """
         Args:
           keys: of the model, resolved.
           model: it, or its shapes and shardings.
+          writing: how answers are written.
           options: of the compiler, as `training.programs.compiler_options` gives them.
         """
-        self._keys, self._mesh = keys, mesh_of(model)
+        self.writing, self._keys, self._mesh = writing, keys, mesh_of(model)
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
-        self._ranks = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options or {}) or None)
         prepared = functools.partial(_prepared, dtype=keys.dtype)
         self._structure = jax.tree.structure(jit(prepared).eval_shape(model))
@@ -116,133 +147,99 @@ class Generator:
         they are gathered. They take room beside those of the model."""
         return self._prepare(model)
 
-    def generate(
+    def answer(
         self,
         weights: list[jax.Array],
         prompts: Sequence[np.ndarray],
-        most_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        stops: Sequence[int] = (),
         samples: Sequence[int] | None = None,
-        room: int | None = None,
     ) -> list[Answer]:
         """The answers to prompts.
 
         Args:
           weights: from `prepare`.
           prompts: token ids of each, one at least.
-          most_tokens: of an answer.
-          sampling: how tokens are drawn.
-          seed: of the draws, a uint32.
-          stops: ids that end an answer.
           samples: a number for each prompt; draws depend on the seed, this number and the position
             of a token, and so neither on the prompts beside it nor on how they are cut into
             batches. Without, 0, 1, 2, ...
-          room: tokens of the longest prompt that shares these programs; without, of these prompts.
 
         Raises:
           ConfigError: a prompt is empty, or too long for the model's rows.
           NotFiniteError: the weights give logits that are no numbers.
         """
-        *_, answers = self.stream(
-            weights, prompts, most_tokens, sampling, seed, stops, samples, room, most_tokens
-        )
+        *_, answers = self.stream(weights, prompts, samples, self.writing.most_tokens)
         return answers
 
     def stream(
         self,
         weights: list[jax.Array],
         prompts: Sequence[np.ndarray],
-        most_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        stops: Sequence[int] = (),
         samples: Sequence[int] | None = None,
-        room: int | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """`generate`, with the answers as far as they are after every so many tokens."""
-        self._check(prompts, most_tokens)
-        samples = range(len(prompts)) if samples is None else samples
-        length, slots = self._lengths(room or max(map(len, prompts)), most_tokens)
-        rows = self._place(_new_rows(prompts, most_tokens, samples, slots, self._ranks))
+        """`answer`, with the answers as far as they are after every so many tokens."""
+        self._check(prompts)
+        writing = self.writing
+        length, slots = self._lengths(max(map(len, prompts)))
+        rows = self._new_rows(prompts, range(len(prompts)) if samples is None else samples, slots)
+        rows = jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, self._sharding(x), x.__getitem__), rows
+        )
         caches = self._prefill(weights, rows, length=length, slots=slots)
-        seed, stops = np.uint32(seed), tuple(stops)
-        for first in range(0, most_tokens, every):
-            steps = np.int32(min(every, most_tokens - first))
+        for first in range(0, writing.most_tokens, every):
+            steps = np.int32(min(every, writing.most_tokens - first))
             caches, rows = self._decode(
-                weights, caches, rows, seed, steps, sampling=sampling, stops=stops
+                weights, caches, rows, steps, sampling=writing.sampling, stops=writing.stops
             )
-            answers = _answers(jax.device_get(self._gather(rows)), prompts, stops)
+            answers = _answers(jax.device_get(self._gather(rows)), prompts, writing.stops)
             yield answers
             if all(answer.done for answer in answers):
                 return
 
-    def traced(
-        self,
-        model: Decoder,
-        count: int,
-        room: int,
-        most_tokens: int,
-        sampling: Sampling,
-        stops: Sequence[int],
-    ) -> dict[str, Callable[[], jax.stages.Traced]]:
-        """The programs of `prepare` and `generate` for so many prompts, by what they do.
+    def traced(self, model: Decoder, count: int) -> dict[str, Callable[[], jax.stages.Traced]]:
+        """The programs of `prepare` and `answer` for so many prompts, by what they do.
 
         Lower and compile what they return, and a call finds it: JAX keeps what it lowers.
 
         Args:
           model: its shapes and shardings.
-          count: of prompts, of up to `room` tokens each. The others are as in `generate`.
+          count: of prompts, of up to `room` tokens each.
         """
-        weights = self._prepare.eval_shape(model)
-        length, slots = self._lengths(room, most_tokens)
-        prompts = [np.zeros(1, np.int32)] * count
-        rows = _new_rows(prompts, most_tokens, range(count), slots, self._ranks)
+        writing, weights = self.writing, self._prepare.eval_shape(model)
+        length, slots = self._lengths(writing.room)
         rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), rows
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)),
+            self._new_rows([np.zeros(1, np.int32)] * count, range(count), slots),
         )
+        read = weights, rows
 
         def decode() -> jax.stages.Traced:
-            caches = self._prefill.eval_shape(weights, rows, length=length, slots=slots)
-            numbers = np.uint32(0), np.int32(1)
-            return self._decode.trace(
-                weights, caches, rows, *numbers, sampling=sampling, stops=tuple(stops)
-            )
+            caches = self._prefill.eval_shape(*read, length=length, slots=slots)
+            more = {"sampling": writing.sampling, "stops": writing.stops}
+            return self._decode.trace(weights, caches, rows, np.int32(1), **more)
 
         return {
             "preparing weights": lambda: self._prepare.trace(model),
-            "reading prompts": lambda: self._prefill.trace(
-                weights, rows, length=length, slots=slots
-            ),
+            "reading prompts": lambda: self._prefill.trace(*read, length=length, slots=slots),
             "writing answers": decode,
             "gathering them": lambda: self._gather.trace(rows),
         }
 
-    def _lengths(self, longest: int, most_tokens: int) -> tuple[int, int]:
+    def _lengths(self, longest: int) -> list[int]:
         """Tokens of a row that are read at once, and all that there may be."""
-        slots = self._length(longest + most_tokens)
-        return min(slots, self._length(longest)), slots
+        longest, most = self.writing.room or longest, self._keys.max_target_length
+        sizes = longest, longest + self.writing.most_tokens
+        return [min(rounded_up(max(size, _FEWEST_TOKENS)), most) for size in sizes]
 
-    def _check(self, prompts: Sequence[np.ndarray], most_tokens: int) -> None:
-        longest = self._keys.max_target_length
-        if most_tokens < 1:
-            raise ConfigError(f"{most_tokens} tokens for an answer: it needs 1 or more")
+    def _check(self, prompts: Sequence[np.ndarray]) -> None:
+        longest, most = self._keys.max_target_length, self.writing.most_tokens
         for number, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ConfigError(f"prompt {number} has no tokens; give it one")
-            if len(prompt) >= longest:
+            if len(prompt) + most > longest:
                 raise ConfigError(
-                    f"prompt {number} has {len(prompt)} tokens, which leaves no room for an answer "
-                    f"in max_target_length={longest}; shorten it, or raise max_target_length"
-                )
-            if len(prompt) + most_tokens > longest:
-                raise ConfigError(
-                    f"prompt {number} of {len(prompt)} tokens and an answer of up to {most_tokens} "
-                    f"make {len(prompt) + most_tokens}, but max_target_length={longest} is what "
-                    f"the model was trained on; ask for at most {longest - len(prompt)}, or raise "
-                    "max_target_length"
+                    f"prompt {number} of {len(prompt)} tokens and an answer of up to {most} make "
+                    f"{len(prompt) + most}, but max_target_length={longest} is what the model was "
+                    "trained on; shorten the prompt or the answer, or raise max_target_length"
                 )
             if prompt.min() < 0 or prompt.max() >= self._keys.vocab_size:
                 raise ConfigError(
@@ -250,14 +247,25 @@ class Generator:
                     f"vocab_size={self._keys.vocab_size}; use the tokenizer of the training data"
                 )
 
-    def _length(self, tokens: int) -> int:
-        return min(rounded_up(max(tokens, _FEWEST_TOKENS)), self._keys.max_target_length)
-
-    def _place(self, rows: Rows) -> Rows:
-        def place(x: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(x.shape, self._sharding(x), lambda index: x[index])
-
-        return jax.tree.map(place, rows)
+    def _new_rows(self, prompts: Sequence[np.ndarray], samples: Sequence[int], slots: int) -> Rows:
+        """Rows of prompts, and of nothing, done, up to a number that the devices share evenly."""
+        ranks = math.prod(self._mesh.shape[axis] for axis in BATCH_AXES)
+        count = ranks * rounded_up(-(-len(prompts) // ranks))
+        missing = count - len(prompts)
+        lengths_B = np.array([*map(len, prompts), *[1] * missing], np.int32)
+        tokens_BS = np.full((count, slots), PADDING, np.int32)
+        for row_S, prompt in zip(tokens_BS, prompts, strict=False):
+            row_S[: len(prompt)] = prompt
+        return Rows(
+            tokens_BS=tokens_BS,
+            log_probs_BS=np.zeros((count, slots), np.float32),
+            lengths_B=lengths_B,
+            limits_B=lengths_B + np.int32(self.writing.most_tokens),
+            draws_B2=np.array(
+                [(self.writing.seed, sample) for sample in [*samples, *[0] * missing]], np.uint32
+            ),
+            done_B=np.arange(count) >= len(prompts),
+        )
 
     def _sharding(self, x: np.ndarray) -> NamedSharding:
         return NamedSharding(self._mesh, TOKENS_BT if x.ndim == 2 else ROWS_B)
@@ -268,7 +276,7 @@ class Generator:
         shape = (len(rows.lengths_B), keys.base_num_kv_heads, length, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         empty = Cache(nothing, nothing, jnp.zeros_like(rows.lengths_B))
-        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers), self._keys)
+        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers), keys)
         return tuple(cache.grown(slots) for cache in caches)
 
     def _write(
@@ -276,7 +284,6 @@ class Generator:
         weights: list[jax.Array],
         caches: tuple[Cache, ...],
         rows: Rows,
-        seed: jax.Array,
         steps: jax.Array,
         sampling: Sampling,
         stops: tuple[int, ...],
@@ -296,8 +303,7 @@ class Generator:
                 dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
             )
             x_B1D, caches = model.read(_by_rows(_last, rows), caches, self._keys)
-            rows = _by_rows(append, rows, model.logits(x_B1D)[:, 0], seed=seed)
-            return step + 1, caches, rows
+            return step + 1, caches, _by_rows(append, rows, model.logits(x_B1D)[:, 0])
 
         _, caches, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), caches, rows))
         return caches, rows
@@ -316,17 +322,10 @@ def _prepared(model: Decoder, dtype: str) -> Decoder:
     return jax.tree.map(gathered, model.cast(dtype).one_by_one())
 
 
-def _by_rows(function, *arrays, **whole):
+def _by_rows(function: Callable, *arrays: Any) -> Any:
     """A function of arrays [B, ...], on every device of its rows alone."""
-    names = tuple(whole)
-
-    def local(arrays, values):
-        return function(*arrays, **dict(zip(names, values, strict=True)))
-
     arrays = jax.tree.map(lambda x: jax.reshard(x, ROWS_B), arrays)
-    return jax.shard_map(local, in_specs=(ROWS_B, REPLICATED), out_specs=ROWS_B, check_vma=False)(
-        arrays, tuple(whole.values())
-    )
+    return jax.shard_map(function, in_specs=ROWS_B, out_specs=ROWS_B, check_vma=False)(*arrays)
 
 
 def _last(rows: Rows) -> jax.Array:
@@ -334,11 +333,9 @@ def _last(rows: Rows) -> jax.Array:
     return jnp.take_along_axis(rows.tokens_BS, rows.lengths_B[:, None] - 1, axis=1)
 
 
-def _append(
-    rows: Rows, logits_BV: jax.Array, *, seed: jax.Array, sampling: Sampling, stops: tuple[int, ...]
-) -> Rows:
+def _append(rows: Rows, logits_BV: jax.Array, sampling: Sampling, stops: tuple[int, ...]) -> Rows:
     """The rows with one more token each, but for those that are done."""
-    tokens_B, log_probs_B = sample(logits_BV, sampling, seed, rows.samples_B, rows.lengths_B)
+    tokens_B, log_probs_B = sample(logits_BV, sampling, rows.draws_B2, rows.lengths_B)
     B, S = rows.tokens_BS.shape
     place = jnp.arange(B), jnp.where(rows.done_B, S, rows.lengths_B)  # S: nowhere
     lengths_B = rows.lengths_B + ~rows.done_B
@@ -349,26 +346,6 @@ def _append(
         log_probs_BS=rows.log_probs_BS.at[place].set(log_probs_B, mode="drop"),
         lengths_B=lengths_B,
         done_B=rows.done_B | stopped_B | (lengths_B >= rows.limits_B),
-    )
-
-
-def _new_rows(
-    prompts: Sequence[np.ndarray], most_tokens: int, samples: Sequence[int], slots: int, ranks: int
-) -> Rows:
-    """Rows of prompts, and of nothing, done, up to a number that the devices share evenly."""
-    count = ranks * rounded_up(-(-len(prompts) // ranks))
-    missing = count - len(prompts)
-    lengths_B = np.array([*map(len, prompts), *[1] * missing], np.int32)
-    tokens_BS = np.full((count, slots), PADDING, np.int32)
-    for row_S, prompt in zip(tokens_BS, prompts, strict=False):
-        row_S[: len(prompt)] = prompt
-    return Rows(
-        tokens_BS=tokens_BS,
-        log_probs_BS=np.zeros((count, slots), np.float32),
-        lengths_B=lengths_B,
-        limits_B=lengths_B + np.int32(most_tokens),
-        samples_B=np.array([*samples, *[0] * missing], np.uint32),
-        done_B=np.arange(count) >= len(prompts),
     )
 
 

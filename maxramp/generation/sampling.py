@@ -4,6 +4,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -31,11 +32,8 @@ class Sampling:
     top_p: float = 1.0
     vocab_size: int = 0
 
-    def check(self, prefix: str = "") -> None:
-        """Checks each number.
-
-        Args:
-          prefix: stands before the names in an error, such as "--".
+    def check(self) -> None:
+        """Checks each number, an option of a command.
 
         Raises:
           ConfigError: one is out of range.
@@ -47,16 +45,11 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not holds:
-                value = getattr(self, name)
-                raise ConfigError(f"{prefix}{name}={value:g} must be {bound}")
+                raise ConfigError(f"--{name}={getattr(self, name):g} must be {bound}")
 
 
 def sample(
-    logits_BV: jax.Array,
-    sampling: Sampling,
-    seed: jax.Array,
-    samples_B: jax.Array,
-    positions_B: jax.Array,
+    logits_BV: jax.Array, sampling: Sampling, draws_B2: jax.Array, positions_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of every row, and the logarithm of its probability.
 
@@ -66,8 +59,7 @@ def sample(
     Args:
       logits_BV: float32.
       sampling: how to draw.
-      seed: uint32.
-      samples_B: uint32, the number of each row's sample.
+      draws_B2: uint32, the seed and the number of each row's sample.
       positions_B: int32, where the token will stand.
 
     Returns:
@@ -77,17 +69,16 @@ def sample(
     logits_BV = logits_BV / (sampling.temperature or 1.0)
     kept_BV = _kept(logits_BV, sampling)
     if sampling.temperature:
-        noise_BV = jax.vmap(_gumbel, in_axes=(None, 0, 0, None))(
-            seed, samples_B, positions_B, logits_BV.shape[1]
-        )
-        kept_BV = kept_BV + noise_BV
+        gumbel = functools.partial(_gumbel, size=logits_BV.shape[1])
+        kept_BV = kept_BV + jax.vmap(gumbel)(draws_B2, positions_B)
     tokens_B = jnp.argmax(kept_BV, axis=-1).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
     return tokens_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def _gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -> jax.Array:
+def _gumbel(draw_2: jax.Array, position: jax.Array, size: int) -> jax.Array:
     """Noise whose addition to logits makes their argmax a draw from their softmax."""
+    seed, sample = draw_2
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
     return jax.random.gumbel(key, (size,))
 

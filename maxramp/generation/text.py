@@ -7,36 +7,12 @@ import numpy as np
 from maxramp.generation.generator import Answer
 
 
-class IncrementalText:
-    """The text of tokens that come one after another, behind a prompt.
+class AnswerText:
+    """The text of an answer as far as it has come, which ends before any of some texts.
 
     A token may hold a part of a character, and what it looks like may depend on the one before it.
     So the last tokens are decoded together with those before them, and what ends within a character
-    waits for the rest.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray):
-        self._decode, self._prompt = decode, prompt
-        self._begin, self._end = 0, len(prompt)  # of the last tokens that were shown
-
-    def more(self, tokens: np.ndarray, whole: bool) -> str:
-        """What is new in the text.
-
-        Args:
-          tokens: all that have come.
-          whole: whether they are the last: what is no character then shows as U+FFFD.
-        """
-        tokens = np.concatenate([self._prompt, tokens])
-        before = self._decode(tokens[self._begin : self._end])
-        now = self._decode(tokens[self._begin :])
-        if now.endswith("\N{REPLACEMENT CHARACTER}") and not whole:
-            return ""
-        self._begin, self._end = self._end, len(tokens)
-        return now[len(before) :]
-
-
-class AnswerText:
-    """The text of an answer as far as it has come, which ends before any of some texts.
+    waits for the rest; if none comes, it shows as U+FFFD.
 
     Attributes:
       tokens: how many of the answer's belong to it, those of the text that ended it included.
@@ -48,7 +24,8 @@ class AnswerText:
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, stops: Sequence[str]
     ):
         self.tokens, self.done, self.stopped = 0, False, False
-        self._incremental, self._stops = IncrementalText(decode, prompt), stops
+        self._decode, self._prompt, self._stops = decode, prompt, stops
+        self._begin, self._end = 0, len(prompt)  # of the last tokens that were decoded to the end
         self._text, self._shown = "", 0
 
     def read(self, answer: Answer) -> None:
@@ -59,7 +36,7 @@ class AnswerText:
         while self.tokens < last and not self.done:
             self.tokens += 1
             whole = answer.done and self.tokens == last
-            self._text += self._incremental.more(answer.tokens[: self.tokens], whole)
+            self._text += self._more(answer.tokens[: self.tokens], whole)
             found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
             if found:
                 self._text, self.done, self.stopped = self._text[: min(found)], True, True
@@ -72,6 +49,16 @@ class AnswerText:
         text = self._text[self._shown : len(self._text) - held]
         self._shown += len(text)
         return text
+
+    def _more(self, tokens: np.ndarray, whole: bool) -> str:
+        """What the last of these tokens add to the text; `whole` if no other comes."""
+        tokens = np.concatenate([self._prompt, tokens])
+        before = self._decode(tokens[self._begin : self._end])
+        now = self._decode(tokens[self._begin :])
+        if now.endswith("\N{REPLACEMENT CHARACTER}") and not whole:
+            return ""
+        self._begin, self._end = self._end, len(tokens)
+        return now[len(before) :]
 
     def _begun(self, stop: str) -> int:
         """Characters at the end that may be the beginning of a text."""

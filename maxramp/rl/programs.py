@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
+from maxramp.generation.generator import Generator, Writing
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.rampup.spec import StageSpec
-from maxramp.rl.rollout import Rollout
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -40,7 +40,8 @@ class PolicyPrograms:
 
     Attributes:
       policy: what is minimized.
-      rollout: writes the answers.
+      generator: writes the answers.
+      raise_failure: as that of `Ahead`.
       zeros: the trained weights -> sums of nothing.
       add: sums (donated), trained and frozen weights and a part of the batch -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
@@ -54,7 +55,7 @@ class PolicyPrograms:
         policy: PolicyKeys,
         learning_rate: LearningRate,
         state: TrainState,
-        rollout: Rollout,
+        writing: Writing,
         ahead: Ahead,
         options: Mapping[str, Any],
     ):
@@ -64,16 +65,17 @@ class PolicyPrograms:
           policy: what is minimized.
           learning_rate: of consumed prompts.
           state: abstract.
-          rollout: writes the answers.
+          writing: how answers are written.
           ahead: compiles.
           options: of the compiler (`training.programs.compiler_options`).
         """
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
-        self.policy, self.rollout, self._state, self._ahead = policy, rollout, state, ahead
+        self.policy, self._state, self._ahead = policy, state, ahead
+        self.generator = Generator(recipe.model, state.model, writing, options)
+        self.raise_failure = ahead.raise_failure
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        execution = recipe.model
-        dtype, objective = execution.dtype, policy_gradient(policy, execution)
+        dtype, objective = recipe.model.dtype, policy_gradient(policy, recipe.model)
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
             def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
@@ -83,7 +85,7 @@ class PolicyPrograms:
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            return of_tokens(policy, execution)(model.cast(dtype), batch)[0]
+            return of_tokens(policy, recipe.model)(model.cast(dtype), batch)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)
@@ -101,7 +103,7 @@ class PolicyPrograms:
             self._announced[part] = self.traced(part)
         for key, trace in self._announced[part].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
-            self._ahead.announce(key, name, self._mesh, functools.partial(_lower, trace))
+            self._ahead.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
 
     def wait(self, stage: Stage) -> float:
         """Waits until a stage's programs are compiled, and returns the seconds that took.
@@ -116,14 +118,6 @@ class PolicyPrograms:
         self._ahead.lower()
         return waited
 
-    def raise_failure(self) -> None:
-        """Says why a program did not compile, if there is one.
-
-        Raises:
-          TrainingError: there is one.
-        """
-        self._ahead.raise_failure()
-
     def traced(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:
         """The programs for parts of a step, in the order of their use."""
         state, model = self._state, self._state.model
@@ -136,7 +130,7 @@ class PolicyPrograms:
         def change(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
-        found = self.rollout.traced(model, answers)
+        found = self.generator.traced(model, answers)
         found["zeroing sums"] = lambda: self.zeros.trace(state.trained)
         if self.policy.grpo_beta:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)
@@ -147,7 +141,3 @@ class PolicyPrograms:
         if self.policy.num_iterations > 1:
             found["later updates"] = change(again=True)
         return {(name, None if name in _SHARED else part): trace for name, trace in found.items()}
-
-
-def _lower(trace: Callable[[], jax.stages.Traced]) -> jax.stages.Lowered:
-    return trace().lower()

@@ -6,8 +6,7 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,18 +26,14 @@ class Prompt:
     truth: Any
 
 
-class Prompts(Protocol):
-    """Prompts in their order."""
-
-    hash: str
-    description: str
-    texts: Sequence[str]  # all that there are, or the longest of them
-
-    def __getitem__(self, number: int) -> Prompt: ...
-
-
 class Sums:
-    """Sums of two numbers below a bound, drawn evenly: "3+14=" and "17"."""
+    """Sums of two numbers below a bound, drawn evenly: "3+14=" and "17".
+
+    Attributes:
+      hash: of what there is.
+      description: in words.
+      texts: all prompts that there are, or the longest of them.
+    """
 
     def __init__(self, bound: int, seed: int):
         self._bound, self._seed = bound, seed
@@ -53,7 +48,10 @@ class Sums:
 
 
 class FilePrompts:
-    """The lines of a JSON lines file, pass after pass, each pass in a random order of its own."""
+    """The lines of a JSON lines file, pass after pass, each pass in a random order of its own.
+
+    Attributes are those of `Sums`.
+    """
 
     def __init__(self, path: str, seed: int | None, key: str = "prompt_file"):
         """
@@ -90,11 +88,16 @@ class FilePrompts:
         return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
 
 
-def open_prompts(keys: RolloutKeys) -> dict[str, Prompts]:
+Prompts = Sums | FilePrompts
+
+
+def open_prompts(
+    keys: RolloutKeys, tokenizer: PromptTokenizer, model: ModelKeys
+) -> dict[str, Prompts]:
     """The prompts of a run, and those that are held out where there are any, by their key.
 
     Raises:
-      ConfigError: the file cannot be read, or a line of it is no prompt.
+      ConfigError: the file cannot be read, a line of it is no prompt, or one does not fit.
     """
     found: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
     if keys.prompt_file:
@@ -102,6 +105,8 @@ def open_prompts(keys: RolloutKeys) -> dict[str, Prompts]:
         found["prompt_file"] = FilePrompts(keys.prompt_file, seed)
     if keys.eval_prompt_file:
         found["eval_prompt_file"] = FilePrompts(keys.eval_prompt_file, None, "eval_prompt_file")
+    for name, prompts in found.items():
+        check_lengths(name, prompts, tokenizer, keys, model)
     return found
 
 

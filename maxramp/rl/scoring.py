@@ -1,6 +1,6 @@
-"""Answers to prompts, and what they are worth.
+"""Answers to prompts, what they are worth, and the rows to learn from.
 
-Shapes: P prompts, G answers to each, R = P x G answers, F reward functions.
+Shapes: P prompts, G answers to each, R = P * G answers, F reward functions, T tokens of a row.
 """
 
 import concurrent.futures
@@ -11,14 +11,40 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxramp.data.batch import Batch
+from maxramp.data.row import PADDING
 from maxramp.errors import StepError, TrainingError
-from maxramp.generation.generator import Answer
+from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.loading import PromptTokenizer
+from maxramp.generation.sampling import Sampling
+from maxramp.model.keys import ModelKeys
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
+from maxramp.rampup.spec import Field
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.prompts import Prompt
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.rollout import Rollout
+from maxramp.training.keys import PolicyKeys
+from maxramp.training.policy import advantages, shares
+
+
+def policy_fields(tokens: int) -> tuple[Field, ...]:
+    """The arrays of a batch, of T tokens a row."""
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "shares": "float32"}
+    dtypes["sampled_log_probs"] = "float32"
+    return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
+
+
+def writing(
+    keys: RolloutKeys, policy: PolicyKeys, model: ModelKeys, tokenizer: PromptTokenizer
+) -> Writing:
+    """How answers are written, with the same programs whatever the prompts' lengths."""
+    return Writing(
+        keys.max_completion_length,
+        Sampling(policy.decode_sampling_temperature, vocab_size=tokenizer.tokenizer.vocab_size),
+        keys.rollout_seed,
+        tuple(tokenizer.ends),
+        room=model.max_target_length - keys.max_completion_length,
+    )
 
 
 @dataclasses.dataclass
@@ -28,7 +54,7 @@ class Part:
     Attributes:
       prompts: of each answer.
       ids: of each answer's prompt.
-      answers: as they were written.
+      answers: as they were written, prompt after prompt.
       texts: of the answers.
       pending: their rewards, on process 0 alone.
       rewards_RF: of each function, when they are there.
@@ -39,9 +65,19 @@ class Part:
     ids: list[np.ndarray]
     answers: list[Answer]
     texts: list[str]
-    pending: concurrent.futures.Future | None
+    pending: concurrent.futures.Future | None = None
     rewards_RF: np.ndarray | None = None
     reward_seconds: float = 0.0
+
+    @classmethod
+    def joined(cls, parts: Sequence["Part"], count: int | None = None) -> "Part":
+        """Parts whose rewards are there as one, or the first `count` answers of them."""
+        lists = (
+            [x for part in parts for x in getattr(part, name)][:count]
+            for name in ("prompts", "ids", "answers", "texts")
+        )
+        rewards_RF = np.concatenate([part.rewards_RF for part in parts])[:count]
+        return cls(*lists, None, rewards_RF, sum(part.reward_seconds for part in parts))
 
 
 class Scorer:
@@ -50,35 +86,35 @@ class Scorer:
     def __init__(
         self,
         keys: RolloutKeys,
-        num_generations: int,
-        rollout: Rollout,
+        policy: PolicyKeys,
+        generator: Generator,
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
         """
         Args:
           keys: what answers are worth.
-          num_generations: answers to each prompt.
-          rollout: writes them.
+          policy: how many answers there are to each prompt, and how they are learned from.
+          generator: writes them.
           tokenizer: of the model.
           rewards: the reward functions; None but on process 0.
         """
-        self._keys, self._count, self._rollout = keys, num_generations, rollout
+        self._keys, self._policy, self._generator = keys, policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 
     def ask(self, weights: list[jax.Array], prompts: Sequence[Prompt], first: int) -> Part:
         """Answers to prompts; their rewards are being worked out when this returns.
 
         Args:
-          weights: from `Rollout.prepare`.
+          weights: from `Generator.prepare`.
           prompts: each gets as many answers.
           first: number of the first answer: with `rollout_seed`, numbers decide what is drawn.
         """
-        G = self._count
+        G = self._policy.num_generations
         ids = self._tokenizer.encode([prompt.text for prompt in prompts])
         ids = [of_prompt for of_prompt in ids for _ in range(G)]
         samples = [(first + i) % 2**32 for i in range(len(ids))]
-        answers = self._rollout.answer(weights, ids, samples)
+        answers = self._generator.answer(weights, ids, samples)
         asked = [prompt for prompt in prompts for _ in range(G)]
         texts = list(map(self._text, answers))
         pending = None
@@ -107,38 +143,65 @@ class Scorer:
         rewards, part.reward_seconds = all_gather_json(found)[0]
         part.rewards_RF = np.array(rewards, np.float64)
 
-    def total(self, rewards_RF: np.ndarray) -> np.ndarray:
-        """The weighted sum of each answer's rewards: [R]."""
-        weights_F = self._keys.reward_weights or [1.0] * rewards_RF.shape[1]
-        return rewards_RF @ np.asarray(weights_F, np.float64)
+    def batch(self, part: Part, tokens: int) -> Batch:
+        """Rows to learn from, [R, T]: a prompt, its answer, which is the targets, and padding.
 
-    def summary(self, parts: Sequence[Part], prompts: int) -> dict[str, float]:
-        """What the answers to the first `prompts` prompts of some parts are like, by name."""
-        count = prompts * self._count
-        answers = [answer for part in parts for answer in part.answers][:count]
-        rewards_RF = np.concatenate([part.rewards_RF for part in parts])[:count]
-        total_R = self.total(rewards_RF)
+        Args:
+          part: with its rewards.
+          tokens: T.
+        """
+        policy, shape = self._policy, (len(part.answers), tokens)
+        total_PG = self._total(part).reshape(-1, policy.num_generations)
+        advantages_R = advantages(total_PG, policy.grpo_normalize_advantages).ravel()
+        share_R = shares([len(a.tokens) for a in part.answers], policy.grpo_normalization)
+        tokens_RT, targets_RT = (np.full(shape, PADDING, np.int32) for _ in range(2))
+        weights_RT, shares_RT, log_probs_RT = (np.zeros(shape, np.float32) for _ in range(3))
+        for row, (prompt, answer) in enumerate(zip(part.ids, part.answers, strict=True)):
+            begin, end = len(prompt), len(prompt) + len(answer.tokens)
+            tokens_RT[row, :begin], tokens_RT[row, begin:end] = prompt, answer.tokens
+            predicting = row, slice(begin - 1, end - 1)
+            targets_RT[predicting], log_probs_RT[predicting] = answer.tokens, answer.log_probs
+            weights_RT[predicting], shares_RT[predicting] = advantages_R[row], share_R[row]
+        return Batch(
+            tokens_RT,
+            targets_RT,
+            weights=weights_RT,
+            shares=shares_RT,
+            sampled_log_probs=log_probs_RT,
+        )
+
+    def summary(self, part: Part) -> dict[str, float]:
+        """What the answers of a part are like, by name."""
+        total_R = self._total(part)
         found = {
             "reward": total_R.mean(),
-            "reward_std": total_R.reshape(-1, self._count).std(1).mean(),
-            "answer_length": np.mean([len(answer.tokens) for answer in answers]),
-            "truncated": np.mean([answer.truncated for answer in answers]),
+            "reward_std": total_R.reshape(-1, self._policy.num_generations).std(1).mean(),
+            "answer_length": np.mean([len(answer.tokens) for answer in part.answers]),
+            "truncated": np.mean([answer.truncated for answer in part.answers]),
         }
-        for name, mean in zip(self._keys.rewards, rewards_RF.mean(0), strict=True):
+        for name, mean in zip(self._keys.rewards, part.rewards_RF.mean(0), strict=True):
             found[f"reward {name}"] = mean
         return {name: float(value) for name, value in found.items()}
 
-    def best_and_worst(self, parts: Sequence[Part], number: int) -> list[dict[str, Any]]:
-        """The answers of most reward and those of least, so many of each, the best first."""
-        rewards = np.concatenate([self.total(part.rewards_RF) for part in parts])
-        order = np.argsort(-rewards, kind="stable")
+    def best_and_worst(self, part: Part) -> list[dict[str, Any]]:
+        """The `log_answers` answers of most reward and those of least, the best first."""
+        rewards, number = self._total(part), self._keys.log_answers
+        order = np.argsort(-rewards, kind="stable").tolist()
         if 2 * number < len(order):
-            order = np.concatenate([order[:number], order[-number:]])
-        asked = [prompt.text for part in parts for prompt in part.prompts]
-        texts = [text for part in parts for text in part.texts]
+            order = order[:number] + order[-number:]
         return [
-            {"reward": float(rewards[i]), "prompt": asked[i], "answer": texts[i]} for i in order
+            {
+                "reward": float(rewards[i]),
+                "prompt": part.prompts[i].text,
+                "answer": part.texts[i],
+            }
+            for i in order
         ]
+
+    def _total(self, part: Part) -> np.ndarray:
+        """The weighted sum of each answer's rewards: [R]."""
+        weights_F = self._keys.reward_weights or [1.0] * part.rewards_RF.shape[1]
+        return part.rewards_RF @ np.asarray(weights_F, np.float64)
 
     def _text(self, answer: Answer) -> str:
         tokens = answer.tokens if answer.truncated else answer.tokens[:-1]

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,13 +25,11 @@ from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
-from maxramp.rl.batch import Scored, to_batch
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.prompts import Prompts
+from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.scoring import Part, Scorer
 from maxramp.run.metrics import Record, Taken
-from maxramp.training.policy import advantages
 from maxramp.training.state import TrainState
 
 _HELD_OUT = 2**31  # number of the first answer of an evaluation
@@ -42,6 +40,7 @@ class PolicyTrainer:
 
     Attributes:
       state: after the steps that were taken.
+      raise_failure: says why a program did not compile, if there is one.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class PolicyTrainer:
         self._programs, self._keys, self._reference = programs, keys, reference
         self._prompts, self._held_out, self._scorer = prompts, held_out, scorer
         self._beat, self._stopping = beat, stopping
-        self._policy = programs.policy
+        self._policy, self.raise_failure = programs.policy, programs.raise_failure
         self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
@@ -93,28 +92,35 @@ class PolicyTrainer:
         phases = _Phases(self._beat)
         compile_seconds = self._programs.wait(stage)
         # The devices may still work on the update before, which is no part of this rollout.
-        weights = jax.block_until_ready(self._programs.rollout.prepare(self.state.model))
-        size, G = stage.micro_batch_size, self._policy.num_generations
+        weights = jax.block_until_ready(self._programs.generator.prepare(self.state.model))
+        asked = [self._prompts[first_sample + i] for i in range(stage.global_batch_size)]
+        first = first_sample * self._policy.num_generations
         parts: list[Part] = []
         batches: list[Batch] = []
-        sums = None
-        for first in range(first_sample, first_sample + stage.global_batch_size, size):
-            phases.enter("rollout")
-            prompts = [self._prompts[first + i] for i in range(size)]
-            parts.append(self._scorer.ask(weights, prompts, first * G))
+        phases.enter("rollout")
+        for part in self._answered(weights, asked, first, stage):
             if self._stopping():
                 return None
-            for before in parts[-2:-1]:
-                sums = self._learn(sums, before, stage.spec.tokens, batches, phases)
+            if part is None:
+                continue
+            phases.enter("reward_wait")
+            self._scorer.wait(part)
+            phases.enter("training")
+            if not parts:
+                sums = self._programs.zeros(self.state.trained)
+            parts.append(part)
+            batches.append(self._batch(part, stage.spec.tokens))
+            sums = self._programs.add(sums, *self._weights, batches[-1])
+            if len(parts) < stage.gradient_accumulation_steps:
                 # Or the answers to the next part, which take the devices next, would pay for it.
                 jax.block_until_ready(sums)
-        sums = self._learn(sums, parts[-1], stage.spec.tokens, batches, phases)
+                phases.enter("rollout")
         del weights
         shown = self._update(sums, batches, np.uint32(stage.global_batch_size))
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds = phases.seconds(end) | {"compile": compile_seconds}
-            return self._record(parts, stage.global_batch_size, seconds, end - begin)
+            return self._record(Part.joined(parts), seconds, end - begin)
 
         return Taken(shown, measured)
 
@@ -126,46 +132,40 @@ class PolicyTrainer:
           NotFiniteError: the weights are no numbers.
         """
         count, size = len(self._held_out.texts), stage.micro_batch_size
-        G = self._policy.num_generations
-        weights = self._programs.rollout.prepare(self.state.model)
+        weights = self._programs.generator.prepare(self.state.model)
+        # What fills up the last part does not count.
+        asked = [self._held_out[i % count] for i in range(-(-count // size) * size)]
         parts: list[Part] = []
-        for first in range(0, count, size):
-            prompts = [self._held_out[(first + i) % count] for i in range(size)]
-            parts.append(self._scorer.ask(weights, prompts, _HELD_OUT + first * G))
-            self._beat()
-            for before in parts[-2:-1]:
-                self._scorer.wait(before)
+        for part in self._answered(weights, asked, _HELD_OUT, stage):
+            if part:
+                self._scorer.wait(part)
                 self._beat()
-        self._scorer.wait(parts[-1])
-        self._beat()
+                parts.append(part)
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            found = self._scorer.summary(parts, count)
-            answers = [answer for part in parts for answer in part.answers][: count * G]
-            found["tokens"] = sum(len(answer.tokens) for answer in answers)
+            whole = Part.joined(parts, count * self._policy.num_generations)
+            found = self._scorer.summary(whole)
+            found["tokens"] = sum(len(answer.tokens) for answer in whole.answers)
             return {f"eval_{name}": value for name, value in found.items()}
 
         return Taken({}, measured)
 
-    def raise_failure(self) -> None:
-        """Says why a program did not compile, if there is one.
+    def _answered(
+        self, weights: list[jax.Array], prompts: list[Prompt], first: int, stage: Stage
+    ) -> Iterator[Part | None]:
+        """Has prompts answered in the parts of a stage.
 
-        Raises:
-          TrainingError: there is one.
+        Each part comes when the next one has its answers as well, so that its rewards are worked
+        out meanwhile; first comes None. `first` is the number of the first answer.
         """
-        self._programs.raise_failure()
-
-    def _learn(
-        self, sums: Any, part: Part, tokens: int, batches: list[Batch], phases: "_Phases"
-    ) -> Any:
-        """Adds the gradients of a part, in rows of so many tokens, to sums when it has rewards."""
-        phases.enter("reward_wait")
-        self._scorer.wait(part)
-        phases.enter("training")
-        batches.append(self._batch(part, tokens))
-        if sums is None:
-            sums = self._programs.zeros(self.state.trained)
-        return self._programs.add(sums, *self._weights, batches[-1])
+        size, before = stage.micro_batch_size, None
+        for at in range(0, len(prompts), size):
+            number = first + at * self._policy.num_generations
+            part = self._scorer.ask(weights, prompts[at : at + size], number)
+            self._beat()
+            yield before
+            before = part
+        yield before
 
     @property
     def _weights(self) -> tuple[Decoder, Decoder]:
@@ -173,15 +173,10 @@ class PolicyTrainer:
 
     def _batch(self, part: Part, tokens: int) -> Batch:
         """A part to learn from, on the devices."""
-        total_PG = self._scorer.total(part.rewards_RF).reshape(-1, self._policy.num_generations)
-        scored = Scored(
-            part.ids,
-            [answer.tokens for answer in part.answers],
-            [answer.log_probs for answer in part.answers],
-            advantages(total_PG, self._policy.grpo_normalize_advantages),
+        batch = jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, self._sharding, x.__getitem__),
+            self._scorer.batch(part, tokens),
         )
-        batch = to_batch(scored, tokens, self._policy.grpo_normalization)
-        batch = self._place(batch)
         if self._reference is not None:
             log_probs = self._programs.reference(self._reference, batch)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
@@ -201,33 +196,23 @@ class PolicyTrainer:
             differences.append(shown.pop("sampler_difference"))
         return {**shown, "sampler_difference": differences[0]}
 
-    def _place(self, batch: Batch) -> Batch:
-        def place(x: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
-
-        return jax.tree.map(place, batch)
-
-    def _record(
-        self, parts: list[Part], prompts: int, seconds: dict[str, float], total: float
-    ) -> Record:
+    def _record(self, part: Part, seconds: dict[str, float], total: float) -> Record:
         """What a step's answers were like, and how long each phase took."""
-        answers = [answer.tokens for part in parts for answer in part.answers]
-        asked = [ids for part in parts for ids in part.ids]
-        written, tokens = sum(map(len, answers)), sum(map(len, [*answers, *asked]))
-        seconds["reward"] = sum(part.reward_seconds for part in parts)
+        answers = [answer.tokens for answer in part.answers]
+        written, tokens = sum(map(len, answers)), sum(map(len, [*answers, *part.ids]))
+        seconds["reward"] = part.reward_seconds
         names = ("compile", "rollout", "reward", "reward_wait", "training")
         phases = seconds["rollout"] + seconds["reward"] + seconds["training"]
-        shown = self._keys.log_answers
         return {
-            **self._scorer.summary(parts, prompts),
+            **self._scorer.summary(part),
             **{f"{name}_seconds": seconds[name] for name in names},
             "overlap_seconds": phases + seconds["compile"] - total,
             "rollout_tokens_per_second": written / seconds["rollout"],
             "training_tokens_per_second": tokens / seconds["training"],
             "tokens_per_second": tokens / total,
             "step_seconds": total,
-            "batch_fingerprint": _fingerprint([*asked, *answers]),
-        } | ({"answers": self._scorer.best_and_worst(parts, shown)} if shown else {})
+            "batch_fingerprint": _fingerprint([*part.ids, *answers]),
+        } | ({"answers": self._scorer.best_and_worst(part)} if self._keys.log_answers else {})
 
 
 class _Phases:

@@ -13,7 +13,7 @@ from maxramp.checkpoints.store import Checkpoints
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer
 from maxramp.generation.loading import TrainedRun
-from maxramp.generation.text import AnswerText, IncrementalText
+from maxramp.generation.text import AnswerText
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
 
@@ -141,12 +141,14 @@ def test_characters_come_whole(size):
     """Of bytes that come in pieces; and what is no character at the end shows as such."""
     text = "a\u00fc\u20ac\U0001f600b"
     prompt, data = np.frombuffer("\u00e9x".encode(), np.uint8), text.encode() + b"\xe2\x82"
-    shown = IncrementalText(lambda ids: bytes(map(int, ids)).decode(errors="replace"), prompt)
+    shown = AnswerText(lambda ids: bytes(map(int, ids)).decode(errors="replace"), prompt, ())
     pieces = []
     for end in range(size, len(data) + size, size):
         tokens = np.frombuffer(data[:end], np.uint8)
-        pieces.append(shown.more(tokens, end >= len(data)))
-        assert "\ufffd" not in pieces[-1] or end >= len(data)
+        done = end >= len(data)
+        shown.read(Answer(tokens, np.zeros(len(tokens)), done, done))
+        pieces.append(shown.new())
+        assert "\ufffd" not in pieces[-1] or done
     assert "".join(pieces) == text + "\ufffd"
 
 

@@ -12,9 +12,9 @@ from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.rollout import GeneratorRollout
+from maxramp.rl.scoring import policy_fields, writing
+from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import abstract_state
@@ -45,9 +45,11 @@ def test_compilers_take_every_program(topology):
     options = compiler_options(mesh.devices.flat[0].platform) | there.options
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
-        rollout = GeneratorRollout(config.rollout, 1.0, config.model, state.model, bytes_, {})
+        how = writing(config.rollout, config.policy, config.model, bytes_)
         rate = LearningRate.of(config.learning_rate, ramp)
-        programs = PolicyPrograms(config.recipe, config.policy, rate, state, rollout, None, {})
+        programs = PolicyPrograms(
+            config.recipe, config.policy, rate, state, how, Ahead({}, 0, print, print), {}
+        )
         found = programs.traced(ramp.stages[0].spec)
         for (name, _), trace in found.items():
             lowered = trace().lower(lowering_platforms=there.platforms)

@@ -14,12 +14,10 @@ from maxramp.data import tokenizers
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.parallel.mesh import Jitted
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rl.batch import policy_fields
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.rollout import GeneratorRollout
-from maxramp.rl.scoring import Scorer
+from maxramp.rl.scoring import Scorer, policy_fields, writing
 from maxramp.rl.trainer import PolicyTrainer
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
@@ -59,20 +57,18 @@ class Run:
         self._make = Jitted(self.mesh, make, compiler_options=QUICK)
         ahead = Ahead({}, 0, lambda line: None, lambda: None)
         state = abstract_state(config.recipe, self.mesh)
-        rollout = GeneratorRollout(config.rollout, 1.0, config.model, state.model, bytes_, QUICK)
         programs = PolicyPrograms(
             config.recipe,
             config.policy,
             LearningRate.of(config.learning_rate, self.ramp),
             state,
-            rollout,
+            writing(config.rollout, config.policy, config.model, bytes_),
             ahead,
             QUICK,
         )
         for stage in self.ramp.stages:
             programs.announce(stage)
-        count = config.policy.num_generations
-        self.scorer = Scorer(config.rollout, count, rollout, bytes_, rewards)
+        self.scorer = Scorer(config.rollout, config.policy, programs.generator, bytes_, rewards)
         self.trainer = PolicyTrainer(
             programs,
             config.rollout,
