@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.families import llama2
+from maxramp.model.families import FAMILIES, Family
 from maxramp.model.layers import Layer, Pattern
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import PreNormBlock
@@ -33,6 +33,6 @@ class Counting(PreNormBlock):
 
 def stand_in(monkeypatch, layers: int) -> None:
     """Makes `decoder_block=llama2` a family of so many such layers."""
-    monkeypatch.setattr(llama2, "BLOCKS", {"counting": Counting})
     pattern = Pattern((Layer("counting", **LAYER),), layers)
-    monkeypatch.setattr(llama2, "pattern", lambda keys: pattern)
+    family = Family(lambda keys: pattern, {"counting": Counting})
+    monkeypatch.setitem(FAMILIES, "llama2", family)
