@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer(arguments, __doc__)
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
-        cluster = _take_cluster(arguments)
+        cluster = take_value(arguments, "--cluster")
+        if cluster not in _CLUSTERS:
+            given = f"{cluster} is not" if cluster else "is not given; add"
+            raise ConfigError(f"--cluster {given} one of {', '.join(_CLUSTERS)}")
         config = load(arguments, "launch", __doc__)
         if config.batch.devices_per_node == -1:
             if cluster != "local":
@@ -46,14 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             config = config.replace(devices_per_node=_local_devices(config))
         config = config.replace(num_nodes=config.batch.nodes)
+        if status and cluster != "slurm":
+            raise ConfigError(f"--status works with --cluster slurm, not {cluster}")
         if cluster == "slurm":
             slurm.check(config.run)
         run = Run.of(config, arguments, dry_run)
         if status:
-            if cluster != "slurm":
-                raise ConfigError(f"--status works with --cluster slurm, not {cluster}")
-            slurm.print_status(run)
-            return 0
+            return slurm.print_status(run)
         if cluster == "slurm":
             return slurm.submit(run, dry_run)
         if cluster == "gke":
@@ -67,15 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return local.run(run)
     except (ConfigError, TrainingError, OSError) as error:
         return report(error)
-
-
-def _take_cluster(arguments: list[str]) -> str:
-    cluster = take_value(arguments, "--cluster")
-    if cluster is None:
-        raise ConfigError(f"no --cluster given; add --cluster {', '.join(_CLUSTERS[:-1])} or gke")
-    if cluster not in _CLUSTERS:
-        raise ConfigError(f"--cluster {cluster} is not one of {', '.join(_CLUSTERS)}")
-    return cluster
 
 
 def _local_devices(config: Config) -> int:

@@ -25,11 +25,18 @@ from typing import Any
 
 import yaml
 
+from maxramp.commandline import count
 from maxramp.config.load import to_yaml
-from maxramp.errors import ConfigError
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
-from maxramp.launch.jobset import TPUS, jobset
+from maxramp.planning import topology
+
+_PORT = 8476
+TPUS = {
+    **{"tpu-v4-podslice": "v4", "tpu-v5-lite-podslice": "v5e", "tpu-v5p-slice": "v5p"},
+    "tpu-v6e-slice": "v6e",
+}
 
 _RUN_SH = r"""#!/bin/sh
 # Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
@@ -66,6 +73,16 @@ for name in @NAMES@; do
 done
 """
 
+# Process 1 of a container: Kubernetes sends it the SIGTERM, and has one status for success.
+_ENTRY = """"$@" &
+child=$!
+trap 'kill -TERM "$child"' TERM
+wait "$child"; status=$?
+while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
+[ "$status" = @SUCCESS@ ] && exit 0
+exit "$status"
+"""
+
 
 def apply(run: Run, dry_run: bool) -> int:
     """Writes the YAML and runs it to its end; returns the exit status.
@@ -73,7 +90,7 @@ def apply(run: Run, dry_run: bool) -> int:
     Raises:
       ConfigError: a key does not fit the cluster, or there is no kubectl here.
     """
-    files = manifests(run)
+    launch, files = manifests(run)
     if dry_run:
         for name, text in files.items():
             print(f"### {name}\n{text}")
@@ -83,56 +100,55 @@ def apply(run: Run, dry_run: bool) -> int:
             "--cluster gke: no kubectl on the path; install it and get the cluster's "
             "credentials, or use --dry-run to see the YAML"
         )
-    # The run's folder is the cluster's; what is applied is kept here.
-    folder = pathlib.Path("gke") / _launch_name(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write_private(folder / name, text)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
+    folder = pathlib.Path("gke") / launch  # here: the run's own is the cluster's
+    write_private(folder, files)
     return subprocess.run(["sh", str(folder / "run.sh")], check=False).returncode
 
 
-def manifests(run: Run) -> dict[str, str]:
-    """File name -> content: config.yaml, a JobSet for each job of the run, and run.sh.
+def manifests(run: Run) -> tuple[str, dict[str, str]]:
+    """The name of a launch, and its files by theirs: config.yaml, a JobSet for each job, run.sh.
 
     Raises:
       ConfigError: a key does not fit the cluster.
     """
-    launch = _launch_name(run)
-    labels = {"maxramp/run": _run_label(run), "maxramp/launch": launch}
-    config_map = _config_map(run)
+    _check(run)
+    keys = run.keys
+    counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"namespace": keys.gke_namespace},
+        # As the jobs read it: what the command line would have changed is in it.
+        "data": {"config.yml": to_yaml(run.config.replace(**TRAINER_KEYS))},
+    }
+
+    def jobsets(launch: str) -> list[dict[str, Any]]:
+        """In the order in which they run."""
+        names = [f"{launch}-{i}" for i in range(len(counts))]
+        return [
+            _jobset(run, name, launch, nodes, last=name == names[-1])
+            for name, nodes in zip(names, counts, strict=True)
+        ]
+
+    # Another configuration has another name.
+    launch = _hashed(run.name, json.dumps([config_map, *jobsets("")], sort_keys=True))
+    # A run is a folder of a storage, whatever volume the data may be on.
+    far = is_object_storage(str(run.folder))
+    storage = ["", ""] if far else [keys.gke_bucket, keys.gke_volume_claim]
+    joined = _hashed(run.name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
+    labels = {"maxramp/run": joined, "maxramp/launch": launch}
     config_map["metadata"] |= {"name": launch, "labels": labels}
-    files = {"config.yaml": _dump(config_map)}
-    names = []
-    for one in _jobsets(run, launch):
-        names.append(one["metadata"]["name"])
+    found = {one["metadata"]["name"]: one for one in jobsets(launch)}
+    for one in found.values():
         one["metadata"].setdefault("labels", {}).update(labels)
-        files[f"{names[-1]}.yaml"] = _dump(one)
+    files = {f"{name}.yaml": _dump(one) for name, one in {"config": config_map, **found}.items()}
     values = {
-        "NAMES": " ".join(names),
-        "NAMESPACE": shlex.quote(run.keys.gke_namespace),
-        "RUN": labels["maxramp/run"],
+        "NAMES": " ".join(found),
+        "NAMESPACE": shlex.quote(keys.gke_namespace),
+        "RUN": joined,
         "LAUNCH": launch,
     }
-    files["run.sh"] = re.sub("@([A-Z]+)@", lambda match: values[match[1]], _RUN_SH)
-    return files
-
-
-def _launch_name(run: Run) -> str:
-    """The run's name with a hash of all that is applied: another configuration, another name."""
-    _check(run)
-    content = json.dumps([_config_map(run), *_jobsets(run, "")], sort_keys=True)
-    return _hashed(run.name, content)
-
-
-def _run_label(run: Run) -> str:
-    """A run is a folder of a storage: what all jobs that write there have in common."""
-    keys = run.keys
-    far = is_object_storage(str(run.folder))  # whatever volume the data may be on
-    storage = [keys.gke_namespace, *(("", "") if far else (keys.gke_bucket, keys.gke_volume_claim))]
-    return _hashed(run.name, json.dumps([*storage, str(run.folder)]))
+    return launch, files | {"run.sh": re.sub("@([A-Z]+)@", lambda m: values[m[1]], _RUN_SH)}
 
 
 def _hashed(name: str, content: str) -> str:
@@ -146,42 +162,21 @@ def _hashed(name: str, content: str) -> str:
     return f"{slug}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
-def _config_map(run: Run) -> dict[str, Any]:
-    """The configuration as the jobs read it, without a name."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"namespace": run.keys.gke_namespace},
-        # What the command line would have changed is in it.
-        "data": {"config.yml": to_yaml(run.config.replace(**TRAINER_KEYS))},
-    }
+class _Manifest(yaml.SafeDumper):
+    """Texts of several lines as blocks, in which they can be read."""
 
 
-def _jobsets(run: Run, launch: str) -> list[dict[str, Any]]:
-    """The JobSets of a launch of that name, in the order in which they run."""
-    counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
-    return [
-        jobset(run, f"{launch}-{i}", launch, nodes, last=i == len(counts) - 1)
-        for i, nodes in enumerate(counts)
-    ]
+_Manifest.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def _dump(manifest: dict[str, Any]) -> str:
     """YAML as Kubernetes reads it, which is 1.1: a run named "no" needs quotes."""
     return yaml.dump(manifest, Dumper=_Manifest, sort_keys=False, width=100)
-
-
-class _Manifest(yaml.SafeDumper):
-    """Texts of several lines as blocks, in which they can be read."""
-
-
-def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    )
-
-
-_Manifest.add_representer(str, _as_block)
 
 
 def _check(run: Run) -> None:
@@ -217,3 +212,132 @@ def _check(run: Run) -> None:
         )
     if keys.gke_accelerator.startswith("tpu") and keys.gke_accelerator not in TPUS:
         raise ConfigError(f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(TPUS)}")
+
+
+def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
+    """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice.
+
+    Args:
+      run: that is launched.
+      name: of the JobSet.
+      config_map: the name of the one with the configuration.
+      nodes: of the job.
+      last: whether no job follows.
+
+    Raises:
+      ConfigError: the nodes are no whole slices of TPUs.
+    """
+    keys, slices = run.keys, _slices(run, nodes)
+    annotations = {"maxramp/run-name": run.name}
+    if keys.gke_accelerator in TPUS:
+        pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        annotations = pool | annotations
+    metadata = {"name": name, "namespace": keys.gke_namespace, "annotations": annotations}
+    if keys.gke_queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": keys.gke_queue}
+    # Which exit status ends a job, and which is only a pod to replace.
+    on_exit = {"containerName": "train", "operator": "In"}
+    ends = {"action": "FailJob"} | {
+        "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]}
+    }
+    replaced = [
+        {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    fuse = {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}
+    job = {
+        "parallelism": nodes // slices,
+        "completions": nodes // slices,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [ends, *replaced]},
+        "template": {
+            "metadata": {"annotations": fuse},
+            "spec": _pod(run, name, config_map, nodes, last),
+        },
+    }
+    wrong = {"name": "wrong-configuration", "action": "FailJobSet"}
+    wrong["onJobFailureReasons"] = ["PodFailurePolicy"]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": {"maxRestarts": keys.max_restarts, "rules": [wrong]},
+            "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
+    """The pod of a node: where it runs, what it mounts, how it finds the others, and its trainer.
+
+    The end of a stage is the trainer's success where a job follows.
+    """
+    keys = run.keys
+    environment = {"PYTHONUNBUFFERED": "1"}
+    if keys.gke_accelerator in TPUS:  # GKE tells a slice's pods of each other, and JAX reads it
+        device = "google.com/tpu"
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": keys.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": keys.gke_topology,
+        }
+    else:  # the place of a process is its pod's JOB_COMPLETION_INDEX
+        device = "nvidia.com/gpu"
+        selector = {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
+        environment["MAXRAMP_COORDINATOR"] = f"{name}-nodes-0-0.{name}:{_PORT}"
+        environment["MAXRAMP_NUM_PROCESSES"] = str(nodes)
+    volumes = {"config": ("/etc/maxramp", {"configMap": {"name": config_map}})}
+    if keys.gke_bucket:
+        attributes = {"volumeAttributes": {"bucketName": keys.gke_bucket}}
+        fuse = {"csi": {"driver": "gcsfuse.csi.storage.gke.io"} | attributes}
+        volumes["shared"] = keys.gke_mount_path, fuse
+    elif keys.gke_volume_claim:
+        claim = {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
+        volumes["shared"] = keys.gke_mount_path, claim
+    volumes["memory"] = "/dev/shm", {"emptyDir": {"medium": "Memory"}}
+    entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
+    container = {
+        "name": "train",
+        "image": keys.container_image,
+        "command": ["/bin/sh", "-c", "\n".join([*map(str, keys.setup_lines), entry]), "maxramp"],
+        "args": ["python", "-m", run.module, "/etc/maxramp/config.yml"],
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "ports": [{"containerPort": _PORT}],
+        "resources": {"limits": {device: run.devices_per_node}},
+        "volumeMounts": [{"name": name, "mountPath": at} for name, (at, _) in volumes.items()],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": keys.grace_seconds,
+        "nodeSelector": selector,
+        "containers": [container],
+        "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
+    }
+    if keys.gke_service_account:
+        pod["serviceAccountName"] = keys.gke_service_account
+    return pod
+
+
+def _slices(run: Run, nodes: int) -> int:
+    """Slices of a job on TPUs, which grow by whole ones; 1 on GPUs."""
+    keys = run.keys
+    version = TPUS.get(keys.gke_accelerator)
+    if not version:
+        return 1
+    if not keys.gke_topology:
+        raise ConfigError(
+            f"gke_topology is not given; gke_accelerator={keys.gke_accelerator} needs it"
+        )
+    chips = topology.parse(f"{version}:{keys.gke_topology}").chips
+    slices, rest = divmod(nodes * run.devices_per_node, chips)
+    if rest or chips % run.devices_per_node:
+        taken = nodes * run.devices_per_node
+        raise ConfigError(
+            f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
+            f"{count(run.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
+            f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
+            f"{chips // run.devices_per_node}"
+        )
+    return slices

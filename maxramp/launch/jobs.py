@@ -11,7 +11,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
@@ -129,7 +129,7 @@ class Run:
 
     def node_counts(self) -> list[int]:
         """Every number of nodes that a job of the run has, in the order of the plan."""
-        return list(dict.fromkeys(stage.nodes for stage in self.stages))
+        return list(dict.fromkeys([*(stage.nodes for stage in self.stages), self.next_nodes]))
 
     def stages_on(self, nodes: int) -> str:
         """The stages that run on so many nodes, as a person reads them: "0, 1, 2"."""
@@ -152,12 +152,18 @@ def _newest(folder: Place) -> Checkpoint | None:
     return None
 
 
-def write_private(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
-    """Writes a file that only its owner can read: setup_lines may hold passwords.
+def write_private(folder: pathlib.Path, files: Mapping[str, str], mode: int = 0o600) -> None:
+    """Writes files that only their owner can read: setup_lines may hold passwords.
 
     Raises:
-      OSError: it cannot be written.
+      ConfigError: one cannot be written.
     """
-    path.touch(mode)
-    path.chmod(mode)  # of one that was there already
-    path.write_text(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            path = folder / name
+            path.touch(mode)
+            path.chmod(mode)  # of one that was there already
+            path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None

@@ -29,7 +29,9 @@ def run(launch: Run) -> int:
 
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """
-    stop = _Stop()
+    asked: list[int] = []  # the signals so far, by which somebody asked to stop
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
     nodes, done = launch.next_nodes, launch.steps_done()
     failures, most = 0, launch.keys.max_restarts  # since a job left a newer checkpoint
     while True:
@@ -38,8 +40,8 @@ def run(launch: Run) -> int:
             f"{count(launch.processes(nodes), 'process')} for {count(nodes, 'node')} of "
             f"{count(launch.devices_per_node, 'device')}"
         )
-        status = _run_job(launch, nodes, stop)
-        if status in (0, EXIT_CONFIG) or stop.asked:
+        status = _run_job(launch, nodes, asked)
+        if status in (0, EXIT_CONFIG) or asked:
             return status
         done = launch.steps_done()
         if status == EXIT_STAGE_END:
@@ -58,19 +60,7 @@ def run(launch: Run) -> int:
         _say(f"exit status {status}: starting again ({failures} of {most})")
 
 
-class _Stop:
-    """Notices SIGINT and SIGTERM: how often somebody asked to stop."""
-
-    def __init__(self):
-        self.asked = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame) -> None:
-        self.asked += 1
-
-
-def _run_job(launch: Run, nodes: int, stop: _Stop) -> int:
+def _run_job(launch: Run, nodes: int, asked: list[int]) -> int:
     """Runs one job; returns its exit status: that of the first process that went wrong."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -95,7 +85,7 @@ def _run_job(launch: Run, nodes: int, stop: _Stop) -> int:
                 printer = threading.Thread(target=_print, args=(stream, out, place), daemon=True)
                 printer.start()
                 printers.append(printer)
-        return _wait(processes, launch.keys.grace_seconds, stop)
+        return _wait(processes, launch.keys.grace_seconds, asked)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -105,7 +95,7 @@ def _run_job(launch: Run, nodes: int, stop: _Stop) -> int:
             printer.join(5.0)
 
 
-def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
+def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> int:
     """Waits for the end of a job, and brings it about where it does not come by itself.
 
     Returns:
@@ -119,8 +109,8 @@ def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
                 orderly = process.returncode in (0, EXIT_STAGE_END, EXIT_PREEMPTED)
                 wait = grace if orderly else _CRASH_GRACE
                 deadline = min(deadline, time.monotonic() + wait)
-        if stop.asked > passed_on:
-            passed_on = stop.asked
+        if len(asked) > passed_on:
+            passed_on = len(asked)
             deadline = time.monotonic() + (grace if passed_on == 1 else 0)
             for process in processes:
                 if process.poll() is None:
@@ -136,15 +126,12 @@ def _wait(processes: list[subprocess.Popen], grace: float, stop: _Stop) -> int:
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:
-    count = launch.devices_per_process
-    flags = re.sub(
-        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
-    )
+    count, flags = launch.devices_per_process, os.environ.get("XLA_FLAGS", "")
     return os.environ | {
         "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
         "MAXRAMP_NUM_PROCESSES": str(launch.processes(nodes)),
         "MAXRAMP_PROCESS_ID": str(place),
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags),
         # A process's share: as many fake ones of a CPU, or those GPUs of this machine.
         "JAX_NUM_CPU_DEVICES": str(count),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(place * count, (place + 1) * count))),

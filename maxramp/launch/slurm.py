@@ -4,6 +4,7 @@ The scripts lie in `{output folder}/slurm/` and need nothing but bash, SLURM and
 can be read, changed and submitted by hand. `chain.jsonl` beside them says what ran.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -121,10 +122,7 @@ def submit(run: Run, dry_run: bool) -> int:
       ConfigError: a value cannot stand in a script, there is no SLURM here, or it refuses the job.
     """
     scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
-    nodes = run.next_nodes
-    first = f"{nodes}-nodes.sh"
-    scripts.setdefault(first, script(run, nodes))
-    folder = run.folder / "slurm"
+    first, folder = f"{run.next_nodes}-nodes.sh", run.folder / "slurm"
     if dry_run:
         for name, text in scripts.items():
             print(f"### {folder / name}\n{text}")
@@ -135,58 +133,21 @@ def submit(run: Run, dry_run: bool) -> int:
             "--cluster slurm: no sbatch on the path; launch where SLURM is installed, or use "
             "--cluster local, or --dry-run to see the scripts"
         )
-    if running := [entry["job"] for entry in _chain(folder) if entry["state"] in _ALIVE]:
+    for job in _queue(folder):
         raise ConfigError(
-            f"run_name={run.name}: job {running[0]} of this run is in SLURM's queue; "
-            f"scancel {running[0]} ends it, another run_name starts another run"
+            f"run_name={run.name}: job {job} of this run is in SLURM's queue; scancel {job} ends "
+            "it, another run_name starts another run"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in scripts.items():
-            write_private(folder / name, text, mode=0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"base_output_directory={run.config.run.base_output_directory}: cannot write to "
-            f"{error.filename}: {error.strerror}"
-        ) from None
-    done = subprocess.run(
-        ["sbatch", "--parsable", first], cwd=folder, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        reason = " ".join(done.stderr.replace("sbatch: error:", "").split())
-        raise ConfigError(f"sbatch refused {folder / first}: {reason}")
-    job = done.stdout.strip().partition(";")[0]
-    print(f"launch   job {job} submitted on {count(nodes, 'node')}")
+    write_private(folder, scripts, mode=0o700)
+    printed = _ask(f"sbatch refused {folder / first}", "sbatch", "--parsable", first, cwd=folder)
+    job = printed.strip().partition(";")[0]
+    print(f"launch   job {job} submitted on {count(run.next_nodes, 'node')}")
     print(
         f"see      {folder}: the scripts, the jobs' output, chain.jsonl; --status shows the chain"
     )
     return 0
 
 
-def print_status(run: Run) -> None:
-    """The jobs of a run so far: where each stood, and what is in SLURM's queue."""
-    entries = _chain(run.folder / "slurm")
-    rows = (
-        [
-            str(e["job"]),
-            str(e["nodes"]),
-            run.stages_on(e["nodes"]),
-            f"{e['from']:,} - {e['to']:,}" if e["started"] else "",
-            time.strftime("%m-%d %H:%M:%S", time.localtime(e["started"])) if e["started"] else "",
-            f"{e['ended'] - e['started']} s" if e["ended"] else "",
-            e["state"],
-        ]
-        for e in entries
-    )
-    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
-    done = max((e["to"] for e in entries), default=0)
-    last = run.stages[-1]
-    stage = max((s.index for s in run.stages if 0 <= s.first_sample <= done), default=0)
-    total = f"stage {stage} of 0 to {last.index}"
-    print(f"{run.folder}: {done:,} samples done, {total}")
-
-
-_ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
 _ENDS = {
     0: "finished",
     EXIT_CONFIG: "configuration is wrong",
@@ -195,37 +156,44 @@ _ENDS = {
 }
 
 
-def _chain(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The jobs of a chain, the oldest first, those in the queue last."""
-    jobs: dict[int, dict[str, Any]] = {}
-    path = folder / "chain.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            e = json.loads(line)
-        except ValueError:  # torn, by a full disk or a node that died
-            continue
-        if e["event"] == "start":
-            jobs[e["job"]] = _entry(e["job"], e["nodes"], "RUNNING", e["time"], e["samples"])
-        elif e["job"] in jobs:
-            state = e["event"]
-            if state == "end":
-                state = _ENDS.get(e["status"], f"crashed, exit status {e['status']}")
-            jobs[e["job"]] |= {"ended": e["time"], "to": e["samples"], "state": state}
-    queue = _queue(folder)
-    for entry in jobs.values():
-        if not entry["ended"]:
-            gone = 0, "gone: killed with its node or by hand"
-            entry["state"] = queue.get(entry["job"], gone)[1]
-            entry["to"] = max(entry["from"], _samples(folder.parent))
+def print_status(run: Run) -> int:
+    """Prints the jobs of a run so far: where each stood, and what is in SLURM's queue; returns 0.
+
+    The oldest comes first, those that have not started last.
+    """
+    chain, metrics = run.folder / "slurm" / "chain.jsonl", run.folder / "metrics.jsonl"
+    jobs: dict[int, dict[str, Any]] = {}  # the start of each and what came then
+    for line in chain.read_bytes().splitlines() if chain.exists() else ():
+        with contextlib.suppress(ValueError):  # torn, by a full disk or a node that died
+            event = json.loads(line)
+            if event["event"] == "start":
+                jobs[event["job"]] = {"start": event}
+            elif event["job"] in jobs:
+                jobs[event["job"]]["end"] = event
+    queue = _queue(chain.parent)
+    newest = metrics.read_bytes()[-20_000:].decode(errors="replace") if metrics.exists() else ""
+    now = max(map(int, re.findall(r'"consumed_samples": (\d+)', newest)), default=0)
+    rows, done = [], 0
+    for job, events in jobs.items():
+        start, waiting = events["start"], queue.pop(job, None)
+        begun, since, nodes = start["samples"], start["time"], start["nodes"]
+        if end := events.get("end"):
+            status, reached = end["status"], end["samples"]
+            state = _ENDS.get(status, f"crashed, exit status {status}")
+            state = state if end["event"] == "end" else end["event"]
+        else:
+            reached = max(begun, now)
+            state = waiting[1] if waiting else "gone: killed with its node or by hand"
+        row = [str(job), str(nodes), run.stages_on(nodes), f"{begun:,} - {reached:,}"]
+        row += [time.strftime("%m-%d %H:%M:%S", time.localtime(since))]
+        done = max(done, reached)
+        rows.append([*row, f"{end['time'] - since} s" if end else "", state])
     for job, (nodes, state) in queue.items():
-        jobs.setdefault(job, _entry(job, nodes, state))
-    return list(jobs.values())
-
-
-def _entry(job: int, nodes: int, state: str, started: int = 0, samples: int = 0) -> dict[str, Any]:
-    about = {"job": job, "nodes": nodes, "state": state}
-    return about | {"started": started, "ended": 0, "from": samples, "to": samples}
+        rows.append([str(job), str(nodes), run.stages_on(nodes), "", "", "", state])
+    print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
+    stage = max((s.index for s in run.stages if 0 <= s.first_sample <= done), default=0)
+    print(f"{run.folder}: {done:,} samples done, stage {stage} of 0 to {run.stages[-1].index}")
+    return 0
 
 
 def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
@@ -236,24 +204,23 @@ def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
     """
     if not shutil.which("squeue"):
         return {}
-    done = subprocess.run(
-        ["squeue", "-h", "-o", "%A|%D|%T|%Z"], capture_output=True, text=True, check=False
-    )
+    refusal = "squeue cannot tell which jobs of this run there are"
+    lines = _ask(refusal, "squeue", "-h", "-o", "%A|%D|%T|%Z").splitlines()
+    jobs = (line.split("|", 3) for line in lines)
+    return {
+        int(job): (int(nodes), state)
+        for job, nodes, state, directory in jobs
+        if os.path.realpath(directory) == os.path.realpath(folder)
+    }
+
+
+def _ask(refusal: str, *words: str, cwd: pathlib.Path | None = None) -> str:
+    """What a command of SLURM's prints; a ConfigError where it fails."""
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = " ".join(done.stderr.replace("squeue: error:", "").split())
-        raise ConfigError(f"squeue cannot tell which jobs of this run there are: {reason}")
-    found = {}
-    for line in done.stdout.splitlines():
-        job, nodes, state, directory = line.split("|", 3)
-        if os.path.realpath(directory) == os.path.realpath(folder):
-            found[int(job)] = (int(nodes), state)
-    return found
-
-
-def _samples(folder: pathlib.Path) -> int:
-    path = folder / "metrics.jsonl"
-    text = path.read_bytes()[-20_000:].decode(errors="replace") if path.exists() else ""
-    return max(map(int, re.findall(r'"consumed_samples": (\d+)', text)), default=0)
+        reason = " ".join(done.stderr.replace(f"{words[0]}: error:", "").split())
+        raise ConfigError(f"{refusal}: {reason}")
+    return done.stdout
 
 
 def script(run: Run, nodes: int) -> str:
