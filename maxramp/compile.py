@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports that take a second
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +27,9 @@ import jax
 from maxramp.commandline import amount, print_note, print_progress, print_table, quoted, take_flag
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of, report
-from maxramp.files.place import Place, check_writable, place, write_whole
+from maxramp.files.place import Place, place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.pod import least_rows
-from maxramp.run.keys import RunKeys
 
 _FILE = "compiled.json"
 
@@ -46,139 +45,124 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
                 "v5p-2048 or h200:16x8"
             )
-        if best:
-            found = compile_ways(config, print_progress)
-            print(json.dumps(found, indent=2)) if as_json else _print_ways(found)
-            return 0
-        folder = _folder(config.run)
-        result = compile_stages(config, print_progress)
-        print(json.dumps(result, indent=2)) if as_json else _print(result)
-        path = _write(result, folder)
-        if not as_json:
-            line = quoted([*arguments, "--compiled", path])
-            print(f"see       {path}; python -m maxramp.plan {line}")
+        folder, shown = pathlib.Path(), _print_ways
+        if not best:  # what can fail is tried before minutes of compiling
+            keys, shown = config.run, _print_stages
+            folder = place(keys.base_output_directory).expanduser()
+            folder = _put(folder / (keys.run_name or keys.model_name), ".writable", "")
+            (folder / ".writable").unlink()
+        result = (compile_ways if best else compile_stages)(config, print_progress)
+        text = json.dumps(result, indent=2)
+        print(text) if as_json else shown(result)
+        if not best:
+            path = _put(folder, _FILE, text + "\n") / _FILE
+            if not as_json:
+                line = quoted([*arguments, "--compiled", path])
+                print(f"see       {path}; python -m maxramp.plan {line}")
         return 0
     except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
         return report(error)
 
 
-def _folder(keys: RunKeys) -> Place:
-    """Where compiled.json goes: the run's folder, or this one if that cannot be had."""
-    folder = place(keys.base_output_directory).expanduser() / (keys.run_name or keys.model_name)
+def _put(folder: Place, name: str, text: str) -> Place:
+    """Writes a file into a folder, or into this one if that cannot be had; returns the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_writable(folder)
-        folder.is_dir()  # asks a storage for an answer
+        write_whole(folder / name, text.encode())
     except (ConfigError, OSError) as error:
         print_note(f"{reason_of(error)}; {_FILE} goes into the folder that you are in")
-        return pathlib.Path()
+        folder = pathlib.Path()
+        write_whole(folder / name, text.encode())
     return folder
 
 
-def _write(result: dict[str, Any], folder: Place) -> Place:
-    """Writes compiled.json to a folder, or to this one if the folder is lost; returns its path."""
-    content = (json.dumps(result, indent=2) + "\n").encode()
-    try:
-        write_whole(folder / _FILE, content)
-    except (ConfigError, OSError) as error:
-        print_note(f"{folder / _FILE}: {reason_of(error)}; it goes into the folder that you are in")
-        folder = pathlib.Path()
-        write_whole(folder / _FILE, content)
-    return folder / _FILE
+def _cells_of_batch(s: dict[str, Any]) -> list[str]:
+    """How a stage's batch lies on the devices, and what its step needs."""
+    memory = [s["memory_gib"][name] for name in ("peak", "temporaries")]
+    shape = [f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])]
+    return shape + ["-" if gib is None else f"{gib:.2f} GiB" for gib in memory]
+
+
+def _cells_of_step(s: dict[str, Any]) -> list[str]:
+    return [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}", f"{s['tokens_per_second']:,.0f}"]
 
 
 def _print_ways(result: dict[str, Any]) -> None:
     """What fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
-    print_table(
-        columns.split("|"),
-        [
-            [
-                way["remat_policy"],
-                _size(way["per_device_batch_size"]),
-                str(way["gradient_accumulation_steps"]),
-                _shown(way["memory_gib"]["peak"]),
-                _shown(way["memory_gib"]["temporaries"]),
-                f"{way['step_seconds']:.3g} s",
-                f"{way['mfu']:.1%}",
-                f"{way['tokens_per_second']:,.0f}",
-            ]
-            for way in result["ways"]
-        ],
-    )
+    ways = result["ways"]
+    rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in ways)
+    print_table(columns.split("|"), rows)
     print(f"times     {result['times']}")
 
 
-def _cells(s: dict[str, Any]) -> list[str]:
-    memory = s["memory_gib"]
-    left = memory["limit"] - memory["peak"]
-    cells = [
-        str(s["index"]),
-        f"{s['run_steps']:,}",
-        f"{s['global_batch_size']:,}",
-        _size(s["per_device_batch_size"]),
-        str(s["gradient_accumulation_steps"]),
-        _shown(memory["peak"]),
-        _shown(memory["temporaries"]),
-        f"{left:.1f} GiB left" if s["fits"] else f"no, {-left:.1f} over",
-    ]
-    if s["fits"]:
-        cells += [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}"]
-        cells += [f"{s['tokens_per_second']:,.0f}", amount(s["hours"]), amount(s["device_hours"])]
-    return cells
-
-
-def _print(result: dict[str, Any]) -> None:
+def _print_stages(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
-    device = result["device"]
-    columns += f"|MFU|tokens/s|hours|{device}-hours"
-    print_table(columns.split("|"), map(_cells, result["stages"]))
+    columns += f"|MFU|tokens/s|hours|{result['device']}-hours"
+    rows = []
+    for s in result["stages"]:
+        left = s["memory_gib"]["limit"] - s["memory_gib"]["peak"]
+        row = [str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"]
+        row += _cells_of_batch(s)
+        if s["fits"]:
+            row += [f"{left:.1f} GiB left", *_cells_of_step(s)]
+            rows.append([*row, amount(s["hours"]), amount(s["device_hours"])])
+        else:
+            rows.append([*row, f"no, {-left:.1f} over"])
+    print_table(columns.split("|"), rows)
+    for label, text in _remarks(result):
+        print(f"{label:<10}{text}")
+
+
+def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The lines below the table: the machine, what does not fit, what travels, the whole run."""
+    device, totals = result["device"], result["totals"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     number = f"{result['devices']} {device}s"
-    print(f"machine   {result['compile_topology']}{slices}: {number}, mesh {mesh}")
-    for s in result["stages"]:
-        if s["fits"]:
-            continue
+    yield "machine", f"{result['compile_topology']}{slices}: {number}, mesh {mesh}"
+    for s in (stage for stage in result["stages"] if not stage["fits"]):
         near, memory = s["nearest_fit"], s["memory_gib"]
         remedy = (
-            f"per_device_batch_size={_size(near['per_device_batch_size'])} with "
+            f"per_device_batch_size={near['per_device_batch_size']:g} with "
             f"{near['gradient_accumulation_steps']} accumulation fits ({near['peak_gib']:.1f} GiB)"
             if near
             else f"not even {least_rows(result['rows_multiple'])} a group of devices would fit: "
             "use remat_policy=full, more devices or more ici_tensor_parallelism"
         )
-        print(
-            f"too big   stage {s['index']} needs at least {memory['peak']:.1f} of "
-            f"{memory['limit']:.1f} GiB; {remedy}"
+        yield (
+            "too big",
+            f"stage {s['index']} needs at least {memory['peak']:.1f} of {memory['limit']:.1f} GiB; "
+            f"{remedy}",
         )
-    for s in result["stages"]:
-        if s["fits"]:
-            stage = f"stage {s['index']}: "
-            print(
-                f"moves     {stage}{_moved(s['collective_gib'])} a step into each {device}, "
-                f"{s['collective_seconds']:.3g} s of the step wait for transfers"
+    for s in (stage for stage in result["stages"] if stage["fits"]):
+        inside, outside = (
+            ", ".join(f"{kind} {gib:.3g}" for kind, gib in s[name].items()) or "0"
+            for name in ("collective_gib", "network_gib")
+        )
+        yield (
+            "moves",
+            f"stage {s['index']}: {inside} GiB a step into each {device}, "
+            f"{s['collective_seconds']:.3g} s of the step wait for transfers",
+        )
+        seconds = s.get("network_seconds")
+        beside = "" if seconds is None else f", {seconds:.3g} s if nothing runs beside it"
+        if s["network_gib"]:
+            yield (
+                "network",
+                f"stage {s['index']}: {outside} GiB a step into each {device} from other "
+                f"{result['groups']}{beside}",
             )
-            if s["network_gib"]:
-                print(
-                    f"network   {stage}{_moved(s['network_gib'])} a step into each {device} from "
-                    f"other {result['groups']}"
-                    + (
-                        f", {s['network_seconds']:.3g} s if nothing runs beside it"
-                        if "network_seconds" in s
-                        else ""
-                    )
-                )
-    totals = result["totals"]
     if totals["fits"]:
         constant = totals["constant_final_batch"]
-        print(
-            f"run       {totals['steps']:,} steps, {_paid(totals, device)}; a constant batch of "
+        yield (
+            "run",
+            f"{totals['steps']:,} steps, {_paid(totals, device)}; a constant batch of "
             f"{constant['global_batch_size']:,} takes {constant['steps']:,} steps, "
-            f"{_paid(constant, device)}"
+            f"{_paid(constant, device)}",
         )
-    print(f"times     {result['times']}")
+    yield "times", result["times"]
 
 
 def _paid(totals: dict[str, Any], device: str) -> str:
@@ -186,18 +170,6 @@ def _paid(totals: dict[str, Any], device: str) -> str:
     price = "" if totals["price"] is None else f", a price of {amount(totals['price'])}"
     hours = f"{amount(totals['hours'])} hours, {amount(totals['device_hours'])} {device}-hours"
     return hours + price
-
-
-def _moved(sizes: dict[str, float]) -> str:
-    return (", ".join(f"{kind} {gib:.3g}" for kind, gib in sizes.items()) or "0") + " GiB"
-
-
-def _size(size: float | int) -> str:
-    return f"{size:g}"
-
-
-def _shown(gib: float | None) -> str:
-    return "-" if gib is None else f"{gib:.2f} GiB"
 
 
 if __name__ == "__main__":

@@ -186,17 +186,6 @@ def is_near(path: Place) -> bool:
     return not isinstance(path, ObjectPath)
 
 
-def check_writable(folder: Place) -> None:
-    """Raises what stands in the way of a file, where that is known without a wait.
-
-    Raises:
-      OSError: a file cannot be made.
-    """
-    if is_near(folder):
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-
-
 def sizes(folder: Place) -> dict[str, int]:
     """Bytes of every file in a folder, however deep, by its name below the folder."""
     if isinstance(folder, ObjectPath):
