@@ -76,6 +76,16 @@ def is_address(path: str) -> bool:
     return re.match(r"\w[\w.+-]+:/", path) is not None
 
 
+def of_form(pattern: str, text: str) -> Any:
+    """A text of this form, or a list of such texts; each may be empty."""
+
+    def holds(value: Any) -> bool:
+        texts = [value] if isinstance(value, str) else value
+        return all(isinstance(t, str) and re.fullmatch(f"({pattern})?", t) for t in texts)
+
+    return _key(holds, text)
+
+
 def uint32(least: int = 0) -> Any:
     """An integer of 32 bits, such as a seed, from `least` up."""
     text = f"must be {least} or more and below 2^32 = {2**32}"

@@ -19,28 +19,26 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from maxramp.commandline import count, quoted, take_flag, take_value
+from maxramp.commandline import take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.config.usage import answer
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
-_CLUSTERS = ("local", "slurm", "gke")
+_CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        answer(arguments, __doc__)
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = take_value(arguments, "--cluster")
+        config = load(arguments, "launch", __doc__)
         if cluster not in _CLUSTERS:
             given = f"{cluster} is not" if cluster else "is not given; add"
             raise ConfigError(f"--cluster {given} one of {', '.join(_CLUSTERS)}")
-        config = load(arguments, "launch", __doc__)
         if config.batch.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(
@@ -56,17 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Run.of(config, arguments, dry_run)
         if status:
             return slurm.print_status(run)
-        if cluster == "slurm":
-            return slurm.submit(run, dry_run)
-        if cluster == "gke":
-            return gke.apply(run, dry_run)
-        if dry_run:
-            for nodes in run.node_counts():
-                processes = count(run.processes(nodes), "process")
-                print(f"{processes} (stage {run.stages_on(nodes)}):")
-                print(f"  {quoted(run.command())}")
-            return 0
-        return local.run(run)
+        return _CLUSTERS[cluster](run, dry_run)
     except (ConfigError, TrainingError, OSError) as error:
         return report(error)
 

@@ -189,12 +189,6 @@ def _check(run: Run) -> None:
             f"processes_per_node={keys.processes_per_node}: a pod of --cluster gke is one "
             "process; use 1"
         )
-    for name in ("gke_namespace", "gke_queue", "gke_service_account", "gke_volume_claim"):
-        value = getattr(keys, name)
-        if value and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", value):
-            raise ConfigError(
-                f"{name}={value} is no Kubernetes name (lower-case letters, digits, - and .)"
-            )
     far = is_object_storage(output)  # the pods need no volume for the run
     volumes = [name for name in (keys.gke_bucket, keys.gke_volume_claim) if name]
     if len(volumes) > 1 or not (volumes or far):
@@ -228,43 +222,49 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
       ConfigError: the nodes are no whole slices of TPUs.
     """
     keys, slices = run.keys, _slices(run, nodes)
-    annotations = {"maxramp/run-name": run.name}
-    if keys.gke_accelerator in TPUS:
-        pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-        annotations = pool | annotations
-    metadata = {"name": name, "namespace": keys.gke_namespace, "annotations": annotations}
-    if keys.gke_queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": keys.gke_queue}
-    # Which exit status ends a job, and which is only a pod to replace.
     on_exit = {"containerName": "train", "operator": "In"}
-    ends = {"action": "FailJob"} | {
-        "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]}
-    }
-    replaced = [
-        {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-    fuse = {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}
+    tpu = keys.gke_accelerator in TPUS
+    pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    queue = {"labels": {"kueue.x-k8s.io/queue-name": keys.gke_queue}} if keys.gke_queue else {}
     job = {
         "parallelism": nodes // slices,
         "completions": nodes // slices,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [ends, *replaced]},
+        "podFailurePolicy": {  # which exit status ends the job, and which is only a pod to replace
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]},
+                },
+                {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
         "template": {
-            "metadata": {"annotations": fuse},
+            "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}},
             "spec": _pod(run, name, config_map, nodes, last),
         },
     }
-    wrong = {"name": "wrong-configuration", "action": "FailJobSet"}
-    wrong["onJobFailureReasons"] = ["PodFailurePolicy"]
+    wrong = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": metadata,
+        "metadata": {
+            "name": name,
+            "namespace": keys.gke_namespace,
+            "annotations": (pool if tpu else {}) | {"maxramp/run-name": run.name},
+            **queue,
+        },
         "spec": {
             "network": {"enableDNSHostnames": True},
-            "failurePolicy": {"maxRestarts": keys.max_restarts, "rules": [wrong]},
+            "failurePolicy": {
+                "maxRestarts": keys.max_restarts,
+                "rules": [{"name": "wrong-configuration"} | wrong],
+            },
             "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
         },
     }
@@ -290,34 +290,33 @@ def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[s
         environment["MAXRAMP_NUM_PROCESSES"] = str(nodes)
     volumes = {"config": ("/etc/maxramp", {"configMap": {"name": config_map}})}
     if keys.gke_bucket:
-        attributes = {"volumeAttributes": {"bucketName": keys.gke_bucket}}
-        fuse = {"csi": {"driver": "gcsfuse.csi.storage.gke.io"} | attributes}
-        volumes["shared"] = keys.gke_mount_path, fuse
-    elif keys.gke_volume_claim:
-        claim = {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
-        volumes["shared"] = keys.gke_mount_path, claim
+        bucket = {"volumeAttributes": {"bucketName": keys.gke_bucket}}
+        shared = {"csi": {"driver": "gcsfuse.csi.storage.gke.io"} | bucket}
+    else:
+        shared = {"persistentVolumeClaim": {"claimName": keys.gke_volume_claim}}
+    if keys.gke_bucket or keys.gke_volume_claim:
+        volumes["shared"] = keys.gke_mount_path, shared
     volumes["memory"] = "/dev/shm", {"emptyDir": {"medium": "Memory"}}
     entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
     container = {
         "name": "train",
         "image": keys.container_image,
-        "command": ["/bin/sh", "-c", "\n".join([*map(str, keys.setup_lines), entry]), "maxramp"],
+        "command": ["/bin/sh", "-c", "\n".join([*keys.setup_lines, entry]), "maxramp"],
         "args": ["python", "-m", run.module, "/etc/maxramp/config.yml"],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "ports": [{"containerPort": _PORT}],
         "resources": {"limits": {device: run.devices_per_node}},
         "volumeMounts": [{"name": name, "mountPath": at} for name, (at, _) in volumes.items()],
     }
-    pod = {
+    account = keys.gke_service_account
+    return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": keys.grace_seconds,
         "nodeSelector": selector,
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
+        **({"serviceAccountName": account} if account else {}),
     }
-    if keys.gke_service_account:
-        pod["serviceAccountName"] = keys.gke_service_account
-    return pod
 
 
 def _slices(run: Run, nodes: int) -> int:

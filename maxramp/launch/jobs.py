@@ -42,7 +42,6 @@ class Run:
       module: the program that the config is for.
       arguments: its command line.
       devices_per_node: devices of each node.
-      devices_per_process: devices of each process.
       folder: the run's output folder, on a disk or in an object storage.
       stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
       next_nodes: the nodes of the stage that the run's next step is in.
@@ -54,7 +53,6 @@ class Run:
     module: str
     arguments: tuple[str, ...]
     devices_per_node: int
-    devices_per_process: int
     folder: Place
     stages: tuple[Stage, ...]
     next_nodes: int
@@ -109,7 +107,6 @@ class Run:
             module=f"maxramp.{config.run.program or 'train'}",
             arguments=(*given, *(f"{name}={value}" for name, value in ours.items())),
             devices_per_node=devices_per_node,
-            devices_per_process=devices_per_node // processes,
             folder=folder,
             stages=planned.stages,
             next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,

@@ -3,7 +3,18 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, at_least, one_of
+from maxramp.keys.section import Keys, at_least, of_form, one_of
+
+
+def _of_sbatch() -> str:
+    """A value of an option of sbatch, whose own reading of quotes is not a shell's."""
+    return of_form(r"[A-Za-z0-9._:,@+-]+", "holds characters that SLURM has not; leave them out")
+
+
+def _of_kubernetes() -> str:
+    """A name of an object on Kubernetes."""
+    text = "is no Kubernetes name (lower-case letters, digits, - and .)"
+    return of_form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,20 +24,23 @@ class LaunchKeys(Keys):
     processes_per_node: int = at_least(1)
     grace_seconds: int = at_least(1)
     max_restarts: int = at_least(0)
-    setup_lines: Sequence[str]
+    setup_lines: Sequence[str] = of_form(r"(?s:.*)", "must be lines of shell; quote each")
     container_image: str
     container_runtime: str = one_of("pyxis", "apptainer")
     container_mounts: str
-    slurm_account: str
-    slurm_partition: str
-    slurm_qos: str
-    slurm_time: str
-    slurm_options: Sequence[str]
+    slurm_account: str = _of_sbatch()
+    slurm_partition: str = _of_sbatch()
+    slurm_qos: str = _of_sbatch()
+    slurm_time: str = _of_sbatch()
+    slurm_options: Sequence[str] = of_form(
+        r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*",
+        "must be options of sbatch of the form --name=value, without blanks or quotes",
+    )
     gke_accelerator: str
     gke_topology: str
-    gke_namespace: str
-    gke_queue: str
-    gke_service_account: str
+    gke_namespace: str = _of_kubernetes()
+    gke_queue: str = _of_kubernetes()
+    gke_service_account: str = _of_kubernetes()
     gke_bucket: str
-    gke_volume_claim: str
+    gke_volume_claim: str = _of_kubernetes()
     gke_mount_path: str

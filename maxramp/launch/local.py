@@ -15,20 +15,26 @@ import threading
 import time
 from typing import IO
 
-from maxramp.commandline import count
+from maxramp.commandline import count, quoted
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
+_ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # the exit statuses of a trainer that has saved
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
 
 
-def run(launch: Run) -> int:
+def run(launch: Run, dry_run: bool = False) -> int:
     """Runs job after job until the run is finished; returns the exit status of the last.
 
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """
+    if dry_run:
+        for nodes in launch.node_counts():
+            processes = count(launch.processes(nodes), "process")
+            print(f"{processes} (stage {launch.stages_on(nodes)}):\n  {quoted(launch.command())}")
+        return 0
     asked: list[int] = []  # the signals so far, by which somebody asked to stop
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
@@ -48,7 +54,7 @@ def run(launch: Run) -> int:
             nodes = launch.nodes_of_next_stage()
         if progressed := done > before:
             failures = 0
-        if progressed and status in (EXIT_STAGE_END, EXIT_PREEMPTED):
+        if progressed and status in _ORDERLY:
             continue
         if failures == most:
             _say(
@@ -103,30 +109,28 @@ def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> 
     """
     passed_on, ended, deadline = 0, [], float("inf")
     while len(ended) < len(processes):
-        for process in processes:
-            if process not in ended and process.poll() is not None:
-                ended.append(process)
-                orderly = process.returncode in (0, EXIT_STAGE_END, EXIT_PREEMPTED)
-                wait = grace if orderly else _CRASH_GRACE
-                deadline = min(deadline, time.monotonic() + wait)
+        for process in [p for p in processes if p not in ended and p.poll() is not None]:
+            ended.append(process)
+            wait = grace if process.returncode in _ORDERLY else _CRASH_GRACE
+            deadline = min(deadline, time.monotonic() + wait)
         if len(asked) > passed_on:
             passed_on = len(asked)
             deadline = time.monotonic() + (grace if passed_on == 1 else 0)
             for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
         if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
     # As a shell says that a signal ended a process.
     codes = [128 - p.returncode if p.returncode < 0 else p.returncode for p in ended]
     codes += [128 + signal.SIGKILL] * (len(processes) - len(ended))
-    wrong = [code for code in codes if code not in (0, EXIT_STAGE_END, EXIT_PREEMPTED)]
+    wrong = [code for code in codes if code not in _ORDERLY]
     return (wrong or sorted(codes, reverse=True))[0]
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:
-    count, flags = launch.devices_per_process, os.environ.get("XLA_FLAGS", "")
+    count = launch.devices_per_node // launch.keys.processes_per_node
+    flags = os.environ.get("XLA_FLAGS", "")
     return os.environ | {
         "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
         "MAXRAMP_NUM_PROCESSES": str(launch.processes(nodes)),

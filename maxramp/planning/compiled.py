@@ -113,10 +113,10 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
 
 def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
     """The same global batch in the largest micro batches that fit; None if one row does not."""
-    for way in pod.largest_fits(spec, 1, spec.rows // spec.ranks - 1):
-        names = ("per_device_batch_size", "gradient_accumulation_steps")
-        return {name: way[name] for name in names} | {"peak_gib": way["memory_gib"]["peak"]}
-    return None
+    names = ("per_device_batch_size", "gradient_accumulation_steps")
+    ways = pod.largest_fits(spec, 1, spec.rows // spec.ranks - 1)
+    found = ({n: w[n] for n in names} | {"peak_gib": w["memory_gib"]["peak"]} for w in ways)
+    return next(found, None)
 
 
 def _over_the_run(
@@ -148,11 +148,14 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     """
     try:
         found = json.loads(path.read_bytes())
-        devices, machine = found["devices"], f"{found['num_slices']} x {found['compile_topology']}"
-        shapes = {_shape(entry, found["max_target_length"]): entry for entry in found["stages"]}
-        fields = ("fits", "memory_gib", "step_seconds", "mfu", "tokens_per_second")
+        machine = f"{found['num_slices']} x {found['compile_topology']}"
         same = {"machine": machine, "device": found["device"]}
-        kept = {key: {f: entry.get(f) for f in fields} | same for key, entry in shapes.items()}
+        fields = ("fits", "memory_gib", "step_seconds", "mfu", "tokens_per_second")
+        kept = {
+            _shape(entry, found["max_target_length"]): {f: entry.get(f) for f in fields} | same
+            for entry in found["stages"]
+        }
+        devices = found["devices"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a file of maxramp.compile"
         raise ConfigError(f"--compiled {path}: {reason}") from None

@@ -67,12 +67,6 @@ class Cluster:
         return f"{self.kind}:{self.nodes}x{self.gpus}"
 
 
-def is_cluster(name: str) -> bool:
-    """Whether a compile_topology names GPUs, rightly or wrongly."""
-    kind = name.partition(":")[0]
-    return kind in GPUS or kind.endswith((".yml", ".yaml"))
-
-
 def parse(name: str) -> Cluster:
     """`h200:16x8`, nodes x GPUs of a node; or `FILE.yml:16x8` with the fields of `Gpu`.
 

@@ -155,15 +155,15 @@ def nodes(keys: PlanKeys) -> tuple[int, int]:
 
 
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
-    name = keys.compile_topology
-    if gpu.is_cluster(name):
-        cluster = gpu.parse(name)
-        if keys.compile_topology_num_slices != 1:
+    name, slices = keys.compile_topology, keys.compile_topology_num_slices
+    kind = name.partition(":")[0]
+    if kind in gpu.GPUS or kind.endswith((".yml", ".yaml")):
+        if slices != 1:
             raise ConfigError(
-                f"compile_topology_num_slices={keys.compile_topology_num_slices}: "
-                f"compile_topology={cluster} gives its nodes itself; use 1"
+                f"compile_topology_num_slices={slices}: compile_topology={name} gives its nodes "
+                "itself; use 1"
             )
-        return cluster
+        return gpu.parse(name)
     if not re.match(r"v\d", name):
         raise ConfigError(
             f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such as "

@@ -39,27 +39,28 @@ def make_plan(config: Config) -> dict[str, Any]:
     """
     config = with_nodes(config)
     run = PlannedRun.of(config, meshes_of(config))
-    ramp, keys, rate = run.ramp, run.config.batch, run.config.learning_rate
-    plan = ramp.to_json() | {
-        "num_nodes": keys.num_nodes,
-        "devices_per_node": keys.devices_per_node,
+    ramp, config = run.ramp, run.config
+    program, rate = config.run.program, config.learning_rate
+    warnings = [ramp.cut_short] if ramp.cut_short else []
+    if program not in ("", "train"):
+        warnings = [
+            f"program={program}: times and memory are those of maxramp.train for the same keys",
+            *warnings,
+        ]
+    return ramp.to_json() | {
+        "num_nodes": config.batch.num_nodes,
+        "devices_per_node": config.batch.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
-        "restart_minutes": run.config.planning.restart_minutes,
-        "warnings": list(filter(None, [_of_program(run.config.run.program), ramp.cut_short])),
+        "restart_minutes": config.planning.restart_minutes,
+        "warnings": warnings,
+        "stages": [stage.to_json() | _part_of_run(run, stage) for stage in run.stages],
+        "totals": _totals(run),
+        "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,
+        "smaller_bubble": _smaller_bubble(config, run.stages),
+        "learning_rate": None
+        if rate.learning_rate is None
+        else _curve(LearningRate.of(rate, ramp), ramp),
     }
-    plan["stages"] = [stage.to_json() | _part_of_run(run, stage) for stage in run.stages]
-    plan["totals"] = _totals(run)
-    plan["adaptive"] = _bounds_of_ramp(ramp) if keys.rampup_policy == "noise" else None
-    plan["smaller_bubble"] = _smaller_bubble(run.config, run.stages)
-    given = rate.learning_rate is not None
-    plan["learning_rate"] = _curve(LearningRate.of(rate, ramp), ramp) if given else None
-    return plan
-
-
-def _of_program(program: str) -> str:
-    """What a plan does not know of a program; "" if nothing."""
-    said = f"program={program}: times and memory are those of maxramp.train for the same keys"
-    return "" if program in ("", "train") else said
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
@@ -198,39 +199,36 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+
+    def shown(number: float, position: int) -> str:
+        return short(number)
 
     stages, rate = plan["stages"], plan["learning_rate"]
-    samples_or_tokens = FuncFormatter(lambda number, position: short(number))
     x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
     ratios = (2, 1, 1) if rate else (2, 1)
     figure = Figure(figsize=(7, 1.3 * sum(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(ratios), sharex=True, height_ratios=ratios)
-    batch, nodes = panels[:2]
     for axes, key, color, label in (
-        (batch, "global_batch_size", "tab:blue", "global batch size\n(samples)"),
-        (nodes, "nodes", "tab:green", "nodes"),
+        (panels[0], "global_batch_size", "tab:blue", "global batch size\n(samples)"),
+        (panels[1], "nodes", "tab:green", "nodes"),
     ):
         y = [*(s[key] for s in stages), stages[-1][key]]
         axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
         axes.step(x, y, where="post", color=color, linewidth=1.8)
-        axes.set_ylim(0, max(y) * 1.15)
-        axes.set_ylabel(label)
+        axes.set(ylim=(0, max(y) * 1.15), ylabel=label)
     if rate:
         panels[2].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
-        panels[2].set_ylim(0, None)
-        panels[2].set_ylabel("learning rate")
+        panels[2].set(ylim=(0, None), ylabel="learning rate")
         panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    panels[-1].set_xlabel("consumed samples")
-    panels[-1].set_xlim(0, plan["total_samples"])
-    panels[-1].xaxis.set_major_formatter(samples_or_tokens)
+    panels[-1].set(xlabel="consumed samples", xlim=(0, plan["total_samples"]))
+    panels[-1].xaxis.set_major_formatter(shown)
     length = plan["max_target_length"]
-    tokens = batch.secondary_xaxis("top", functions=(lambda n: n * length, lambda n: n / length))
+    tokens = panels[0].secondary_xaxis(
+        "top", functions=(lambda n: n * length, lambda n: n / length)
+    )
     tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(samples_or_tokens)
+    tokens.xaxis.set_major_formatter(shown)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)

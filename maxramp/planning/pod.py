@@ -82,15 +82,6 @@ class Pod:
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
-        entry = self._step(spec)
-        memory = entry["memory_gib"]
-        self.say(
-            f"compiled in {entry['compile_seconds']:.0f} s, needs {memory['peak']:.3g} of "
-            f"{memory['limit']:.3g} GiB"
-        )
-        return entry
-
-    def _step(self, spec: StageSpec) -> dict[str, Any]:
         machine, start, work = self.machine, time.perf_counter(), {}
         memory = {"arguments": None, "temporaries": None, "peak": 0.0, "limit": self.limit}
         shown = f"compile_topology={machine.name}"
@@ -122,6 +113,9 @@ class Pod:
                     f"{shown}: the step compiles, but what its program does cannot be counted: "
                     f"{error}; try another version of jax"
                 ) from None
+        self.say(
+            f"compiled in {seconds:.0f} s, needs {memory['peak']:.3g} of {memory['limit']:.3g} GiB"
+        )
         return {
             "peak_tflops_per_device": machine.peak_tflops,
             "memory_gib": memory,

@@ -79,23 +79,18 @@ def with_nodes(config: Config) -> Config:
         does not have the hardware.
     """
     batch, planning = config.batch, config.planning
-    if planning.compile_topology:
-        config = config.replace(**_nodes_of(batch, planning))
-    elif batch.devices_per_node == -1:
+    if not planning.compile_topology and batch.devices_per_node == -1:
         backend.take_hardware(config.backend.hardware)
         backend.start_devices(config.backend.hardware)
         return config.replace(num_nodes=batch.nodes, devices_per_node=jax.local_device_count())
     backend.take_hardware("cpu")  # nothing runs
-    return config.replace(num_nodes=config.batch.nodes)
-
-
-def _nodes_of(batch: BatchKeys, planning: PlanKeys) -> dict[str, int]:
-    """The nodes of compile_topology: as the keys count them, or slices of TPUs, nodes of GPUs."""
+    if not planning.compile_topology:
+        return config.replace(num_nodes=batch.nodes)
+    # As the keys count them, or slices of TPUs, nodes of GPUs.
     nodes, per_node = machine.nodes(planning)
     total = nodes * per_node
     if batch.devices_per_node != -1:
-        per_node = batch.devices_per_node
-        nodes = total // per_node
+        nodes, per_node = total // batch.devices_per_node, batch.devices_per_node
     if batch.num_nodes != -1:
         nodes = batch.num_nodes
         per_node = total // nodes if batch.devices_per_node == -1 else per_node
@@ -105,7 +100,7 @@ def _nodes_of(batch: BatchKeys, planning: PlanKeys) -> dict[str, int]:
             f"num_nodes={batch.num_nodes} of devices_per_node={batch.devices_per_node} are not; "
             "change one of the three, or leave the last two out (-1)"
         )
-    return {"num_nodes": nodes, "devices_per_node": per_node}
+    return config.replace(num_nodes=nodes, devices_per_node=per_node)
 
 
 @dataclasses.dataclass(frozen=True)
