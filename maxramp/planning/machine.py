@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from maxramp.errors import ConfigError, install, reason_of
 from maxramp.parallel import mesh
-from maxramp.planning import gpu, hlo, roofline, topology
+from maxramp.planning import gpu, hlo, topology
 from maxramp.planning.keys import PlanKeys
 from maxramp.training.device_memory import GIB, device_memory
 
@@ -92,11 +92,11 @@ def find(keys: PlanKeys) -> Machine:
             "not faster",
         )
     kind = found.gpu
-    rates = roofline.Rates(
-        flops=keys.planned_flops_share * kind.peak_tflops * 1e12,
-        memory=keys.planned_memory_share * kind.memory_gbytes * 1e9,
-        nvlink=keys.planned_link_share * kind.nvlink_gbytes * 1e9,
-        network=keys.planned_link_share * kind.network_gbytes * 1e9,
+    rates = (
+        keys.planned_flops_share * kind.peak_tflops * 1e12,
+        keys.planned_memory_share * kind.memory_gbytes * 1e9,
+        keys.planned_link_share * kind.nvlink_gbytes * 1e9,
+        keys.planned_link_share * kind.network_gbytes * 1e9,
     )
     return Machine(
         name=str(found),
@@ -191,8 +191,8 @@ def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
     }
 
 
-def _work_of_gpu(nodes: Sequence[int], rates: roofline.Rates, text: str) -> dict[str, Any]:
-    work = roofline.count(text, nodes, rates)
+def _work_of_gpu(nodes: Sequence[int], rates: tuple[float, ...], text: str) -> dict[str, Any]:
+    work = gpu.count(text, nodes, rates)
     return {
         "flops_per_device": work.flops,
         "compute_seconds": work.compute_seconds,

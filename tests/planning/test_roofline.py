@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from maxramp.planning import hlo, roofline
+from maxramp.planning import gpu, hlo
 
 # 1e6 flops, 1e6 bytes of memory, 1e4 over NVLink and 1e3 over the network a second.
-RATES = roofline.Rates(1e6, 1e6, 1e4, 1e3)
+RATES = (1e6, 1e6, 1e4, 1e3)
 TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
 
 # A loop of four turns gathers a weight while a product of 8 x 16 x 8 runs beside it. The product
@@ -49,7 +49,7 @@ ENTRY %main (a: f32[2,8]) -> f32[2,8] {
 
 
 def test_work_and_time_of_a_program():
-    work = roofline.count(PROGRAM, TWO_NODES, RATES)
+    work = gpu.count(PROGRAM, TWO_NODES, RATES)
     product = 2 * 8 * 16 * 8
     assert work.flops == 4 * product
     # It reads its rows, one of the four weights and the counter, and writes its result.
@@ -64,8 +64,8 @@ def test_work_and_time_of_a_program():
 
 
 def test_a_slow_product_hides_a_transfer():
-    slow = roofline.Rates(1e3, 1e6, 1e4, 1e3)
-    work = roofline.count(PROGRAM, TWO_NODES, slow)
+    slow = (1e3, 1e6, 1e4, 1e3)
+    work = gpu.count(PROGRAM, TWO_NODES, slow)
     assert work.seconds == pytest.approx(4 * 2 * 8 * 16 * 8 / 1e3 + 2 * 48 / 1e4)
 
 
@@ -93,15 +93,15 @@ def test_a_loop_whose_turns_follow_from_its_counter():
 """
         + counted
     )
-    found, expected = (roofline.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
+    found, expected = (gpu.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
     assert found.flops == expected.flops
     assert found.nvlink_bytes == expected.nvlink_bytes
     with pytest.raises(ValueError, match="the loop l.4 does not say how often it runs"):
-        roofline.count(counted.replace("constant(8)", "custom-call()"), TWO_NODES, RATES)
+        gpu.count(counted.replace("constant(8)", "custom-call()"), TWO_NODES, RATES)
 
 
 def test_one_node_has_no_network():
-    work = roofline.count(PROGRAM, [0] * 8, RATES)
+    work = gpu.count(PROGRAM, [0] * 8, RATES)
     assert sum(work.network_bytes.values()) == 0
     assert work.nvlink_bytes == {"all-gather": 4 * 7 * 64, "all-reduce": 2 * 48}
 
@@ -123,14 +123,14 @@ ENTRY %main (a: f32[16]) -> f32[16] {{
   ROOT %r.1 = f32[16]{{0}} {kind}(%a.1), replica_groups={{}}, dimensions={{0}}
 }}
 """
-    work = roofline.count(text, TWO_NODES, RATES)
+    work = gpu.count(text, TWO_NODES, RATES)
     assert (work.nvlink_bytes[kind], work.network_bytes[kind]) == received
 
 
 def test_a_permutation_crosses_where_one_of_its_pairs_does():
     def moved(pairs):
         text = PROGRAM.replace("all-reduce(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}", pairs)
-        work = roofline.count(text, TWO_NODES, RATES)
+        work = gpu.count(text, TWO_NODES, RATES)
         return work.nvlink_bytes["collective-permute"], work.network_bytes["collective-permute"]
 
     inside = "collective-permute(%a.4), source_target_pairs={{0,1},{1,0}}"
@@ -150,7 +150,7 @@ ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,2,32]) -> bf16[2,4,64,32] {
     one = 2 * 2 * 4 * 64 * 64 * 32 / 2
     for name, products in (("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)):
         rest = f'custom_call_target="{name}", backend_config={{"mask_type": "CAUSAL"}}'
-        assert roofline.count(text.replace("REST", rest), [0], RATES).flops == products * one
+        assert gpu.count(text.replace("REST", rest), [0], RATES).flops == products * one
 
 
 @pytest.mark.parametrize(
