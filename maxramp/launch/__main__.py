@@ -37,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cluster = take_value(arguments, "--cluster")
         config = load(arguments, "launch", __doc__)
         if cluster not in _CLUSTERS:
-            given = f"{cluster} is not" if cluster else "is not given; add"
-            raise ConfigError(f"--cluster {given} one of {', '.join(_CLUSTERS)}")
+            raise ConfigError(
+                f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}"
+            )
         if config.batch.devices_per_node == -1:
             if cluster != "local":
                 raise ConfigError(

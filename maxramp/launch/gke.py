@@ -141,7 +141,10 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
     found = {one["metadata"]["name"]: one for one in jobsets(launch)}
     for one in found.values():
         one["metadata"].setdefault("labels", {}).update(labels)
-    files = {f"{name}.yaml": _dump(one) for name, one in {"config": config_map, **found}.items()}
+    files = {
+        f"{name}.yaml": yaml.dump(one, Dumper=_Manifest, sort_keys=False, width=100)
+        for name, one in {"config": config_map, **found}.items()
+    }
     values = {
         "NAMES": " ".join(found),
         "NAMESPACE": shlex.quote(keys.gke_namespace),
@@ -163,7 +166,7 @@ def _hashed(name: str, content: str) -> str:
 
 
 class _Manifest(yaml.SafeDumper):
-    """Texts of several lines as blocks, in which they can be read."""
+    """YAML as Kubernetes reads it, which is 1.1; texts of several lines as blocks, to be read."""
 
 
 _Manifest.add_representer(
@@ -172,11 +175,6 @@ _Manifest.add_representer(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
     ),
 )
-
-
-def _dump(manifest: dict[str, Any]) -> str:
-    """YAML as Kubernetes reads it, which is 1.1: a run named "no" needs quotes."""
-    return yaml.dump(manifest, Dumper=_Manifest, sort_keys=False, width=100)
 
 
 def _check(run: Run) -> None:
@@ -211,12 +209,7 @@ def _check(run: Run) -> None:
 def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice.
 
-    Args:
-      run: that is launched.
-      name: of the JobSet.
-      config_map: the name of the one with the configuration.
-      nodes: of the job.
-      last: whether no job follows.
+    The configuration is in `config_map`; `last` says that no job follows.
 
     Raises:
       ConfigError: the nodes are no whole slices of TPUs.

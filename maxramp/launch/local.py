@@ -124,8 +124,7 @@ def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> 
     # As a shell says that a signal ended a process.
     codes = [128 - p.returncode if p.returncode < 0 else p.returncode for p in ended]
     codes += [128 + signal.SIGKILL] * (len(processes) - len(ended))
-    wrong = [code for code in codes if code not in _ORDERLY]
-    return (wrong or sorted(codes, reverse=True))[0]
+    return next((code for code in codes if code not in _ORDERLY), max(codes))
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:

@@ -46,12 +46,12 @@ def compile_stages(
         if not entry["fits"]:
             entry["nearest_fit"] = _nearest_fit(pod, stage.spec)
         entries.append(entry | _over_the_run(pod, entry, stage.spec, entry["run_steps"]))
-    last, spec, total = entries[-1], stages[-1].spec, ramp.total_samples
+    last, spec = entries[-1], stages[-1].spec
     fit = all(entry["fits"] for entry in entries)
     hours, device_hours = (
         sum(entry[name] for entry in entries) if fit else None for name in ("hours", "device_hours")
     )
-    constant = -(-total // last["global_batch_size"])
+    constant = -(-ramp.total_samples // last["global_batch_size"])
     return {
         "compile_topology": machine.name,
         "device": machine.device,
@@ -67,7 +67,7 @@ def compile_stages(
         "totals": {
             "fits": fit,
             "steps": ramp.total_steps,
-            "samples": total,
+            "samples": ramp.total_samples,
             "hours": hours,
             "device_hours": device_hours,
             "price": price(pod.config.planning, device_hours),
@@ -80,10 +80,6 @@ def compile_stages(
 
 def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Compiles the last stage's step in the ways that may fit.
-
-    Args:
-      config: loaded, with `compile_topology`.
-      say: takes a line of progress.
 
     Returns:
       `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.

@@ -206,8 +206,7 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
         for i in table.values():
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
-                body = work_of(i.attribute("body"))
-                work.add(body, hlo.turns(i, table, computations))
+                work.add(work_of(i.attribute("body")), hlo.turns(i, table, computations))
                 link = max(link, work.seconds)
             elif i.opcode == "call":
                 work.add(work_of(i.attribute("to_apply")), 1)

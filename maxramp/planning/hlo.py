@@ -66,19 +66,10 @@ class Computation(dict[str, Instruction]):
 # What the text says of a result: an integer, the elements of a tuple, or nothing.
 Known = int | tuple["Known", ...] | None
 _COMPUTED = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
+    **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul},
+    **{"minimum": min, "maximum": max, "and": operator.and_, "or": operator.or_},
+    **{"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge},
+    **{"EQ": operator.eq, "NE": operator.ne},
 }
 _PASSED_ON = ("copy", "bitcast", "convert", "opt-barrier")
 _MOST_TURNS = 10_000  # that are followed; of a loop that never ends as well
@@ -175,15 +166,10 @@ def numbers(text: str) -> list[int]:
 
 
 def turns(loop: Instruction, table: Computation, computations: Mapping[str, Computation]) -> int:
-    """How often a loop runs: the integers of its state are followed until its condition fails.
+    """How often a `while` runs: the integers of its state are followed until its condition fails.
 
     The number that a compiler writes beside a loop counts only where the text does not tell: a loop
     that was unrolled or peeled later has other turns.
-
-    Args:
-      loop: a `while`.
-      table: the computation that it is in.
-      computations: from `parse`.
 
     Raises:
       ValueError: neither says it.
@@ -211,14 +197,7 @@ def _value(
     argument: Callable[[int], Known],
     computations: Mapping[str, Computation],
 ) -> Known:
-    """What is known of the result of an instruction.
-
-    Args:
-      table: the computation that it is in.
-      name: of the instruction.
-      argument: what is known of the computation's parameters, by their numbers.
-      computations: from `parse`.
-    """
+    """What is known of an instruction's result; `argument` knows the parameters, by number."""
 
     @functools.cache
     def value(name: str) -> Known:

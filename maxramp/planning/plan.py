@@ -150,19 +150,19 @@ def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
     """The ramp that decides while it runs: as early and as late as it may, and as planned here."""
     keys = expected.keys
-    found = {"period_samples": ladder.period(keys)}
-    for name, pairs in (
-        ("earliest", adaptive.simulate(keys, noise=math.inf)),
-        ("expected", ladder.expected(keys)),
-        ("latest", adaptive.simulate(keys, noise=0.0)),
-    ):
+
+    def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         ramp = RampupBatchManager(keys, 1, decided=pairs)
         stages = ramp.stages_between(0, ramp.total_steps)
-        found[name] = {
-            "batches": [[stage.first_sample, stage.global_batch_size] for stage in stages],
-            "steps": ramp.total_steps,
-        }
-    return found
+        batches = [[stage.first_sample, stage.global_batch_size] for stage in stages]
+        return {"batches": batches, "steps": ramp.total_steps}
+
+    return {
+        "period_samples": ladder.period(keys),
+        "earliest": bound(adaptive.simulate(keys, noise=math.inf)),
+        "expected": bound(ladder.expected(keys)),
+        "latest": bound(adaptive.simulate(keys, noise=0.0)),
+    }
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:

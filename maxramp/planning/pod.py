@@ -66,8 +66,8 @@ class Pod:
             backend.start(config.backend)
             machine = machines.here()
         config = resolve(config, len(machine.devices), machine.slices, 1)
-        expected = ladder.expected(config.batch)
-        ramp = RampupBatchManager(config.batch, len(machine.devices), decided=expected)
+        batch, number = config.batch, len(machine.devices)
+        ramp = RampupBatchManager(batch, number, decided=ladder.expected(batch))
         return cls(config, ramp, machine, say)
 
     @property
@@ -127,15 +127,9 @@ class Pod:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A stage's global batch in the largest micro batches that fit, by bisection.
+        """A stage's global batch in micro batches that fit, by bisection: the largest ones.
 
-        Args:
-          spec: of the stage.
-          number: how many sizes.
-          most: rows that a group of devices takes at a time; None = all of its own.
-
-        Returns:
-          The compiler's account of each, the largest first.
+        At most so many rows a group of devices at a time; None = all of its own.
         """
         ranks, multiple = spec.ranks, spec.rows_multiple
         rows = spec.samples // ranks

@@ -32,9 +32,8 @@ _ASSUMED_TFLOPS = 400.0
 
 def price(keys: PlanKeys, device_hours: float | None) -> float | None:
     """Of so many device-hours; None where they or price_per_device_hour are not known."""
-    if device_hours is None or keys.price_per_device_hour == -1:
-        return None
-    return device_hours * keys.price_per_device_hour
+    known = device_hours is not None and keys.price_per_device_hour != -1
+    return device_hours * keys.price_per_device_hour if known else None
 
 
 class PassCost:
