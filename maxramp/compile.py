@@ -90,9 +90,10 @@ def _cells_of_step(s: dict[str, Any]) -> list[str]:
 def _print_ways(result: dict[str, Any]) -> None:
     """What fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
-    ways = result["ways"]
-    rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in ways)
-    print_table(columns.split("|"), rows)
+    print_table(
+        columns.split("|"),
+        ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"]),
+    )
     print(f"times     {result['times']}")
 
 

@@ -18,11 +18,7 @@ from maxramp.rampup.spec import StageSpec
 def compile_stages(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Compiles the step of every stage, each batch shape once.
-
-    Args:
-      config: loaded, with `compile_topology`.
-      say: takes a line of progress.
+    """Compiles the step of every stage of a loaded config, each batch shape once.
 
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:

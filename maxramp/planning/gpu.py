@@ -101,16 +101,12 @@ def _read(path: pathlib.Path) -> Gpu:
     for name, value in values.items():
         if not isinstance(value, str) and (type(value) not in (int, float) or value <= 0):
             raise ConfigError(f"{path}: {name}: {value} must be a number above 0")
-    if not re.fullmatch(r"\d+\.\d+", values["compute_capability"]):
-        raise ConfigError(
-            f'{path}: compute_capability: {values["compute_capability"]} must be as in "9.0"'
-        )
     return Gpu(**values)
 
 
 def _target_config(gpu: Gpu) -> str:
     """XLA's description of a GPU, a text proto (stream_executor's GpuTargetConfigProto)."""
-    major, minor = gpu.compute_capability.split(".")
+    major, _, minor = gpu.compute_capability.partition(".")
     shared = gpu.shared_memory_kib * 1024
     return f"""
       gpu_device_info {{
@@ -131,7 +127,7 @@ def _target_config(gpu: Gpu) -> str:
         clock_rate_ghz: {gpu.clock_ghz}
         memory_bandwidth: {gpu.memory_gbytes * 1e9:.0f}
         device_memory_size: {gpu.memory_gib * 2**30:.0f}
-        cuda_compute_capability {{ major: {major} minor: {minor} }}
+        cuda_compute_capability {{ major: {major} minor: {minor or 0} }}
       }}
       platform_name: "CUDA"
       dnn_version_info {{ major: 9 minor: 10 }}

@@ -41,18 +41,14 @@ def make_plan(config: Config) -> dict[str, Any]:
     run = PlannedRun.of(config, meshes_of(config))
     ramp, config = run.ramp, run.config
     program, rate = config.run.program, config.learning_rate
-    warnings = [ramp.cut_short] if ramp.cut_short else []
-    if program not in ("", "train"):
-        warnings = [
-            f"program={program}: times and memory are those of maxramp.train for the same keys",
-            *warnings,
-        ]
+    other = f"program={program}: times and memory are those of maxramp.train for the same keys"
+    warnings = ("" if program in ("", "train") else other, ramp.cut_short)
     return ramp.to_json() | {
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": config.planning.restart_minutes,
-        "warnings": warnings,
+        "warnings": [line for line in warnings if line],
         "stages": [stage.to_json() | _part_of_run(run, stage) for stage in run.stages],
         "totals": _totals(run),
         "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,

@@ -162,11 +162,7 @@ class Pod:
         return sorted(found, key=lambda entry: entry["step_seconds"])
 
     def largest_batch(self, spec: StageSpec, passes: int = 1) -> str:
-        """Compiles steps of growing size under each remat policy.
-
-        Args:
-          spec: of a stage, but for its batch.
-          passes: of a step.
+        """Compiles steps of so many passes, of growing size, under each remat policy.
 
         Returns:
           The lines to put into a config: the cheapest policy under which anything fits, and the
