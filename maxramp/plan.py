@@ -36,7 +36,7 @@ from maxramp.errors import ConfigError, report
 from maxramp.files.place import place
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
-from maxramp.planning.pod import fit_devices
+from maxramp.planning.pod import Pod
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled = take_value(arguments, "--compiled")
         config = load(arguments, "plan", __doc__)
         if fit:
-            print(fit_devices(config, print_progress))
+            print(Pod.of(config, print_progress).largest_batch())
             return 0
         plan = make_plan(config)
         if compiled:

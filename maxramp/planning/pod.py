@@ -161,8 +161,8 @@ class Pod:
         ]
         return sorted(found, key=lambda entry: entry["step_seconds"])
 
-    def largest_batch(self, spec: StageSpec, passes: int = 1) -> str:
-        """Compiles steps of so many passes, of growing size, under each remat policy.
+    def largest_batch(self) -> str:
+        """Compiles the last stage's step in growing sizes under each remat policy.
 
         Returns:
           The lines to put into a config: the cheapest policy under which anything fits, and the
@@ -171,7 +171,9 @@ class Pod:
         Raises:
           ConfigError: the device does not say how much memory it has, or one row is too much.
         """
-        limit = self.limit
+        spec, batch, limit = self.ramp.stages[-1].spec, self.config.batch, self.limit
+        # With accumulation the sums of the gradients live through the passes: two passes show it.
+        passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
         if not limit:
             raise ConfigError(
                 f"device_memory_gib=-1: {self.machine.name} does not report its memory; "
@@ -209,19 +211,6 @@ class Pod:
                 "max_target_length, or more devices"
             )
         return "\n".join([lines[0], "; ".join([lines[1], *others])])
-
-
-def fit_devices(config: Config, say: Callable[[str], None]) -> str:
-    """`Pod.largest_batch` of a loaded config, for the last of its stages.
-
-    Raises:
-      ConfigError: as `Pod.of` and `Pod.largest_batch`.
-    """
-    pod = Pod.of(config, say)
-    # With accumulation the sums of the gradients live through the passes: two passes show it.
-    batch = pod.config.batch
-    passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
-    return pod.largest_batch(pod.ramp.stages[-1].spec, passes)
 
 
 def least_rows(multiple: int) -> str:

@@ -55,8 +55,8 @@ def pod_of(config, machine, limit=1.0):
 def test_what_fits_of_this_machine(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
-    pod, spec = pod_of(config, one_device, 0.004)
-    lines = pod.largest_batch(spec).splitlines()
+    pod, _ = pod_of(config, one_device, 0.004)
+    lines = pod.largest_batch().splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
     ).groups()
@@ -71,9 +71,9 @@ def test_what_fits_of_this_machine(one_device):
 
 def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
-    pod, spec = pod_of(config, one_device, 0.0001)
+    pod, _ = pod_of(config, one_device, 0.0001)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
-        pod.largest_batch(spec)
+        pod.largest_batch()
 
 
 def test_a_program_that_cannot_be_read(one_device):
