@@ -59,7 +59,7 @@ def ls(path: Place) -> int:
         try:
             checkpoint = folder_lib.read(folder)
         except TornError as error:
-            print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error})")
+            print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error.what})")
             continue
         except ConfigError as error:
             print(f"{folder.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
@@ -82,10 +82,7 @@ def ls(path: Place) -> int:
 
 def show(path: Place) -> int:
     """Prints everything about one checkpoint."""
-    try:
-        checkpoint = folder_lib.read(folder_lib.find(path))
-    except TornError as error:
-        raise ConfigError(f"{folder_lib.find(path)} is torn: {error}") from None
+    checkpoint = folder_lib.read(folder_lib.find(path))
     stage, config = checkpoint.stage(), checkpoint.config
     last = checkpoint.stages_of_run()[-1]["index"]
     tokens = checkpoint.consumed_samples * config["max_target_length"]
@@ -116,7 +113,7 @@ def verify(path: Place) -> int:
             folder_lib.read(checkpoint)
             arrays, values, strange = _read_all(checkpoint)
         except TornError as error:
-            print(f"{checkpoint}: torn ({error})")
+            print(f"{checkpoint}: torn ({error.what})")
             status = EXIT_FAILED
         else:
             finite = f", {strange:,} of them not finite" if strange else ""
@@ -142,7 +139,7 @@ def _read_all(checkpoint: Place) -> tuple[int, int, int]:
 
 def _checkpoints(path: Place) -> list[Place]:
     found = folder_lib.find(path)
-    if found == path.expanduser().absolute():
+    if found == path.absolute():
         return [found]
     return [found.parent / str(step) for step in folder_lib.steps_in(found.parent)]
 

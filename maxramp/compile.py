@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder, shown = pathlib.Path(), _print_ways
         if not best:  # what can fail is tried before minutes of compiling
             keys, shown = config.run, _print_stages
-            folder = place(keys.base_output_directory).expanduser()
+            folder = place(keys.base_output_directory)
             folder = _put(folder / (keys.run_name or keys.model_name), ".writable", "")
             (folder / ".writable").unlink()
         result = (compile_ways if best else compile_stages)(config, print_progress)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from maxramp.commandline import OneLineParser, print_table, short
 from maxramp.errors import ConfigError, report
-from maxramp.files.place import home_of
+from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
 
 USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
     try:
         given = parser.parse_args(arguments)
-        run = home_of(given.run)
+        run = place(given.run)
         curves = curves_of(run, given.blocks)
-        plot = home_of(given.plot) if given.plot else run / "noise.png"
+        plot = place(given.plot) if given.plot else run / "noise.png"
         try:
             draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
         except (OSError, ValueError) as error:  # no such folder; a format that is none

@@ -1,30 +1,38 @@
-"""The arrays of a checkpoint: which there are of a state, writing and reading them with Orbax."""
+"""The arrays of a checkpoint: which there are of a state, writing and reading them with Orbax.
+
+Orbax names a TensorStore driver for gs:// and for the file system alone. What it makes of gs:// is
+what S3 needs as well, with TensorStore's other driver: so three functions of Orbax that look at an
+address are given to know both. The tests with servers notice when Orbax no longer asks them.
+"""
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from maxramp.checkpoints import addresses
-from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Checkpoint, TornError, find, read
 from maxramp.errors import ConfigError, is_out_of_memory
-from maxramp.files.place import Place, is_near
+from maxramp.files.place import ObjectPath, Place, is_near
+from maxramp.model.decoder import Decoder
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.training.state import TrainState, in_layer_order, in_stage_order
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
 warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-addresses.teach()
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (
@@ -36,10 +44,35 @@ _DISK_ERRORS = (
     "Permission denied",
 )
 
-_BATCH_BYTES = 1 << 28
+_BATCH_BYTES = 1 << 28  # of arrays that are read together: a request for each takes long
 
 # Orbax writes into the folder that it is given: `folder.commit` makes it count.
 _IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+
+
+class _Path(PosixGPath):
+    """An address whose mark of an unfinished deletion, which Orbax looks for, is known not to be.
+
+    It is Orbax's own way of deleting that leaves it, and maxramp deletes in another.
+    """
+
+    def exists(self) -> bool:
+        """As of its class, but for the mark."""
+        return self.name != "_CHECKPOINT_DELETION" and super().exists()
+
+
+_UNSEEN = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
+
+
+def _store(path: str) -> dict[str, Any]:
+    # A name as Orbax gives it: of a folder, or what a folder's name begins with.
+    return ObjectPath(path).spec() | {"path": path.split("/", 3)[3]}
+
+
+_normal = tensorstore_utils._normalize_path
+tensorstore_utils._normalize_path = lambda path: re.sub("^s3:/+", "s3://", _normal(path))
+tensorstore_utils._use_gcs_driver = lambda path: re.match("(gs|s3)://", path) is not None
+gcs_utils.get_kvstore_for_gcs = _store
 
 # Keys that decide which arrays there are, of what shape and dtype.
 _ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
@@ -92,6 +125,37 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             )
 
 
+def check_parameters(path: Place, model: Decoder, values: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint that a path means, whose weights are those of an abstract model.
+
+    Args:
+      path: a checkpoint, or a folder of them or of a run, whose newest counts.
+      model: the shapes and dtypes of its weights.
+      values: of all keys, resolved.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it holds other weights.
+    """
+    checkpoint = read(find(path))
+    compare(checkpoint, {"model": model}, values)
+    return checkpoint
+
+
+def load_parameters(path: Place, model: Decoder, values: Mapping[str, Any]) -> Decoder:
+    """The weights of such a checkpoint, with the shardings of `model`; raises a ConfigError too."""
+    return load(check_parameters(path, model, values).path, {"model": model})["model"]
+
+
+def restore(checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
+    """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
+
+    Raises:
+      ConfigError: the arrays cannot be read.
+    """
+    loaded = load(checkpoint.path, items_of(abstract))
+    return dataclasses.replace(abstract.with_model(loaded["model"]), **loaded["optimizer"])
+
+
 def reason_of(error: BaseException) -> str:
     """What a library raised, in a line that a person can read."""
     if isinstance(error, OSError) and error.strerror:
@@ -116,7 +180,7 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
     options = {"array_options": ocp.options.ArrayOptions()}
     options["array_options"].saving.scoped_storage_options_creator = _storage_of
     if not is_near(path):
-        options["file_options"] = addresses.UNSEEN
+        options["file_options"] = _UNSEEN
     with ocp.Context(atomicity_options=_IN_PLACE, **options):
         return ocp.save_checkpointables_async(
             os.fspath(path), in_layer_order(items_of(state))
@@ -165,28 +229,17 @@ def stored_arrays(path: Place) -> Iterator[np.ndarray]:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for name, tree in stored.items():
             leaves, structure = jax.tree.flatten(tree)
-            for few in _batches(leaves):
+            sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
+            batches = [end // _BATCH_BYTES for end in itertools.accumulate(sizes)]
+            for _, few in itertools.groupby(range(len(leaves)), batches.__getitem__):
                 wanted = [ocp.PLACEHOLDER] * len(leaves)
                 for i in few:
                     shape, dtype = leaves[i].shape, leaves[i].dtype
                     wanted[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
-                loaded = ocp.load_checkpointables(
-                    os.fspath(path), {name: structure.unflatten(wanted)}
-                )
-                arrays = jax.tree.leaves(loaded)
-                yield from (np.asarray(arrays[i]) for i in few)
+                named = {name: structure.unflatten(wanted)}
+                loaded = jax.tree.leaves(ocp.load_checkpointables(os.fspath(path), named))
+                yield from (np.asarray(x) for x in loaded if x is not ocp.PLACEHOLDER)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise folder_lib.TornError(reason_of(error)) from None
-
-
-def _batches(leaves: list[Any]) -> Iterator[list[int]]:
-    """The places of arrays that are read together: a request for each would take long."""
-    few, size = [], 0
-    for i, leaf in enumerate(leaves):
-        few.append(i)
-        size += math.prod(leaf.shape) * leaf.dtype.itemsize
-        if size >= _BATCH_BYTES or i == len(leaves) - 1:
-            yield few
-            few, size = [], 0
+        raise TornError(path, reason_of(error)) from None

@@ -4,9 +4,7 @@ Written before the first step that uses a rung, and binding from then on: a rest
 where it goes on from a checkpoint of before.
 """
 
-import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -31,9 +29,8 @@ def read(run: Place) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_bytes())["decisions"]
         samples, sizes = ([d[k] for d in found] for k in ("first_sample", "global_batch_size"))
-        if any(type(n) is not int or n < 0 for n in samples + sizes):
-            raise ValueError
-        if samples != sorted(set(samples)):
+        numbers = all(type(n) is int and n >= 0 for n in samples + sizes)
+        if not numbers or samples != sorted(set(samples)):
             raise ValueError
         return found
     except FileNotFoundError:
@@ -46,7 +43,7 @@ def read(run: Place) -> list[dict[str, Any]]:
 
 
 def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int | None) -> None:
-    """Writes all decisions, so that they outlast the machine.
+    """Writes all decisions.
 
     Args:
       run: its folder.
@@ -67,10 +64,6 @@ def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int | N
             "batch_size_lr_reference": "initial",
         }
     write_whole(run / FILE, (json.dumps(written, indent=2) + "\n").encode())
-    folder = os.open(run, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network mounts refuse it for a folder
-        os.fsync(folder)
-    os.close(folder)
 
 
 def binding(

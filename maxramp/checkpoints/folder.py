@@ -19,16 +19,7 @@ from typing import Any
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import (
-    Place,
-    is_near,
-    move_tree,
-    place,
-    remove_tree,
-    sizes,
-    sizes_of,
-    write_whole,
-)
+from maxramp.files.place import Place, is_near, move_tree, place, remove_tree, sizes, write_whole
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 
@@ -39,8 +30,15 @@ _ARRAYS = ("model", "optimizer", "_CHECKPOINT_METADATA", "commit_success.txt", "
 _STEP = re.compile("0|[1-9][0-9]*")
 
 
-class TornError(ValueError):
-    """What is damaged in a checkpoint, in a few words."""
+class TornError(ConfigError):
+    """The checkpoint at `path` is damaged: `what` of it, in a few words."""
+
+    def __init__(self, path: Place, what: str):
+        super().__init__(
+            f"{path} is torn ({what}); a checkpoint must be whole, and every host must see it: put "
+            "the file back, or give another one"
+        )
+        self.path, self.what = path, what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,26 +123,21 @@ def set_aside(path: Place) -> None:
     Raises:
       OSError: it is still there.
     """
-    again = (f"{path.name}-{n}{TORN}" for n in itertools.count(2))
-    names = itertools.chain([f"{path.name}{TORN}"], again)
-    move_tree(path, next(aside for aside in map(path.with_name, names) if not aside.exists()))
+    again = (path.with_name(f"{path.name}-{n}{TORN}") for n in itertools.count(2))
+    names = itertools.chain([path.with_name(f"{path.name}{TORN}")], again)
+    move_tree(path, next(aside for aside in names if not aside.exists()))
 
 
-def discard(path: Place) -> None:
-    """Removes what a save or a removal left that failed or was killed.
+def discard(folder: Place) -> None:
+    """Removes from a folder of checkpoints what saves and removals left that failed or were killed.
 
-    What holds anything else than arrays of ours is somebody's, and stays.
+    What holds anything else than arrays of ours is somebody's, and stays. No save is going on.
     """
-    if path.is_dir() and not _is_committed(path):
-        names = {inner.name for inner in path.iterdir()}
-        if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):
-            remove_tree(path)
-
-
-def discard_all(folder: Place) -> None:
-    """Does so with all that a folder of checkpoints holds; no save is going on."""
     for path in _numbers(folder):
-        discard(path)
+        if path.is_dir() and not _is_committed(path):
+            names = {inner.name for inner in path.iterdir()}
+            if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):
+                remove_tree(path)
 
 
 def read(path: Place) -> Checkpoint:
@@ -155,42 +148,43 @@ def read(path: Place) -> Checkpoint:
       ConfigError: another version wrote it, or it cannot be looked at.
     """
     try:
-        values = _json(path / FILE)
-        if values.get("format") != _FORMAT:
-            raise ConfigError(
-                f"{path}: not a checkpoint of this version of maxramp; move it away, or take "
-                "another run_name"
-            )
-        there = sizes_of(path, values["files"])
+        values = json.loads((path / FILE).read_bytes())
+        there = sizes(path, values.get("files", ()))
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; give this user the right to read it, or take "
             "another run_name"
         ) from None
+    except OSError as error:
+        if not is_near(path) and not isinstance(error, FileNotFoundError):
+            raise  # a storage that does not answer says nothing about the checkpoint
+        raise TornError(path, f"{FILE}: {error.strerror}") from None
+    except ValueError:
+        raise TornError(path, f"{FILE}: not JSON") from None
+    if values.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{path}: not a checkpoint of this version of maxramp; move it away, or take another "
+            "run_name"
+        )
     for name, size in values["files"].items():
         if there.get(name, -1) < size:
             shown = f"{there[name]} bytes of {size}" if name in there else "missing"
-            raise TornError(f"{name}: {shown}")
+            raise TornError(path, f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
-        raise TornError(f"{FILE}: it is checkpoint {values['step']}, under another number")
+        raise TornError(path, f"{FILE}: it is checkpoint {values['step']}, under another number")
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
     return Checkpoint(path=path, **{name: values[name] for name in fields})
 
 
-def _json(path: Place) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except PermissionError:
-        raise
-    except OSError as error:
-        if not is_near(path) and not isinstance(error, FileNotFoundError):
-            raise  # a storage that does not answer says nothing about the checkpoint
-        raise TornError(f"{path.name}: {error.strerror}") from None
-    except ValueError:
-        raise TornError(f"{path.name}: not JSON") from None
-    if not isinstance(value, dict):
-        raise TornError(f"{path.name}: not an object")
-    return value
+def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
+    """The newest whole checkpoint of a folder, if there is one, and what is torn after it."""
+    torn = []
+    for step in reversed(steps_in(folder)):
+        try:
+            return read(folder / str(step)), torn
+        except TornError as error:
+            torn.append(error)
+    return None, torn
 
 
 def find(path: Place) -> Place:
@@ -199,16 +193,15 @@ def find(path: Place) -> Place:
     Raises:
       ConfigError: there is none.
     """
-    given, path = str(path), place(path).expanduser().absolute()
+    given, path = str(path), place(path).absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
     if is_step(path.name) and _is_committed(path):
         return path
     hint = ""
-    if not path.exists() and re.fullmatch(
-        r"[\w.-]+/[\w.-]+", given
-    ):  # as models on a hub are named
+    # As models on a hub are named.
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.exists():
         hint = (
             "; a model of the Hugging Face Hub cannot be opened yet: model_name gives the sizes of "
             "a released one, and its training begins with random weights"

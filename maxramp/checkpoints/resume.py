@@ -133,15 +133,23 @@ class Span:
             step += 1
 
     def _find_end(self) -> None:
-        ramp, step = self.ramp, self.first_step
-        self.last_step = ramp.total_steps
+        """The first stage, by its place in the list, that this job leaves to another; its steps."""
+        ramp, step, keys = self.ramp, self.first_step, self.keys
+        self.last_step, self._end = ramp.total_steps, len(ramp.stages)
         if step >= self.last_step:
-            self._end = len(ramp.stages)
             return
         here = ramp.stages.index(ramp.stage_at_step(step))
         planned = self.planned.stages + self.planned.rungs
-        self._end = _end(self.keys, planned, here, self.num_devices)
-        end = self._end
+        of_nodes, nodes = keys.stop_at_node_change, planned[here].nodes
+        ends = (
+            index
+            for index in range(here + 1, len(planned))
+            if keys.stop_at_stage_end or (of_nodes and planned[index].nodes != nodes)
+        )
+        end = next(ends, len(planned))
+        if of_nodes and self.num_devices < planned[here].devices:
+            end = here  # the stage may not fit into this job; a larger one takes it
+        self._end = end
         ramp.check((ramp.stages + ramp.rungs)[here:end])
         self.planned.check(planned[end:])
         if end < len(ramp.stages):
@@ -182,17 +190,6 @@ def take_up(
     if ramp.rungs:  # what the first decision of this job cannot change
         ramp.settle(span.first_step + ladder.DELAY - 1)
     return span
-
-
-def _end(keys: CheckpointKeys, planned: Sequence[Stage], here: int, num_devices: int) -> int:
-    """The first stage, by its place in the list, that a job in stage `here` leaves to another."""
-    if keys.stop_at_node_change and num_devices < planned[here].devices:
-        return here  # the stage may not fit into this job; a larger one takes it
-    for index in range(here + 1, len(planned)):
-        changes_nodes = planned[index].nodes != planned[here].nodes
-        if keys.stop_at_stage_end or (keys.stop_at_node_change and changes_nodes):
-            return index
-    return len(planned)
 
 
 def origin_of(

@@ -24,7 +24,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.files.locking import lock
+from maxramp.files.place import lock
 
 _WORK, _LOCK = ".preparing", "lock"
 

@@ -5,14 +5,14 @@ and a folder is what the names of objects begin with. So a folder that is there 
 """
 
 import contextlib
-import dataclasses
 import errno
+import fcntl
 import fnmatch
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Collection, Iterator
+from typing import IO, Any, Self
 
 from maxramp.errors import ConfigError
 from maxramp.files import storage
@@ -20,71 +20,51 @@ from maxramp.keys.section import is_object_storage
 
 MARK = ".folder"  # an object that makes a folder of an object storage be there
 
+# What flock says on network and FUSE file systems that have no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
-@dataclasses.dataclass(frozen=True, order=True)
-class ObjectPath:
+
+class ObjectPath(pathlib.PurePosixPath):
     """An address in an object storage, with the part of pathlib.Path that such a storage has.
 
     Whatever goes wrong is an OSError, as on a disk.
     """
 
-    scheme: str  # gs or s3
-    parts: tuple[str, ...]  # the bucket, and what the names of its objects are made of
-    kind: str = dataclasses.field(default="", compare=False)  # where a listing has just told it
-
-    @classmethod
-    def of(cls, address: str) -> Self:
-        """The path of scheme://bucket/name."""
-        scheme, _, name = address.partition("://")
-        return cls(scheme, tuple(part for part in name.split("/") if part))
+    kind = ""  # where a listing has just told it
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{'/'.join(self.parts)}"
+        return super().__str__().replace(":/", "://", 1)
 
     __fspath__ = __str__
 
-    def __truediv__(self, name: str | os.PathLike) -> Self:
-        return type(self).of(f"{self}/{os.fspath(name)}")
+    def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        """What the storage's client answers to an operation of fsspec on this address."""
+        client = storage.store_of(self.parts[0][:-1])
+        try:
+            return getattr(client, operation)(str(self), *arguments, **options)
+        except Exception as error:
+            raise failure(error, self) from None
 
-    @property
-    def bucket(self) -> str:
-        """The bucket's name."""
-        return self.parts[0]
-
-    @property
-    def key(self) -> str:
-        """What the names of the bucket's objects call it."""
-        return "/".join(self.parts[1:])
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.parts[-1]
-
-    @property
-    def suffix(self) -> str:
-        """What follows the last dot of the name, with it."""
-        return pathlib.PurePosixPath(self.name).suffix
-
-    @property
-    def stem(self) -> str:
-        """The name without its suffix."""
-        return pathlib.PurePosixPath(self.name).stem
-
-    @property
-    def parent(self) -> Self:
-        """Without the last part; of a bucket, itself."""
-        return type(self)(self.scheme, self.parts[:-1] or self.parts)
-
-    def with_name(self, name: str) -> Self:
-        """With another last part."""
-        return self.parent / name
+    def spec(self) -> dict[str, Any]:
+        """What TensorStore calls a folder; the environment says the same to it as to fsspec."""
+        spec: dict[str, Any] = {"bucket": self.parts[1], "path": "/".join((*self.parts[2:], ""))}
+        if self.parts[0] == "gs:":
+            return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec
+        for key, names in (
+            ("endpoint", ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
+            ("aws_region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
+        ):
+            if given := [os.environ[name] for name in names if os.environ.get(name)]:
+                spec[key] = given[0]
+        if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it looks for files first, and complains
+            spec["aws_credentials"] = {"type": "environment"}
+        return {"driver": "s3"} | spec
 
     def absolute(self) -> Self:
         """Itself."""
         return self
 
-    expanduser = resolve = absolute
+    resolve = absolute
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder comes with what is written to it."""
@@ -103,37 +83,30 @@ class ObjectPath:
 
     def _found(self) -> str:
         """The kind: file or directory, "" for neither; whoever gets no answer learns of it."""
-        if self.kind:
-            return self.kind
         try:
-            with _asking(self) as store:  # not isdir: to some clients no answer is a no
-                return store.info(str(self))["type"]
+            return self.kind or self.ask("info")["type"]  # to some clients' isdir no answer is a no
         except FileNotFoundError:
             return ""
 
     def iterdir(self) -> Iterator[Self]:
         """What is directly below it."""
-        with _asking(self) as store:
-            found = store.ls(str(self), detail=True)
-        for entry in found:
-            name = entry["name"].rstrip("/").rpartition("/")[2]
-            if name and entry["name"].rstrip("/") != f"{self.bucket}/{self.key}".rstrip("/"):
-                yield dataclasses.replace(self / name, kind=entry["type"])
+        for entry in self.ask("ls", detail=True):
+            path = type(self)(f"{self.parts[0]}//{entry['name']}")
+            if path.parent == self:  # some clients list the folder too
+                path.kind = entry["type"]
+                yield path
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """What is below it by a pattern of each part, such as */branch.json; no ** among them."""
         first, _, rest = pattern.partition("/")
-        try:
-            found = [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, first)]
-        except FileNotFoundError:
-            return
-        for path in found:
-            yield from path.glob(rest) if rest else [path]
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.iterdir():
+                if fnmatch.fnmatchcase(path.name, first):
+                    yield from path.glob(rest) if rest else [path]
 
     def read_bytes(self) -> bytes:
         """The whole of an object."""
-        with _asking(self) as store:
-            return store.cat_file(str(self))
+        return self.ask("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """The whole of an object that is text."""
@@ -141,44 +114,40 @@ class ObjectPath:
 
     def write_bytes(self, data: bytes) -> None:
         """Writes an object at once."""
-        with _asking(self) as store:
-            store.pipe_file(str(self), data)
+        self.ask("pipe_file", data)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes an object."""
-        try:
-            with _asking(self) as store:
-                store.rm_file(str(self))
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+        """Removes an object, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self.ask("rm_file")
+
+
+# What clients raise as on a disk; their texts and numbers are their own.
+_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+
+
+def failure(error: Exception, path: ObjectPath) -> OSError:
+    """What a client has raised, as the error of a disk that names the address."""
+    if number := _NUMBERS.get(type(error)):
+        return OSError(number, os.strerror(number), str(path))
+    text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return OSError(errno.EIO, text or type(error).__name__, str(path))
 
 
 Place = pathlib.Path | ObjectPath
 
 
 def place(text: str | os.PathLike) -> Place:
-    """The place that a text names."""
-    text = os.fspath(text)
-    return ObjectPath.of(text) if is_object_storage(text) else pathlib.Path(text)
-
-
-def home_of(text: str | os.PathLike) -> Place:
-    """The place that a text of a command line names, with its ~ spelled out.
+    """The place that a text names, with its ~ spelled out.
 
     Raises:
       ConfigError: it names the home of nobody.
     """
+    text = os.fspath(text)
     try:
-        return place(text).expanduser()
+        return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{text}: {error}; give the whole path") from None
-
-
-def is_folder(path: Place) -> bool:
-    """Whether there is such a folder; False also where this user may not look."""
-    # Not of pathlib: before Python 3.12 it raises there.
-    return path.is_dir() if isinstance(path, ObjectPath) else os.path.isdir(path)
 
 
 def is_near(path: Place) -> bool:
@@ -186,24 +155,18 @@ def is_near(path: Place) -> bool:
     return not isinstance(path, ObjectPath)
 
 
-def sizes(folder: Place) -> dict[str, int]:
-    """Bytes of every file in a folder, however deep, by its name below the folder."""
-    if isinstance(folder, ObjectPath):
-        with _asking(folder) as store:
-            found = store.find(str(folder), detail=True)
-        start = len(f"{folder.bucket}/{folder.key}/")
-        names = [name for name in found if name[start:].rstrip("/") == name[start:] != ""]
-        return {name[start:]: found[name]["size"] for name in names}
-    names = (os.path.join(root, name) for root, _, files in os.walk(folder) for name in files)
-    return sizes_of(folder, [os.path.relpath(name, folder) for name in names])
+def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
+    """Bytes of every file in a folder, however deep, by its name below the folder.
 
-
-def sizes_of(folder: Place, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of those of these files that are in a folder."""
+    On a disk, of those `names` alone where they are given, also behind links.
+    """
     if isinstance(folder, ObjectPath):
-        return sizes(folder)
+        start = len("/".join((*folder.parts[1:], "")))
+        found = {name[start:]: e["size"] for name, e in folder.ask("find", detail=True).items()}
+        return {name: size for name, size in found.items() if name and name[-1] != "/"}
+    walked = (os.path.join(root, name) for root, _, files in os.walk(folder) for name in files)
     found = {}
-    for name in names:
+    for name in names or (os.path.relpath(path, folder) for path in walked):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found[name] = (folder / name).stat().st_size
     return found
@@ -242,24 +205,27 @@ def move_tree(folder: Place, to: Place) -> None:
         folder.rename(to)
         return
     for name in sizes(folder):
-        with _asking(folder) as store:
-            store.cp_file(f"{folder}/{name}", f"{to}/{name}")
+        (folder / name).ask("cp_file", str(to / name))
     remove_tree(folder)
 
 
-# What clients raise as on a disk; their texts and numbers are their own.
-_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+def lock(file: IO) -> str:
+    """Locks an open file; the lock is gone when the file is closed or the process ends.
 
+    Returns:
+      "", or a warning: the file system has no locks, and nothing is locked.
 
-@contextlib.contextmanager
-def _asking(path: ObjectPath) -> Iterator[Any]:
-    """The storage's client; what it raises becomes an OSError that names the address."""
+    Raises:
+      BlockingIOError: another process holds the lock.
+      OSError: the file cannot be locked.
+    """
     try:
-        yield storage.store_of(path.scheme)
-    except ConfigError:
-        raise
-    except Exception as error:  # clients have errors of their own
-        if number := _NUMBERS.get(type(error)):
-            raise OSError(number, os.strerror(number), str(path)) from None
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise OSError(errno.EIO, text or type(error).__name__, str(path)) from None
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return (
+            f"{file.name}: this file system has no locks ({error.strerror}); make sure that no "
+            "other process writes to this folder"
+        )
+    return ""

@@ -6,19 +6,22 @@ seconds. Who finds it unchanged for some time takes it over, and the owner, if t
 learns so at its next write. No clock of one machine is compared with another's.
 """
 
+import contextlib
 import json
 import secrets
 import threading
 import time
 from typing import Any
 
+import tensorstore
+
 from maxramp.errors import TrainingError
-from maxramp.files.kvstore import TIMEOUT, open_store, storing
-from maxramp.files.place import ObjectPath
+from maxramp.files.place import ObjectPath, failure
 from maxramp.processes.identity import is_gone, this_process
 
 _BEAT = 5.0  # seconds from one write of the owner to the next
 _SILENCE = 30.0  # after so many an owner counts as gone
+_TIMEOUT = 60.0  # seconds that an answer may take
 
 
 class Claim:
@@ -35,15 +38,22 @@ class Claim:
           BlockingIOError: another process holds it; says which.
           OSError: the storage does not answer.
         """
-        self._path, self._owner, self._token = path, owner, secrets.token_hex(8)
-        self._store, self._beats, self._renewed = open_store(path.parent), 0, 0.0
-        self._writing, self._ending, self._lost = threading.Lock(), threading.Event(), ""
-        while True:
-            found = self._read()
-            if found.state == "value":
-                self._wait_for_its_end(found)
-            if self._write(found.stamp.generation):
-                break  # else another was faster: look again
+        self._path, self._renewed, self._lost = path, 0.0, ""
+        # No two writes are alike, as an ETag is made from the content.
+        self._content = {"owner": owner, "token": secrets.token_hex(8), "beat": 0}
+        self._content["process"] = this_process()
+        self._store = self._answer(tensorstore.KvStore.open(path.parent.spec()))
+        self._writing, self._ending = threading.Lock(), threading.Event()
+        content, generation = self._read()
+        if not is_gone(content.get("process")):
+            deadline, first = time.monotonic() + _SILENCE, generation
+            while content and time.monotonic() < deadline:
+                time.sleep(1)
+                content, generation = self._read()
+                if content and generation != first:
+                    raise BlockingIOError(content["owner"])
+        if not self._write(generation):
+            raise BlockingIOError(self._read()[0].get("owner", "another run"))
         threading.Thread(target=self._keep, name="claim", daemon=True).start()
 
     def renew(self) -> None:
@@ -57,11 +67,11 @@ class Claim:
             self.check()
             if time.monotonic() - self._renewed < _BEAT or self._write(self._generation):
                 return
-            found = self._read()
-            if _content(found).get("token") == self._token:  # written, but the answer was lost
-                self._generation = found.stamp.generation
+            content, generation = self._read()
+            if content.get("token") == self._content["token"]:  # written: the answer was lost
+                self._generation = generation
                 return
-            self._lost = _content(found).get("owner", "another program")
+            self._lost = content.get("owner", "another run")
             self.check()
 
     def check(self) -> None:
@@ -79,61 +89,37 @@ class Claim:
     def release(self) -> None:
         """Gives it up; whoever comes next does not wait."""
         self._ending.set()
-        with self._writing, storing(self._path):
+        with self._writing:
             if not self._lost:
-                self._store.write(self._path.name, None, if_equal=self._generation).result(
-                    timeout=TIMEOUT
-                )
+                name = self._path.name
+                self._answer(self._store.write(name, None, if_equal=self._generation))
 
     def _keep(self) -> None:
-        while not self._ending.wait(_BEAT):
-            try:
+        while not (self._lost or self._ending.wait(_BEAT)):
+            # As long as the storage is away, nobody else gets an answer either.
+            with contextlib.suppress(OSError, TrainingError):
                 self.renew()
-            except TrainingError:
-                return
-            except OSError:
-                pass  # as long as the storage is away, nobody else gets an answer either
 
-    def _wait_for_its_end(self, found: Any) -> None:
-        """Returns when the claim's owner is gone, or it has been given up."""
-        content = _content(found)
-        if is_gone(content.get("process")):
-            return
-        deadline = time.monotonic() + _SILENCE
-        while time.monotonic() < deadline:
-            time.sleep(1)
-            now = self._read()
-            if now.state != "value":
-                return
-            if now.stamp.generation != found.stamp.generation:
-                raise BlockingIOError(content.get("owner", "another program"))
-
-    def _read(self) -> Any:
-        with storing(self._path):
-            return self._store.read(self._path.name).result(timeout=TIMEOUT)
+    def _read(self) -> tuple[dict[str, Any], bytes]:
+        """What the claim says, nothing where there is none, and its generation."""
+        found = self._answer(self._store.read(self._path.name))
+        try:
+            content = json.loads(found.value) if found.state == "value" else {}
+        except ValueError:
+            content = {"owner": "another program"}
+        return content, found.stamp.generation
 
     def _write(self, expected: bytes) -> bool:
         """Writes the claim if it still is what was expected; whether it was."""
-        self._beats += 1  # an ETag is made from the content: no two are alike
-        content = {
-            "owner": self._owner,
-            "token": self._token,
-            "process": this_process(),
-            "beat": self._beats,
-        }
-        data, began = json.dumps(content).encode(), time.monotonic()
-        with storing(self._path):
-            stamp = self._store.write(self._path.name, data, if_equal=expected)
-            generation = stamp.result(timeout=TIMEOUT).generation
-        if not generation:
-            return False
-        self._generation, self._renewed = generation, began
-        return True
+        self._content["beat"] += 1
+        data, began = json.dumps(self._content).encode(), time.monotonic()
+        found = self._answer(self._store.write(self._path.name, data, if_equal=expected))
+        if found.generation:
+            self._generation, self._renewed = found.generation, began
+        return bool(found.generation)
 
-
-def _content(found: Any) -> dict[str, Any]:
-    try:
-        content = json.loads(found.value) if found.state == "value" else {}
-    except ValueError:
-        content = {}
-    return content if isinstance(content, dict) else {}
+    def _answer(self, future: Any) -> Any:
+        try:
+            return future.result(timeout=_TIMEOUT)
+        except Exception as error:
+            raise failure(error, self._path) from None

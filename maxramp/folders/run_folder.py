@@ -1,13 +1,29 @@
-"""The folder of a run, wherever it is: one process takes it, all write under a path of theirs."""
+"""The folder of a run, wherever it is: one process takes it, all write under a path of theirs.
 
+An object cannot be appended to, and a storage may be away for an hour. So the small files of a run
+there (metrics, event files, plan, pictures) are written to a folder of this machine, as on a disk,
+and a thread sends those that have changed: every now and then, and before a checkpoint counts.
+"""
+
+import contextlib
+import errno
 import pathlib
+import shutil
+import tempfile
+import threading
+import time
 from collections.abc import Callable
 from typing import IO
 
-from maxramp.files.locking import lock
-from maxramp.files.place import ObjectPath, Place, make_folder
+from maxramp.errors import TrainingError
+from maxramp.files.place import ObjectPath, Place, lock, make_folder
 from maxramp.folders.claim import Claim
-from maxramp.folders.mirror import Mirror
+
+_PERIOD = 15.0  # seconds from one round to the next
+_SHARE = 20  # and so many times as long as the last one took, unless that one failed
+_LAST = 60.0  # seconds that the end of a run tries to send what is left
+_RECORDS = "metrics.jsonl"  # no checkpoint counts without them
+_REMOVED = "next_stage.json"  # the only file that a run removes
 
 
 class Disk:
@@ -28,11 +44,123 @@ class Disk:
     def check(self) -> None:
         """It is locked."""
 
+    publish = close = check
+
+
+class Mirror:
+    """A run's folder in an object storage, for one process.
+
+    Attributes:
+      here: where the process writes its files.
+    """
+
+    def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
+        """
+        Args:
+          folder: in the storage.
+          warn: takes a line about what went wrong and is no reason to stop.
+          claim: of the process that writes the run's own files, and first takes over what is
+            there; the others have none, and send what they add.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        self._folder, self._warn, self._claim = folder, warn, claim
+        self.here = pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name)
+        self.here.mkdir()
+        self._sent: dict[str, tuple[int, int]] = {}  # modified when, and its size
+        if claim:
+            self._fetch()
+        self._sending, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._work, name="mirror", daemon=True).start()
+
+    def check(self) -> None:
+        """Whether the folder still is the run's, as far as is known without asking.
+
+        Raises:
+          TrainingError: another run has taken it.
+        """
+        if self._claim:
+            self._claim.check()
+
     def publish(self) -> None:
-        """What is written is there."""
+        """Sends all that is written by now, and makes sure that the folder still is the run's.
+
+        Raises:
+          OSError: the storage has not taken everything; it is tried again later.
+          TrainingError: another run has taken the folder.
+        """
+        with self._sending:
+            if self._claim:
+                self._claim.renew()
+            self._send()
 
     def close(self) -> None:
-        """Leaves the lock to the end of the process."""
+        """Sends what is left, and removes the folder here unless that cannot be done."""
+        self._ended.set()
+        deadline = time.monotonic() + _LAST
+        while left := self._failure():
+            lasting = isinstance(left, TrainingError | FileNotFoundError)
+            if lasting or time.monotonic() > deadline:
+                kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
+                self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
+                break
+            time.sleep(1)
+        else:
+            shutil.rmtree(self.here.parent, ignore_errors=True)
+        if self._claim:
+            with contextlib.suppress(OSError):
+                self._claim.release()
+
+    def _fetch(self) -> None:
+        """Takes over the files of earlier starts, event files of TensorBoard among them."""
+        for part in ("", "tensorboard", "tensorboard/over_samples"):
+            with contextlib.suppress(FileNotFoundError):
+                for path in (self._folder / part).iterdir():
+                    if path.is_file() and path.name != ".lock":
+                        name = str(path.relative_to(self._folder))
+                        file = self.here / name
+                        file.parent.mkdir(exist_ok=True)
+                        file.write_bytes(path.read_bytes())
+                        self._sent[name] = _state(file)
+
+    def _work(self) -> None:
+        pause, failing = _PERIOD, None
+        while not self._ended.wait(pause):
+            began, before = time.monotonic(), failing
+            failing = self._failure()
+            if isinstance(failing, TrainingError):
+                return  # `check` says so
+            if failing and not before:
+                self._warn(f"{_text(failing)}; it is tried again, and the run goes on")
+            pause = _PERIOD if failing else max(_PERIOD, _SHARE * (time.monotonic() - began))
+
+    def _failure(self) -> OSError | TrainingError | None:
+        try:
+            self.publish()
+        except (OSError, TrainingError) as error:
+            return error
+
+    def _send(self) -> None:
+        """Sends the files that have changed, and removes there what the run has removed here.
+
+        Whoever cleans the system's temporary folder removes nothing there.
+        """
+        kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
+        if not kept.exists():
+            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))
+        # The records last: what a start cut off them is there before they are without it.
+        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == _RECORDS):
+            if path.suffix != ".tmp" and path.is_file():
+                name = str(path.relative_to(self.here))
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    state = _state(path)
+                    if self._sent.get(name) != state:
+                        (self._folder / name).write_bytes(path.read_bytes())
+                        self._sent[name] = state
+        if _REMOVED in self._sent and not (self.here / _REMOVED).exists():
+            (self._folder / _REMOVED).unlink()
+            del self._sent[_REMOVED]
 
 
 def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk | Mirror:
@@ -66,3 +194,13 @@ def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk | Mirro
 def follow(folder: Place, warn: Callable[[str], None]) -> Disk | Mirror:
     """The folder of a run that another process has taken: what this one adds gets there too."""
     return Mirror(folder, warn, None) if isinstance(folder, ObjectPath) else Disk(folder)
+
+
+def _text(error: Exception) -> str:
+    known = isinstance(error, OSError) and error.filename
+    return f"{error.filename}: {error.strerror}" if known else str(error) or "no answer"
+
+
+def _state(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import TornError
-from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -84,11 +83,7 @@ class TrainedRun:
         Raises:
           ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
         """
-        found = folder_lib.find(path)
-        try:
-            self.checkpoint = folder_lib.read(found)
-        except TornError as error:
-            raise ConfigError(f"{found} is torn ({error}); give another checkpoint") from None
+        self.checkpoint = folder_lib.read(folder_lib.find(path))
         *_, given = config_files.read(base.CONFIGS / "base.yml", arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:
@@ -117,9 +112,8 @@ class TrainedRun:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         mesh = mesh_lib.make_mesh(self.config.mesh)
-        path, values = self.checkpoint.path, self.config.values
-        store = Checkpoints(self.config.checkpoints, path.parent, "", values, print_note)
-        return store.load_parameters(path, abstract_state(self.config.recipe, mesh).model)
+        model = abstract_state(self.config.recipe, mesh).model
+        return arrays.load_parameters(self.checkpoint.path, model, self.config.values)
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given.

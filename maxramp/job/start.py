@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from maxramp.checkpoints import decisions, folder
+from maxramp.checkpoints import arrays, decisions, folder
 from maxramp.checkpoints.resume import Span, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -175,9 +175,9 @@ class Job(Start):
         """
         abstract = abstract_state(self.config.recipe, self.mesh)
         if self.span.position:
-            self.checkpoints.compare(self.span.position, abstract)
+            arrays.compare(self.span.position, abstract, self.config.values)
         elif path := self.config.checkpoints.load_parameters_path:
-            self.checkpoints.check_parameters(place(path), abstract.model)
+            arrays.check_parameters(place(path), abstract.model, self.config.values)
         return abstract
 
     def check(self) -> bool:

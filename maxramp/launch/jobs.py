@@ -6,7 +6,6 @@ depends on that status, the plan and the newest checkpoint alone, so a chain can
 time.
 """
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -15,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -85,12 +83,13 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        folder = place(config.run.base_output_directory).expanduser().absolute() / name
+        folder = place(config.run.base_output_directory).absolute() / name
         position, decided = None, []
         if dry_run and not is_near(folder):
             print_note(f"{folder} is not looked into; the jobs are those of a run that begins")
         else:
-            position, decided = _newest(folder), decisions.read(folder)
+            position = folder_lib.newest(folder / "checkpoints")[0]
+            decided = decisions.read(folder)
         planned = PlannedRun.of(
             config,
             meshes_of(config),
@@ -121,7 +120,7 @@ class Run:
 
     def steps_done(self) -> int:
         """Steps done in the newest whole checkpoint; 0 before the first."""
-        position = _newest(self.folder)
+        position = folder_lib.newest(self.folder / "checkpoints")[0]
         return position.step if position else 0
 
     def node_counts(self) -> list[int]:
@@ -139,14 +138,6 @@ class Run:
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""
         return [python, "-m", self.module, *self.arguments]
-
-
-def _newest(folder: Place) -> Checkpoint | None:
-    """The newest whole checkpoint of a run's folder."""
-    for step in reversed(folder_lib.steps_in(folder / "checkpoints")):
-        with contextlib.suppress(folder_lib.TornError):  # as a restart does
-            return folder_lib.read(folder / "checkpoints" / str(step))
-    return None
 
 
 def write_private(folder: pathlib.Path, files: Mapping[str, str], mode: int = 0o600) -> None:

@@ -27,7 +27,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.files.place import Place, home_of, write_whole
+from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
 from maxramp.measuring.noise import KINDS, blocks_of, student
 from maxramp.rampup.numbers import parse_count
@@ -135,7 +135,7 @@ class Experiment:
         Raises:
           ConfigError: there is no such checkpoint, or what is asked for makes no sense.
         """
-        self._run = home_of(run).absolute()
+        self._run = place(run).absolute()
         self._sizes = sizes_of(sizes)
         self._position = _checkpoint(self._run, at)
         config = Config.of(base.base() | self._position.config)

@@ -14,7 +14,7 @@ from typing import Any
 from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, home_of
+from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
 from maxramp.model.keys import SHAPE_KEYS
@@ -125,10 +125,10 @@ class Evidence:
         self.lines: list[str] = []
         self.limits: list[str] = []
         self.results = self._read_branches(branch) if branch else []
-        self.measured = self._read_noise(home_of(noise)) if noise else from_branches(self.results)
+        self.measured = self._read_noise(place(noise)) if noise else from_branches(self.results)
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
-        path = home_of(given)
+        path = place(given)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
             texts = [file.read_bytes() for file in ([path] if path.is_file() else files)]
@@ -141,7 +141,7 @@ class Evidence:
                 f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
                 f"{given} --at STEP --sizes 8,16,32"
             )
-        there = self._compare_runs(home_of(results[0]["run"]))
+        there = self._compare_runs(place(results[0]["run"]))
         for result in results:
             targets = Fraction(result["target_tokens"], result["samples"])
             result["row_tokens"] = self._row_tokens(there, result["row_tokens"], targets)

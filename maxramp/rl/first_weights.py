@@ -1,12 +1,11 @@
 """The weights that a run of reinforcement learning begins with, and may stay near to."""
 
-import contextlib
 from collections.abc import Callable
 
 import jax
 
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import TornError
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -93,17 +92,17 @@ def settled(config: Config, run: Place) -> Config:
     Raises:
       ConfigError: there is no checkpoint.
     """
-    name, given = _key(config), path_of(config).expanduser().absolute()
+    name, given = _key(config), path_of(config).absolute()
 
     def find() -> str:
         if jax.process_index():
             return ""
         found, folder = folder_lib.find(given), run / "checkpoints"
-        for step in reversed(folder_lib.steps_in(folder)) if found != given else ():
-            with contextlib.suppress(TornError):
-                began = place(folder_lib.read(folder / str(step)).config[name]).name
-                is_there = folder_lib.is_step(began) and found.with_name(began).is_dir()
-                return str(found.with_name(began) if is_there else found)
+        position = folder_lib.newest(folder)[0] if found != given else None
+        if position:
+            began = place(position.config[name]).name
+            is_there = folder_lib.is_step(began) and found.with_name(began).is_dir()
+            return str(found.with_name(began) if is_there else found)
         return str(found)
 
     path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
@@ -122,7 +121,7 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
     """
     config, checkpoints, position = job.config, job.checkpoints, job.span.position
     key, path = _key(config), path_of(config)
-    weights = checkpoints.load_parameters(path, model)
+    weights = arrays.load_parameters(path, model, config.values)
     checkpoints.reference = fingerprint_of_weights(in_layer_order(weights))
     here = (job.output.folder / "checkpoints").absolute()
     so_far = position.reference if position and position.path.parent == here else ""

@@ -74,7 +74,6 @@ class Output:
     def _take_folder(self) -> None:
         """Makes the folder and takes it for this run, until the process ends."""
         try:
-            self.folder = self.folder.expanduser()
             if not self._is_first:
                 self._kept = follow(self.folder, self.warn)
                 self.here = self._kept.here
@@ -100,7 +99,7 @@ class Output:
                 f"run_name={self._keys.run_name}: {self.folder} is in use by {error}; wait until "
                 "it ends, or take another run_name"
             ) from None
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise self._refusal(error) from None
 
     def _refusal(self, error: Exception) -> ConfigError:

@@ -13,7 +13,7 @@ from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
-from maxramp.folders.mirror import Mirror
+from maxramp.folders.run_folder import Mirror
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -150,7 +150,10 @@ def test_a_kill_in_a_save_stops_no_restart(client):
 def test_a_slow_save_lets_the_next_ones_out(client):
     """Until it is done; and one that has failed is told of by the next."""
     folder, warnings = place("gs://bucket/run/checkpoints"), []
-    saves, go_on = Saves(folder, 9, warnings.append), threading.Event()
+    saves, go_on = (
+        Saves(folder, make_config("max_failed_saves=9").checkpoints, warnings.append),
+        threading.Event(),
+    )
     saves.begin(4, lambda: go_on.wait(60))
     assert saves.is_late(8) and saves.is_late(12)
     (line,) = warnings
@@ -184,7 +187,7 @@ def test_a_glob_of_a_storage(client, tmp_path):
 
 def test_after_an_outage_it_sends_at_once(client, monkeypatch):
     """However long the round took that failed."""
-    monkeypatch.setattr("maxramp.folders.mirror._PERIOD", 0.02)
+    monkeypatch.setattr("maxramp.folders.run_folder._PERIOD", 0.02)
     mirror, write = mirror_of("gs://bucket/run"), client.pipe_file
     failed, sent = threading.Event(), threading.Event()
 

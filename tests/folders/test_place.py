@@ -13,8 +13,7 @@ from maxramp.files.place import (
     sizes,
     write_whole,
 )
-from maxramp.folders.mirror import Mirror
-from maxramp.folders.run_folder import take
+from maxramp.folders.run_folder import Mirror, take
 
 pytestmark = pytest.mark.slow
 FILES = {"a": b"1", "deep/b.json": b"22", "deep/er/c": b""}
@@ -69,7 +68,7 @@ def test_names(folder):
     path = folder / "runs" / "7.torn"
     assert (path.name, path.stem, path.suffix) == ("7.torn", "7", ".torn")
     assert path.parent == folder / "runs" and path.with_name("8").name == "8"
-    assert place(str(path)) == path.expanduser().absolute() and sorted([path, folder])[0] == folder
+    assert place(str(path)) == path.absolute() and sorted([path, folder])[0] == folder
 
 
 def test_only_whole_checkpoints_count(storage, tmp_path):
@@ -87,7 +86,7 @@ def test_only_whole_checkpoints_count(storage, tmp_path):
         folder_lib.read(folder / "8")
     folder_lib.set_aside(folder / "8")
     folder_lib.remove(folder / "4")
-    folder_lib.discard_all(folder)
+    folder_lib.discard(folder)
     assert sorted(p.name for p in folder.iterdir()) == ["16", "8.torn"]
     assert (folder / "16" / "of" / "others").is_file()
 
@@ -105,7 +104,7 @@ def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
 
 
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxramp.folders.mirror._LAST", 1.0)
+    monkeypatch.setattr("maxramp.folders.run_folder._LAST", 1.0)
     folder, warnings = place(f"{storage.address}/{tmp_path.name}/run"), []
     mirror = take(folder, "it", warnings.append)
     assert isinstance(mirror, Mirror)

@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import pathlib
 import shutil
-import stat
 import types
 
 import numpy as np
@@ -195,16 +193,8 @@ def test_decisions_of_another_ladder_or_torn(tmp_path):
             decisions.read(tmp_path)
 
 
-def test_written_where_a_folder_takes_no_fsync(tmp_path, monkeypatch):
-    """Network mounts do that; and the ramp of a run that began otherwise repeats nothing."""
-    fsync = os.fsync
-
-    def refusing(number):
-        if stat.S_ISDIR(os.fstat(number).st_mode):
-            raise OSError(22, "Invalid argument")
-        fsync(number)
-
-    monkeypatch.setattr(os, "fsync", refusing)
+def test_the_fixed_ramp_that_repeats_a_run(tmp_path):
+    """The ramp of a run that began otherwise repeats nothing."""
     decision = {"first_sample": 80, "global_batch_size": 16}
     decisions.write(tmp_path, [decision], 8)
     found = json.loads((tmp_path / decisions.FILE).read_text())

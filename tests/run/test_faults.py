@@ -478,7 +478,7 @@ def test_what_a_file_system_says_that_has_no_locks(tmp_path, no_locks):
     """Every other error ends the start, as does a lock that another process holds."""
     program = """if True:
         import os, sys
-        from maxramp.files.locking import lock
+        from maxramp.files.place import lock
         with open(sys.argv[1], "w") as file:
             for number in sys.argv[2:]:
                 os.environ["NO_LOCKS"] = number
