@@ -141,7 +141,7 @@ def _products(q_BTHh, k, v, rule, seen_BTS, axes):
     """The products with keys and values, which have such axes, that each token sees of its row."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h) * rule.scale_of(q_BTHh)
+    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h) * (rule.scale or h**-0.5)
     scores_BKGTS = jnp.einsum(
         f"BTKGh,{axes}->BKGTS", q_BTKGh, k, preferred_element_type=jnp.float32
     )
@@ -188,7 +188,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
 
     def row(q_THh, k_SKh, v_SKh, segments_T=None):
         segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
-        q_THh = q_THh * rule.scale_of(q_THh)
+        q_THh = q_THh * (rule.scale or q_THh.shape[-1] ** -0.5)
         q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh, k_SKh, v_SKh))
         return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
 
