@@ -27,7 +27,7 @@ import jax
 from maxramp.commandline import amount, print_note, print_progress, print_table, quoted, take_flag
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of, report
-from maxramp.files.place import Place, place, write_whole
+from maxramp.files.place import Place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.pod import least_rows
 
@@ -47,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         folder, shown = pathlib.Path(), _print_ways
         if not best:  # what can fail is tried before minutes of compiling
-            keys, shown = config.run, _print_stages
-            folder = place(keys.base_output_directory)
-            folder = _put(folder / (keys.run_name or keys.model_name), ".writable", "")
+            shown, folder = _print_stages, _put(config.run.folder, ".writable", "")
             (folder / ".writable").unlink()
         result = (compile_ways if best else compile_stages)(config, print_progress)
         text = json.dumps(result, indent=2)

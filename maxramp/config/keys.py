@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.errors import ConfigError
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys
 from maxramp.launch.keys import LaunchKeys
@@ -17,7 +16,6 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
-from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
@@ -67,11 +65,12 @@ class Config:
     def of(cls, values: Mapping[str, Any]) -> Self:
         """The sections of the values of all keys."""
         values = types.MappingProxyType(dict(values))
-        sections = cls._sections()
+        sections = cls.sections()
         return cls(values, **{name: section.of(values) for name, section in sections.items()})
 
     @classmethod
-    def _sections(cls) -> dict[str, type[Keys]]:
+    def sections(cls) -> dict[str, type[Keys]]:
+        """The class of every section by its name."""
         return {field.name: field.type for field in fields(cls) if field.name != "values"}
 
     @classmethod
@@ -80,7 +79,7 @@ class Config:
 
         They change nothing in a run of this one; none of what is about a run of any of them.
         """
-        sections = cls._sections()
+        sections = cls.sections()
         ours = OF_ONE_PROGRAM.get(program, sections)
         others = {*itertools.chain(*OF_ONE_PROGRAM.values())} - {*ours}
         read = {f.name for n, s in sections.items() if n not in others for f in fields(s)}
@@ -89,30 +88,6 @@ class Config:
             for name, default in base().items()
             if name not in read and values[name] != default
         }
-
-    def check(self) -> None:
-        """Checks every section, and the relations across them that need no devices.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        for name in self._sections():
-            getattr(self, name).check()
-        notations.check(self.batch)
-        if (
-            self.batch.rampup_policy == "noise"
-            and self.learning_rate.batch_size_lr_reference == "final"
-        ):
-            raise ConfigError(
-                "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would "
-                "depend on a batch that is not decided yet; use initial, or leave it out"
-            )
-        curve_steps = self.learning_rate.learning_rate_schedule_steps
-        if self.batch.steps != -1 and curve_steps > self.batch.steps:
-            raise ConfigError(
-                f"learning_rate_schedule_steps={curve_steps} exceeds steps={self.batch.steps}; "
-                "the learning rate would never reach its end: lower it, or use -1 for all steps"
-            )
 
     @property
     def recipe(self) -> Recipe:

@@ -8,7 +8,7 @@ import ml_collections
 import yaml
 
 from maxramp.commandline import print_note
-from maxramp.config import alternatives
+from maxramp.config import alternatives, relations
 from maxramp.config.alternatives import Given
 from maxramp.config.keys import Config
 from maxramp.config.usage import answer, usage
@@ -76,7 +76,7 @@ def load(
         shown = ", ".join(base.shortened([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{values.program} does not read {shown}")
     config = Config.of(merged | unread)
-    config.check()
+    relations.check(config)
     return config
 
 

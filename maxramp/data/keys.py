@@ -1,13 +1,11 @@
 """The sections of the data: what to read, how far ahead, and what to evaluate on."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 
 from maxramp.data import hub
 from maxramp.errors import ConfigError
-from maxramp.keys import base
 from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
@@ -22,18 +20,6 @@ from maxramp.rampup.numbers import exact
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
-_GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | dict.fromkeys(
-    ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
-)
-
-_NEEDED = {
-    "grain_train_files": (
-        "grain",
-        "a folder that maxramp.prepare made, or glob,weight;glob,weight",
-    ),
-    "hf_path": ("hf", "the name of a data set, such as allenai/c4"),
-    "train_split": ("hf", "a split of the data set, such as train"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,46 +60,6 @@ class DataKeys(Keys):
     def mark_keys(self) -> dict[str, bool]:
         """The keys that say which marks documents get."""
         return {name: getattr(self, name) for name in MARK_KEYS}
-
-    def check(self) -> None:
-        """Checks each key, and that files, columns and the kind of data go together.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        if self.dataset_type == "text" and self.vocab_size < 258:
-            raise ConfigError(
-                f"vocab_size={self.vocab_size} is too small for dataset_type=text: 256 bytes and "
-                "two marks make 258; use 320 (a multiple of 64) or more"
-            )
-        for name, goes_with in _GO_WITH.items():
-            value = getattr(self, name)
-            if value != base.base()[name] and self.dataset_type != goes_with:
-                raise ConfigError(
-                    f"{name}={value} goes with dataset_type={goes_with}, not {self.dataset_type}"
-                )
-        for name, (kind, what) in _NEEDED.items():
-            if self.dataset_type == kind and not getattr(self, name):
-                raise ConfigError(f"dataset_type={kind} needs {name}: {what}")
-        columns = self.train_data_columns
-        if len(columns) != 1 or not isinstance(columns[0], str):
-            raise ConfigError(f"train_data_columns={columns} must be one name, such as [text]")
-        from_fraction = self.dataset_type != "synthetic" and not (
-            self.grain_eval_files or self.hf_eval_split
-        )
-        if self.eval_interval > 0 and from_fraction and self.eval_fraction == 0:
-            raise ConfigError(
-                f"eval_interval={self.eval_interval} asks for evaluation, but eval_fraction=0 "
-                "holds no text out; use eval_fraction=0.02, or eval_interval=-1"
-            )
-        factor = self.expansion_factor_real_data
-        if factor > 1 and factor % 1:
-            raise ConfigError(
-                f"expansion_factor_real_data={factor:g} must be a whole number of processes; use "
-                f"{math.floor(factor)} or {math.ceil(factor)}"
-            )
-        _ = self.type_of_tokenizer
 
     @property
     def type_of_tokenizer(self) -> str:

@@ -76,8 +76,7 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         preemption.begin(jax.process_count() > 1)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
         if jax.process_index() == 0:
-            run_folder = place(config.run.base_output_directory) / config.run.run_name
-            folder.check_sources(config.checkpoints, run_folder / "checkpoints")
+            folder.check_sources(config.checkpoints, config.run.folder / "checkpoints")
         mesh = mesh_lib.make_mesh(config.mesh)
         yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing)
 

@@ -19,7 +19,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, is_near, place
+from maxramp.files.place import Place, is_near
 from maxramp.launch.keys import LaunchKeys
 from maxramp.planning.stages import PlannedRun
 from maxramp.rampup.schedule import Stage
@@ -83,7 +83,7 @@ class Run:
                 "enable_checkpointing=False: a launch hands the run on from job to job by its "
                 "checkpoints; enable checkpointing"
             )
-        folder = place(config.run.base_output_directory).absolute() / name
+        folder = config.run.folder.absolute()
         position, decided = None, []
         if dry_run and not is_near(folder):
             print_note(f"{folder} is not looked into; the jobs are those of a run that begins")

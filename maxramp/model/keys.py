@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, one_of, positive_or_open
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
@@ -80,7 +79,7 @@ class ModelKeys(Execution):
     mlp_activations: Sequence[str]
     logits_via_embedding: bool
     normalization_layer_epsilon: float = at_least(0)
-    rope_max_timescale: float
+    rope_max_timescale: float = above_zero()
     rope_type: str = one_of("default", "llama3.1")
     rope_factor: float = at_least(1)
     rope_low_freq_factor: float = above_zero()
@@ -89,40 +88,6 @@ class ModelKeys(Execution):
     sliding_window_size: int = at_least(0)
     max_target_length: int = at_least(1)
     weight_dtype: str = dtype_of()
-
-    def check(self) -> None:
-        """Checks each key, and that heads and pairs come out whole.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        if self.rope_max_timescale <= 0:
-            raise ConfigError(f"rope_max_timescale={self.rope_max_timescale} must be above 0")
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise ConfigError(
-                f"rope_high_freq_factor={self.rope_high_freq_factor} must be above "
-                f"rope_low_freq_factor={self.rope_low_freq_factor}: between them scaling sets in"
-            )
-        if self.sliding_window_size and self.decoder_block != "mistral":
-            raise ConfigError(
-                f"sliding_window_size={self.sliding_window_size} is no part of "
-                f"decoder_block={self.decoder_block}; use decoder_block=mistral, or 0"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
-        if self.base_num_query_heads % self.base_num_kv_heads:
-            raise ConfigError(
-                f"base_num_kv_heads={self.base_num_kv_heads} does not divide "
-                f"base_num_query_heads={self.base_num_query_heads}: every key and value head "
-                "serves equally many query heads; use a divisor"
-            )
-        names = self.mlp_activations
-        if len(names) != 2 or any(name not in ACTIVATIONS for name in names):
-            raise ConfigError(
-                f"mlp_activations={names} must be two of {', '.join(ACTIVATIONS)}: of the gate, "
-                "and of what it gates"
-            )
 
     @property
     def sharded_widths(self) -> dict[str, dict[str, int]]:

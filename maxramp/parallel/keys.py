@@ -24,21 +24,6 @@ class MeshKeys(Keys):
     dcn_fsdp_parallelism: int = positive_or_open(_OPEN)
     dcn_tensor_parallelism: int = positive_or_open(_OPEN)
 
-    def check(self) -> None:
-        """Checks the sizes, and that one of a group is open at most.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        for group in ("ici", "dcn"):
-            open_names = [name for name, size in self.group(group).items() if size == -1]
-            if len(open_names) > 1:
-                raise ConfigError(
-                    f"{open_names[1]}=-1 and {open_names[0]}=-1: one -1 per group can be filled "
-                    "in; give the others"
-                )
-
     def group(self, group: str) -> dict[str, int]:
         """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
         names = [f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for axis in AXES]

@@ -47,20 +47,6 @@ class CurveKeys(Keys):
     learning_rate_schedule_steps: int = positive_or_open()
     learning_rate_by: str = one_of("samples", "steps")
 
-    def check(self) -> None:
-        """Checks each key, and that the phases of the curve fit into it.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        decay = self.wsd_decay_steps_fraction if self.lr_schedule_type == "wsd" else 0
-        if self.warmup_steps_fraction + decay > 1:
-            raise ConfigError(
-                f"warmup_steps_fraction={self.warmup_steps_fraction} and "
-                f"wsd_decay_steps_fraction={decay} add up to more than 1; lower one"
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class BatchKeys(CurveKeys, ShapeKeys):
@@ -135,27 +121,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
         keys = cls.of(left_out | {"max_target_length": 1} | given)
-        Keys.check(keys)
+        keys.check()
         return keys
-
-    def check(self) -> None:
-        """Checks each key, and that the run has a length; `notations.check` checks the notation.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        if self.steps == self.total_samples == self.total_tokens == -1:
-            raise ConfigError(
-                "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; "
-                "give one of them"
-            )
-        if self.open_pipeline and self.nodes > 1 and self.node_schedule != "fixed":
-            raise ConfigError(
-                f"{self.open_pipeline} makes other stages on other numbers of nodes, and "
-                f"node_schedule={self.node_schedule} takes any up to num_nodes={self.nodes}; give "
-                "the number of stages, or use node_schedule=fixed"
-            )
 
     @property
     def samples_of_run(self) -> int:

@@ -3,11 +3,11 @@
 import dataclasses
 
 from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place
 from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
     at_least,
-    is_object_storage,
     one_of,
     path_or_storage,
 )
@@ -32,25 +32,17 @@ class RunKeys(Keys):
     skip_bad_steps: int
     hang_timeout_seconds: float = above_zero_or_open()
 
-    def check(self) -> None:
-        """Checks each key, and that the run's name is that of a folder where it is to be.
+    @property
+    def folder(self) -> Place:
+        """The run's folder: its name is run_name or, without one, the model's.
 
         Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
+          ConfigError: base_output_directory begins with the home of nobody.
         """
-        super().check()
-        if self.run_name in (".", "..") or "/" in self.run_name:
-            raise ConfigError(
-                f"run_name={self.run_name} must name one folder below base_output_directory; put "
-                "the path into base_output_directory"
-            )
-        if is_object_storage(self.base_output_directory):  # whose clients take them for a glob
-            for name in ("base_output_directory", "run_name"):
-                if found := set("*?[") & set(value := getattr(self, name)):
-                    raise ConfigError(
-                        f"{name}={value} has {' '.join(sorted(found))} in it, which no address in "
-                        "an object storage may have; take another name"
-                    )
+        try:
+            return place(self.base_output_directory) / (self.run_name or self.model_name)
+        except ConfigError as error:
+            raise ConfigError(f"base_output_directory={error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.files.place import place, write_whole
+from maxramp.files.place import write_whole
 from maxramp.folders.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.decoder import Decoder, num_parameters
@@ -63,7 +63,7 @@ class Output:
         """
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
-        self.folder = place(keys.base_output_directory) / keys.run_name
+        self.folder = keys.folder
         agreement.raise_everywhere(self._take_folder)
         if jax.process_count() > 1:
             self._check_shared()

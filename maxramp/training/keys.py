@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
-from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
-from maxramp.model.keys import ROLES, ModelKeys, dtype_of
+from maxramp.model.keys import ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
 from maxramp.rampup.spec import StageSpec
 
@@ -33,19 +32,6 @@ class PolicyKeys(Keys):
     decode_sampling_temperature: float = above_zero()
     loss_block_tokens: int = at_least(0)
 
-    def check(self) -> None:
-        """Checks each key, and that a group has a spread to divide by.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        if self.num_generations == 1:
-            raise ConfigError(
-                "num_generations=1: an answer's advantage is over the others to its prompt, and "
-                "there are none; use 2 or more"
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerKeys(Keys):
@@ -62,19 +48,6 @@ class OptimizerKeys(Keys):
     gradient_clipping_threshold: float = at_least(0)
     skip_bad_steps: int = at_least(0)
     log_gradient_noise_scale: bool
-
-    def check(self) -> None:
-        """Checks each key, and that the roles of weights are such.
-
-        Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
-        """
-        super().check()
-        if unknown := [role for role in self.adamw_mask if role not in ROLES]:
-            raise ConfigError(
-                f"adamw_mask={self.adamw_mask}: {unknown[0]} is no role of a weight; use some of "
-                f"{', '.join(ROLES)}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
