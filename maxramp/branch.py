@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.commandline import OneLineParser, print_table, short
-from maxramp.config.usage import list_keys
+from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError, report
 from maxramp.measuring.branches import Experiment
 from maxramp.measuring.noise import KINDS

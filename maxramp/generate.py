@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 
 from maxramp.commandline import OneLineParser, count
-from maxramp.config.usage import list_keys
+from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.files.place import place
 from maxramp.generation.generator import Answer, Generator, Writing

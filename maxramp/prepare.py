@@ -34,8 +34,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import OneLineParser, count
-from maxramp.config.load import load
-from maxramp.config.usage import list_keys
+from maxramp.config.load import list_keys, load
 from maxramp.data import inputs, mixture, preparation, shards
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys

@@ -2,20 +2,25 @@
 
 import dataclasses
 import itertools
+import math
+import re
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
+from maxramp.errors import ConfigError
 from maxramp.keys.base import base
-from maxramp.keys.section import Keys
+from maxramp.keys.section import Keys, is_object_storage
 from maxramp.launch.keys import LaunchKeys
-from maxramp.model.keys import ModelKeys
+from maxramp.model.keys import ACTIVATIONS, ROLES, ModelKeys
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
+from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
@@ -89,6 +94,20 @@ class Config:
             if name not in read and values[name] != default
         }
 
+    def check(self) -> None:
+        """Checks every key, and the relations between keys that need no devices.
+
+        Raises:
+          ConfigError: names the key, its value, the relation it breaks and a remedy.
+        """
+        for name in self.sections():
+            getattr(self, name).check()
+        relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
+        for broken, text in itertools.chain(*relations, _of_all(self)):
+            if broken:
+                raise ConfigError(text)
+        notations.check(self.batch)
+
     @property
     def recipe(self) -> Recipe:
         """What a train state and its step are made from."""
@@ -97,3 +116,205 @@ class Config:
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
         return self.of({**self.values, **values})
+
+
+# What keys must not be together. The bound of one key alone stands beside it, in its section;
+# `resolve` checks what depends on the devices, `rampup.notations` what a ramp's notation asks for.
+# Each yields, for each relation, whether it is broken and what the error says.
+Relations = Iterator[tuple[Any, str]]
+
+_GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | dict.fromkeys(
+    ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
+)
+_NEEDED = {
+    "grain_train_files": "a folder that maxramp.prepare made, or glob,weight;glob,weight",
+    "hf_path": "the name of a data set, such as allenai/c4",
+    "train_split": "a split of the data set, such as train",
+}
+_MOST_SECONDS = 2e6  # that the system can wait: 2^31 ms
+
+
+def _of_batch(keys: BatchKeys) -> Relations:
+    decay = keys.wsd_decay_steps_fraction if keys.lr_schedule_type == "wsd" else 0
+    yield (
+        keys.warmup_steps_fraction + decay > 1,
+        f"warmup_steps_fraction={keys.warmup_steps_fraction} and wsd_decay_steps_fraction={decay} "
+        "add up to more than 1; lower one",
+    )
+    yield (
+        keys.steps == keys.total_samples == keys.total_tokens == -1,
+        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; give one "
+        "of them",
+    )
+    yield (
+        keys.open_pipeline and keys.nodes > 1 and keys.node_schedule != "fixed",
+        f"{keys.open_pipeline} makes other stages on other numbers of nodes, and "
+        f"node_schedule={keys.node_schedule} takes any up to num_nodes={keys.nodes}; give the "
+        "number of stages, or use node_schedule=fixed",
+    )
+
+
+def _of_mesh(keys: MeshKeys) -> Relations:
+    for group in ("ici", "dcn"):
+        names = [f"{n}=-1" for n, x in vars(keys).items() if n.startswith(group) and x == -1]
+        text = f"{' and '.join(names[::-1])}: one -1 per group can be filled in; give the others"
+        yield len(names) > 1, text
+
+
+def _of_model(keys: ModelKeys) -> Relations:
+    yield (
+        keys.rope_high_freq_factor <= keys.rope_low_freq_factor,
+        f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
+        f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
+    )
+    yield (
+        keys.sliding_window_size and keys.decoder_block != "mistral",
+        f"sliding_window_size={keys.sliding_window_size} is no part of "
+        f"decoder_block={keys.decoder_block}; use decoder_block=mistral, or 0",
+    )
+    yield keys.head_dim % 2, f"head_dim={keys.head_dim} must be even: rotary positions turn pairs"
+    yield (
+        keys.base_num_query_heads % keys.base_num_kv_heads,
+        f"base_num_kv_heads={keys.base_num_kv_heads} does not divide "
+        f"base_num_query_heads={keys.base_num_query_heads}: every key and value head serves "
+        "equally many query heads; use a divisor",
+    )
+    names = keys.mlp_activations
+    yield (
+        len(names) != 2 or not {*names} <= {*ACTIVATIONS},
+        f"mlp_activations={names} must be two of {', '.join(ACTIVATIONS)}: of the gate, and of "
+        "what it gates",
+    )
+
+
+def _of_data(keys: DataKeys) -> Relations:
+    kind, columns = keys.dataset_type, keys.train_data_columns
+    yield (
+        kind == "text" and keys.vocab_size < 258,
+        f"vocab_size={keys.vocab_size} is too small for dataset_type=text: 256 bytes and two marks "
+        "make 258; use 320 (a multiple of 64) or more",
+    )
+    for name, goes_with in _GO_WITH.items():
+        value = getattr(keys, name)
+        yield (
+            value != base()[name] and kind != goes_with,
+            f"{name}={value} goes with dataset_type={goes_with}, not {kind}",
+        )
+    for name, what in _NEEDED.items():
+        needed = kind == _GO_WITH[name] and not getattr(keys, name)
+        yield needed, f"dataset_type={kind} needs {name}: {what}"
+    yield (
+        len(columns) != 1 or not isinstance(columns[0], str),
+        f"train_data_columns={columns} must be one name, such as [text]",
+    )
+    held_out = kind == "synthetic" or keys.grain_eval_files or keys.hf_eval_split
+    yield (
+        keys.eval_interval > 0 and not held_out and keys.eval_fraction == 0,
+        f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
+        "text out; use eval_fraction=0.02, or eval_interval=-1",
+    )
+    factor = keys.expansion_factor_real_data
+    yield (
+        factor > 1 and factor % 1,
+        f"expansion_factor_real_data={factor:g} must be a whole number of processes; use "
+        f"{math.floor(factor)} or {math.ceil(factor)}",
+    )
+
+
+def _of_optimizer(keys: OptimizerKeys) -> Relations:
+    for role in keys.adamw_mask:
+        yield (
+            role not in ROLES,
+            f"adamw_mask={keys.adamw_mask}: {role} is no role of a weight; use some of "
+            f"{', '.join(ROLES)}",
+        )
+
+
+def _of_policy(keys: PolicyKeys) -> Relations:
+    yield (
+        keys.num_generations == 1,
+        "num_generations=1: an answer's advantage is over the others to its prompt, and there are "
+        "none; use 2 or more",
+    )
+
+
+def _of_checkpoints(keys: CheckpointKeys) -> Relations:
+    yield (
+        keys.checkpoint_keep_period != -1 and keys.max_num_checkpoints_to_keep is None,
+        f"checkpoint_keep_period={keys.checkpoint_keep_period} says what stays besides the newest, "
+        "but max_num_checkpoints_to_keep is not given, and so all stay; give it",
+    )
+    for name in keys.allow_changed:
+        yield (
+            name not in base() and name != "corpus",
+            f"allow_changed={list(keys.allow_changed)}: {name} is neither a key nor corpus",
+        )
+    for name in ("stop_at_stage_end", "stop_at_node_change"):
+        yield (
+            getattr(keys, name) and not keys.enable_checkpointing,
+            f"{name}=True with enable_checkpointing=False would lose every stage; enable "
+            "checkpointing",
+        )
+
+
+def _of_run(keys: RunKeys) -> Relations:
+    yield (
+        keys.run_name in (".", "..") or "/" in keys.run_name,
+        f"run_name={keys.run_name} must name one folder below base_output_directory; put the path "
+        "into base_output_directory",
+    )
+    for name in ("base_output_directory", "run_name"):
+        globs = sorted(set("*?[") & set(value := getattr(keys, name)))
+        yield (  # which clients of an object storage take for a glob
+            globs and is_object_storage(keys.base_output_directory),
+            f"{name}={value} has {' '.join(globs)} in it, which no address in an object storage "
+            "may have; take another name",
+        )
+
+
+def _of_rollout(keys: RolloutKeys) -> Relations:
+    names, weights = list(keys.rewards), list(keys.reward_weights)
+    for name in names:
+        yield not re.fullmatch("[^:]+:.+", str(name)), f"rewards: {name} must be module:function"
+    yield not names, "rewards=[] names no function; give module:function"
+    yield len({*names}) < len(names), f"rewards={names} names a function twice; weigh it once"
+    yield (
+        weights and len(weights) != len(names),
+        f"reward_weights={weights} has {len(weights)} numbers for {len(names)} rewards; give one "
+        "for each, or none",
+    )
+    for weight in weights:
+        finite = type(weight) in (int, float) and abs(weight) <= sys.float_info.max
+        yield not finite, f"reward_weights: {weight} must be a finite number"
+    yield (
+        keys.reward_timeout_seconds > _MOST_SECONDS,
+        f"reward_timeout_seconds={keys.reward_timeout_seconds:g} must be at most "
+        f"{_MOST_SECONDS:g}, 23 days",
+    )
+
+
+def _of_all(config: "Config") -> Relations:
+    rate, steps = config.learning_rate, config.batch.steps
+    yield (
+        rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
+        "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
+        "a batch that is not decided yet; use initial, or leave it out",
+    )
+    yield (
+        -1 != steps < rate.learning_rate_schedule_steps,
+        f"learning_rate_schedule_steps={rate.learning_rate_schedule_steps} exceeds steps={steps}; "
+        "the learning rate would never reach its end: lower it, or use -1 for all steps",
+    )
+
+
+_RELATIONS: dict[str, Callable[[Any], Relations]] = {
+    "batch": _of_batch,
+    "mesh": _of_mesh,
+    "model": _of_model,
+    "data": _of_data,
+    "optimizer": _of_optimizer,
+    "policy": _of_policy,
+    "checkpoints": _of_checkpoints,
+    "run": _of_run,
+    "rollout": _of_rollout,
+}

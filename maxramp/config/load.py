@@ -1,5 +1,6 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import ml_collections
 import yaml
 
+import maxramp
 from maxramp.commandline import print_note
-from maxramp.config import alternatives, relations
+from maxramp.config import alternatives
 from maxramp.config.alternatives import Given
 from maxramp.config.keys import Config
-from maxramp.config.usage import answer, usage
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import base, peers
@@ -19,6 +20,13 @@ from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
 from maxramp.run.keys import PROGRAMS
+
+_OF_ALL = """
+  --help           show this
+  --help-keys      list every key with its default, its unit and what it is for (docs/keys.md)
+  --version        show the version
+
+A value is YAML: steps=100, learning_rate=3e-4, rampup_batch_size=[16,16,800], packing=false."""
 
 
 def load(
@@ -46,7 +54,8 @@ def load(
     """
     answer(arguments, doc)
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
-        raise ConfigError(f"no config file given: {usage(doc)}")
+        usage = next(line for line in doc.splitlines() if line.startswith("python -m"))
+        raise ConfigError(f"no config file given: {usage}")
     *files, command_line = read(_config_file(arguments[0]), arguments[1:], note)
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
@@ -76,7 +85,7 @@ def load(
         shown = ", ".join(base.shortened([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{values.program} does not read {shown}")
     config = Config.of(merged | unread)
-    relations.check(config)
+    config.check()
     return config
 
 
@@ -188,3 +197,37 @@ def to_yaml(config: Config) -> str:
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"
     return f"# model_name: {config.run.model_name}\n{dump(ordered)}"
+
+
+def answer(arguments: Sequence[str], doc: str) -> None:
+    """Answers a command line that asks about a command which takes a config.
+
+    Args:
+      arguments: after the program's name.
+      doc: of the command's module: what it does, `usage`, its options.
+
+    Raises:
+      SystemExit: it asked, and has its answer.
+    """
+    asked = set(arguments)
+    if {"-h", "--help", "help"} & asked:
+        own = doc.strip("\n")
+        print(own + ("" if own.splitlines()[-1].startswith("  ") else "\n") + _OF_ALL)
+    elif "--help-keys" in asked:
+        print(keys())
+    elif "--version" in asked:
+        print(f"maxramp {maxramp.__version__}")
+    else:
+        return
+    raise SystemExit(0)
+
+
+def keys() -> str:
+    """Every key with its default and its comment: configs/base.yml."""
+    return (CONFIGS / "base.yml").read_text()
+
+
+def list_keys(parser: argparse.ArgumentParser) -> None:
+    """Has a parser of options, with key=value beside them, take --help-keys."""
+    text = "list every key with its default"
+    parser.add_argument("--help-keys", action="version", version=keys(), help=text)

@@ -10,7 +10,6 @@ from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
-from maxramp.config import relations
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.data import mixture, tokenizers
@@ -101,7 +100,7 @@ class TrainedRun:
         if self._another:
             values |= {"tokenizer_type": "", "tokenizer_path": ""}
         self.config = Config.of(values | given.values)
-        relations.check(self.config)
+        self.config.check()
 
     def load(self) -> Decoder:
         """The weights, on a mesh of all devices; starts the backend.

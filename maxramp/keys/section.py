@@ -108,7 +108,7 @@ class Keys:
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
     def check(self) -> None:
-        """Checks each key alone; `config.relations` has the relations between keys.
+        """Checks each key alone; `Config.check` has the relations between keys.
 
         Raises:
           ConfigError: names the key, its value, the relation it breaks and a remedy.

@@ -7,7 +7,6 @@ import jax
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.commandline import print_note, quoted
-from maxramp.config import relations
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
@@ -75,7 +74,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     if not config.rollout.eval_prompt_file:
         of_weights["eval_interval"] = -1
     config = config.replace(**of_weights)
-    relations.check(config)
+    config.check()
     return config
 
 
