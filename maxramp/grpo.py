@@ -24,7 +24,7 @@ import jax
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.data.corpus import Corpus
+from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
 from maxramp.job import start

@@ -1,4 +1,4 @@
-"""What a step trains on: the tokens of its rows, what each of them predicts, and the rows' hashes.
+"""A row as a file has it, and the batch that a step trains on: tokens, what each predicts, hashes.
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, N rows, T tokens of a row, S = T + 1
 with the one after them.
@@ -7,13 +7,30 @@ with the one after them.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING, Row
 from maxramp.rampup.spec import Field
+
+PADDING = -1  # no token: never a target
+
+
+class Row(NamedTuple):
+    """What a file holds of a row.
+
+    Attributes:
+      tokens: int32 ids [S]; PADDING is no token.
+      begins: where documents begin, ascending; None where the row is read as one text.
+      is_target: bool [S], which tokens are to be predicted; None = all.
+    """
+
+    tokens: np.ndarray
+    begins: np.ndarray | None = None
+    is_target: np.ndarray | None = None
+
 
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token
 _NOWHERE = np.empty(0, np.int64)

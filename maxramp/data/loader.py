@@ -11,12 +11,11 @@ from typing import Any
 import jax
 
 from maxramp.data.batch import Batch
-from maxramp.data.corpus import Corpus, Part
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
-from maxramp.data.prefetch import ReadAhead
+from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.shared_ramp import SharedRamp
+from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 

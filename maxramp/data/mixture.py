@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.corpus import Corpus, Part
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.rows import Chain, Documents, StreamRows, TokenRecords
+from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 

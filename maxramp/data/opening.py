@@ -1,12 +1,18 @@
 """What a run trains on and is evaluated on: on every process of a job, whether it reads or not.
 
 Processes that do not read learn the sizes from those that do. What is wrong in one process ends all
-of them with the same line, before anything is trained.
+of them with the same line, before anything is trained. Synthetic rows and text files are opened
+here, the others in `mixture`.
 """
 
 import contextlib
 import dataclasses
+import glob
+import hashlib
 import itertools
+import os
+import pathlib
+import sysconfig
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,12 +21,11 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import Corpus, Part
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.mixture import open_mixture
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.rows import SyntheticRows
-from maxramp.data.texts import open_texts
+from maxramp.data.rows import Corpus, Part, StreamRows, SyntheticRows
+from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
@@ -155,3 +160,79 @@ def _count_lengths(
     padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))
     everyone = np.atleast_2d(multihost_utils.process_allgather(padded))
     return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]
+
+
+def open_texts(keys: DataKeys) -> Corpus:
+    """Opens the corpus of dataset_type=text.
+
+    Raises:
+      ConfigError: files that are missing, empty, no text, or too short for one row.
+    """
+    length = keys.max_target_length
+    files, name = _find_files(keys.text_files)
+    tokens = _read_documents(files)
+    # Documents stand in an order that is random but the same everywhere, so the tail of the stream
+    # is a fair sample; of a single file it is the file's end.
+    cut = len(tokens) - round(len(tokens) * keys.eval_fraction)
+    train, held_out = StreamRows(tokens[:cut], length), StreamRows(tokens[cut:], length)
+    for rows, part, size, remedy in (
+        (train, "training", cut, ""),
+        (held_out, "held-out", len(tokens) - cut, ", a larger eval_fraction, or eval_interval=-1"),
+    ):
+        if not len(rows) and (rows is train or keys.eval_interval > 0):
+            raise ConfigError(
+                f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
+                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
+                f"rows{remedy}"
+            )
+    return Corpus(
+        (Part(name, 1.0, train),),
+        held_out,
+        f"{name}: {len(files)} files, {len(tokens) / 1e6:.1f} MB, {len(train)} rows to train on "
+        f"and {len(held_out)} held out",
+        hashlib.blake2b(tokens.data, digest_size=8).hexdigest(),
+    )
+
+
+def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
+    """(name, path) of every file, in the corpus's order, and what to call them."""
+    if not pattern:
+        title, paths = "sources of the Python standard library", []
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in skipped]
+            paths += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
+    else:
+        title, root = f"text_files={pattern}", pathlib.Path(os.path.expanduser(pattern))
+        if root.is_dir():
+            paths = [p for p in root.rglob("*") if p.is_file()]
+            paths = [p for p in paths if not any(x[0] == "." for x in p.relative_to(root).parts)]
+        else:
+            paths = [pathlib.Path(p) for p in glob.glob(str(root), recursive=True)]
+            paths = [p for p in paths if p.is_file()]
+            root = pathlib.Path(os.path.commonpath([p.parent for p in paths] or ["/"]))
+    if not paths:
+        raise ConfigError(f"text_files={pattern}: no such file, and no folder or glob that has any")
+    named = [(p.relative_to(root).as_posix(), p) for p in paths]
+    return sorted(named, key=lambda item: hashlib.sha256(item[0].encode()).digest()), title
+
+
+def _read_documents(files: list[tuple[str, pathlib.Path]]) -> np.ndarray:
+    """The stream of all documents: BEGIN, its bytes, END; uint16."""
+    parts = []
+    for _, path in files:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"text_files: {path} cannot be read: {error.strerror}") from None
+        if b"\0" in text:
+            raise ConfigError(
+                f"text_files: {path} is not text (it holds a zero byte at {text.index(0)}); "
+                "name text files only"
+            )
+        if text:
+            parts += [[BEGIN], np.frombuffer(text, np.uint8), [END]]
+    if not parts:
+        raise ConfigError(f"text_files: all {len(files)} files are empty, {files[0][1]} for one")
+    return np.concatenate(parts, dtype=np.uint16, casting="unsafe")

@@ -1,18 +1,19 @@
-"""Sequences of rows and of documents: item i is the same tokens whoever asks.
+"""Sequences of rows and of documents, and the corpus that a run makes of them.
 
 A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i
-of a stream is its tokens [i * T, i * T + T]. What comes from files has `where(i)`, which names the
-file and the record of an item.
+of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes from files has
+`where(i)`, which names the file and the record of an item.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
+from maxramp.data.batch import Row
 from maxramp.data.files.records import RecordFile
-from maxramp.data.row import Row
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -133,3 +134,40 @@ def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> 
             f"{where(position)}: token id {tokens[position]} is not below "
             f"vocab_size={vocab_size}; use the vocab_size of its tokenizer"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One entry of a mixture: `weight` is its share of the items, relative to the others'."""
+
+    name: str
+    weight: float
+    items: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What to train on and what is held out, with what identifies them.
+
+    An item is a row of max_target_length + 1 tokens or, with `documents`, a document of any length
+    (which may be 0). Items are read when they are asked for, and the same whoever asks. A process
+    that reads nothing has ranges in their place, which have a length.
+    """
+
+    train: tuple[Part, ...]
+    held_out: Sequence[Any]
+    description: str  # one line for a person
+    hash: str  # of the tokens and their order: equal hash, equal items
+    documents: bool = False
+    packed: bool = False  # rows say where documents begin, which do not see each other
+
+    def summary(self) -> dict[str, Any]:
+        """All but the items, as JSON: what a process that reads nothing has to know."""
+        train = [[part.name, part.weight, len(part.items)] for part in self.train]
+        return vars(self) | {"train": train, "held_out": len(self.held_out)}
+
+    @classmethod
+    def from_summary(cls, summary: dict[str, Any]) -> "Corpus":
+        """The corpus of a process that reads nothing: its items have a length and no tokens."""
+        train = tuple(Part(name, weight, range(n)) for name, weight, n in summary["train"])
+        return cls(**summary | {"train": train, "held_out": range(summary["held_out"])})

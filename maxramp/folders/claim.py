@@ -3,11 +3,14 @@
 A claim is an object that is written only as its writer last saw it (by its generation on Google's
 storage, its ETag on S3), so of two that want it one gets it. Its owner writes it anew every few
 seconds. Who finds it unchanged for some time takes it over, and the owner, if there still is one,
-learns so at its next write. No clock of one machine is compared with another's.
+learns so at its next write. No clock of one machine is compared with another's. A claim says which
+process left it: whether that has ended its own machine can tell.
 """
 
 import contextlib
 import json
+import os
+import pathlib
 import secrets
 import threading
 import time
@@ -17,7 +20,6 @@ import tensorstore
 
 from maxramp.errors import TrainingError
 from maxramp.files.place import ObjectPath, failure
-from maxramp.processes.identity import is_gone, this_process
 
 _BEAT = 5.0  # seconds from one write of the owner to the next
 _SILENCE = 30.0  # after so many an owner counts as gone
@@ -123,3 +125,38 @@ class Claim:
             return future.result(timeout=_TIMEOUT)
         except Exception as error:
             raise failure(error, self._path) from None
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from all others, and where numbers of processes mean what they say.
+
+    On a system without /proc, an empty object: nobody can tell.
+    """
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return {}
+    return {
+        "machine": f"{boot} {namespace}",
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
+
+
+def is_gone(process: Any) -> bool:
+    """Whether `this_process` of another one says that it has ended; False where nobody can tell."""
+    here = this_process()
+    if not (here and isinstance(process, dict) and process.get("machine") == here["machine"]):
+        return False
+    return _started(process.get("pid")) != process.get("started")
+
+
+def _started(pid: Any) -> str | None:
+    """When a process began, None without one that still runs; numbers are given again."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if state in "ZX" else rest[18]

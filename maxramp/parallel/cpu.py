@@ -15,7 +15,7 @@ import threading
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.platform import platform
+from maxramp.parallel.mesh import platform
 
 _NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
 

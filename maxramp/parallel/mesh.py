@@ -1,6 +1,6 @@
 """The device mesh.
 
-The axes are those of `axes`. Programs are traced and lowered where their mesh is set, and there
+Programs are traced and lowered where their mesh is set, and there
 alone: nothing asks which mesh is set but what is being traced.
 """
 
@@ -105,3 +105,9 @@ class Jitted:
         """The result's shapes and shardings."""
         with jax.set_mesh(self._mesh):
             return on_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)
+
+
+def platform() -> str | None:
+    """What the devices of the mesh that is set are: "cpu", "gpu", "tpu"; None where it has none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else None

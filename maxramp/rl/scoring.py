@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxramp.data.batch import Batch
-from maxramp.data.row import PADDING
+from maxramp.data.batch import PADDING, Batch
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.loading import PromptTokenizer

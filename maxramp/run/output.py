@@ -17,7 +17,7 @@ import jax
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
-from maxramp.data.corpus import Corpus
+from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import write_whole
 from maxramp.folders.run_folder import follow, take

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxramp.data.row import PADDING
+from maxramp.data.batch import PADDING
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, pmax, psum, psum_scatter

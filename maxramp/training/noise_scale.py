@@ -37,7 +37,7 @@ from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import Optimizer
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
 Squares = dict[str, jax.Array]

@@ -11,10 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.weights import Weight, is_weight, joined, map_weights, part_of, weights_of
 from maxramp.model.pipeline import by_layers, by_repeats
-from maxramp.parallel.mesh import mesh_of, on_mesh
-from maxramp.parallel.platform import platform
+from maxramp.parallel.mesh import mesh_of, on_mesh, platform
 from maxramp.training.keys import Recipe
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import Optimizer
 
 
 @functools.partial(

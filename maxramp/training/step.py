@@ -23,7 +23,7 @@ from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objective import Objective, next_token_prediction
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import Optimizer
 from maxramp.training.state import TrainState, no_counts, whole
 
 Metrics = dict[str, jax.Array]

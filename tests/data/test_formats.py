@@ -15,12 +15,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from conftest import make_config
 
 from maxramp.data import tokenizers
-from maxramp.data.corpus import Corpus
 from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.mixture import parse
 from maxramp.data.opening import open_corpus
-from maxramp.data.rows import StreamRows
+from maxramp.data.rows import Corpus, StreamRows
 from maxramp.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]

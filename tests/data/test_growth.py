@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
-from maxramp.data.corpus import Corpus, Part
+from maxramp.data.batch import Row
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
+from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.row import Row
-from maxramp.data.shared_ramp import SharedRamp
+from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 

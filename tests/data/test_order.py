@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, environment, make_config
 
-from maxramp.data.corpus import Part
 from maxramp.data.order import Interleaving, RunRows
 from maxramp.data.prefetch import ReadAhead
+from maxramp.data.rows import Part
 from maxramp.errors import ConfigError, TrainingError
 
 WEIGHTS = (

@@ -13,8 +13,7 @@ from conftest import ROOT
 from maxramp.errors import TrainingError
 from maxramp.files.place import place
 from maxramp.folders import claim as claim_lib
-from maxramp.folders.claim import Claim
-from maxramp.processes.identity import is_gone, this_process
+from maxramp.folders.claim import Claim, is_gone, this_process
 
 pytestmark = pytest.mark.slow
 

@@ -14,14 +14,14 @@ import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.batch import PADDING
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import Weight, part_of
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import Optimizer
 from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import train_step, update

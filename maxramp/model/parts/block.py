@@ -17,7 +17,7 @@ from maxramp.model.parts.attention import LANES, Cache, Rule, attend, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
 from maxramp.model.parts.weights import Weight, dense, normal, ones, stages_of
-from maxramp.parallel.platform import platform
+from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
     MLP_OUT_FD,

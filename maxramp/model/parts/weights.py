@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
 from maxramp.parallel.axes import COPY_AXES
-from maxramp.parallel.platform import platform
+from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     Spec,
     merged,

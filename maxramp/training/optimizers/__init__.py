@@ -1,1 +1,0 @@
-"""Optimizers: a file each, and one table of which weight takes which."""
