@@ -219,6 +219,23 @@ def _of_data(keys: DataKeys) -> Relations:
         f"expansion_factor_real_data={factor:g} must be a whole number of processes; use "
         f"{math.floor(factor)} or {math.ceil(factor)}",
     )
+    for name, given in {
+        "tokenizer_path": keys.tokenizer_path,
+        "tokenizer_type": keys.tokenizer_type not in ("", "bytes"),
+        "split_special_tokens": not keys.split_special_tokens,
+    }.items():
+        yield (
+            kind == "text" and given,
+            f"{name}={getattr(keys, name)}: dataset_type=text trains on bytes, without a "
+            "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out",
+        )
+    yield (
+        keys.tokenizer_type == "bytes" and keys.tokenizer_path and kind != "synthetic",
+        f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "
+        "out",
+    )
+    if keys.tokenizer_path:
+        _ = keys.type_of_tokenizer  # raises where the name says nothing
 
 
 def _of_optimizer(keys: OptimizerKeys) -> Relations:

@@ -66,25 +66,11 @@ class DataKeys(Keys):
         """`tokenizer_type` as given, or what the name of the tokenizer's file says.
 
         Raises:
-          ConfigError: the keys contradict each other or the dataset, or the name says nothing.
+          ConfigError: the name says nothing.
         """
         kind, path = self.tokenizer_type, self.tokenizer_path
         if self.dataset_type == "synthetic":
             return kind or "bytes"  # of no use; the start of the run says so
-        for name, given in {
-            "tokenizer_path": path != "",
-            "tokenizer_type": kind not in ("", "bytes"),
-            "split_special_tokens": not self.split_special_tokens,
-        }.items():
-            if self.dataset_type == "text" and given:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: dataset_type=text trains on bytes, without a "
-                    "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out"
-                )
-        if kind == "bytes" and path:
-            raise ConfigError(
-                f"tokenizer_type=bytes has no file, but tokenizer_path={path}; leave one out"
-            )
         if kind or not path:
             return kind or "bytes"
         local = os.path.expanduser(path)

@@ -114,7 +114,7 @@ CASES = {
     "missing file": file("nothing.yml", "nothing.yml", "no such config file"),
     "missing file, near": file("duplicat.yml", "duplicat.yml", "did you mean", "duplicate.yml"),
     "folder": file("empty_folder", "empty_folder", "irectory"),
-    "tabs": file("tabs.yml", "tabs.yml:2", r"\t"),
+    "tabs": file("tabs.yml", "tabs.yml:2", "tab"),
     "bracket": file("bracket.yml", "bracket.yml:"),
     "list": file("list.yml", "list.yml", "key: value"),
     "word": file("word.yml", "word.yml", "key: value"),
