@@ -30,9 +30,9 @@ PROGRAM = """
 import json, os, sys, time
 import maxramp.train as train
 from maxramp.checkpoints import store
-from maxramp.run import metrics
+from maxramp.run import writers
 blocked, ends = [], []
-keep, write = store.Checkpoints.save, metrics.JsonlWriter.__call__
+keep, write = store.Checkpoints.save, writers.JsonlWriter.__call__
 def timed(self, step, *arguments, **more):
     start = time.perf_counter()
     keep(self, step, *arguments, **more)
@@ -40,7 +40,7 @@ def timed(self, step, *arguments, **more):
 def noted(self, record):
     write(self, record)
     ends.append((record["step"], record["step_seconds"], time.time()))
-store.Checkpoints.save, metrics.JsonlWriter.__call__ = timed, noted
+store.Checkpoints.save, writers.JsonlWriter.__call__ = timed, noted
 status = train.main(sys.argv[1:])
 print("FIGURES", json.dumps({"blocked": blocked, "ends": ends}))
 sys.stdout.flush()

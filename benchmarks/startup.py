@@ -21,7 +21,7 @@ import json, os, sys, time
 marks = {"python": time.time()}
 import maxramp.train as train
 from maxramp.processes import backend
-from maxramp.run import metrics
+from maxramp.run import metrics, writers
 marks["imports"] = time.time()
 
 def marked(owner, name, mark):
@@ -36,7 +36,7 @@ marked(backend, "start", "backend")
 marked(train, "open_rows", "data")
 marked(train, "Programs", "lowering of stage 0")
 marked(metrics.MetricsLog, "__init__", "first weights")
-marked(metrics.JsonlWriter, "__call__", "step 0")
+marked(writers.JsonlWriter, "__call__", "step 0")
 try:
     train.main(sys.argv[1:])
 finally:

@@ -109,7 +109,7 @@ class Follower:
                 self.clients.append(f"fsspec: {type(frame.f_locals['self']).__name__}")
             return
         file = code.co_filename.removeprefix(PACKAGE)
-        if file == "folders/claim.py" and "TensorStore" not in self.clients:
+        if code.co_qualname == "Claim.__init__" and "TensorStore" not in self.clients:
             self.clients.append("TensorStore")
         if code.co_name == "__getitem__":
             self._look_up(event, f"{file}: {code.co_qualname}")

@@ -8,10 +8,13 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
+from maxramp.keys import base
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import Fields, Meshes, text_fields
+from maxramp.training.keys import LearningRateKeys
+from maxramp.training.learning_rate import LearningRate
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
@@ -30,6 +33,7 @@ _HISTORY_KEYS = (
     "grain_packing_type",
     "separate_documents",
 )
+_SMALL = 1e-3  # relative: a curve that is rounded to other batches does not count as another one
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -73,6 +77,46 @@ def changes_since(
         if checkpoint.versions.get(name, version) != version
     }
     return _listed(pairs)
+
+
+def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
+    """What becomes of the learning rate where a run goes on, in one line; "" if it keeps its curve.
+
+    Args:
+      keys: of this start.
+      ramp: of this start.
+      position: the checkpoint that it continues from.
+
+    Raises:
+      ConfigError: today's keys make no learning rate.
+    """
+    step = position.step
+    if not 0 < step < ramp.total_steps:
+        return ""
+    values = base.base() | position.config
+    first = position.stages[0]
+    before = RampupBatchManager(
+        BatchKeys.of(values),
+        ramp.stages[0].devices,
+        first_step=first["first_step"],
+        first_sample=first["first_sample"],
+        first_index=first["index"],
+        decided=[(s["first_sample"], s["global_batch_size"]) for s in position.stages[1:]]
+        if values["rampup_policy"] == "noise"
+        else [],
+    )
+    old, new = LearningRate.of(LearningRateKeys.of(values), before), LearningRate.of(keys, ramp)
+    sample = before.samples_before(step - 1)
+    batch = before.stage_at_step(step - 1).global_batch_size
+    today = dataclasses.replace(new, ramp=before)  # its ramp may begin after that step
+    last, same = float(old(sample, batch)), float(today(sample, batch))
+    if abs(same - last) <= _SMALL * max(same, last):
+        return ""
+    rate = new(position.consumed_samples, ramp.stage_at_step(step).global_batch_size)
+    return (
+        f"the learning rate is {float(rate):.3g} from step {step} on, after {last:.3g} in step "
+        f"{step - 1}: these keys give it another curve, which was at {same:.3g} there"
+    )
 
 
 def _listed(pairs: dict[str, tuple]) -> str:

@@ -77,7 +77,8 @@ def train(job: Job, trainer: Trainer) -> int:
 
     def save(done: int, last: bool) -> None:
         log.flush()  # a state whose loss ends the run is never saved
-        checkpoints.save(done, trainer.state, ramp, output.flush, last)
+        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
+        checkpoints.save(done, trainer.state, consumed, stages, output.flush, last)
         log.restart_clock()
 
     for step in span.steps():

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays, decisions, folder
-from maxramp.checkpoints.resume import Span, take_up
+from maxramp.checkpoints.resume import Span, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -20,7 +20,6 @@ from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import EXIT_STAGE_END, ConfigError, TrainingError, report
 from maxramp.files.place import Place, place
-from maxramp.job.rate import rate_change
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend

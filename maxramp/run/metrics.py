@@ -6,7 +6,6 @@ is already queued.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import math
@@ -219,45 +218,6 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
                     f"{name}={value} at step {step}; {key}=True ends the run{stands}; lower "
                     "learning_rate, or look at the data of this step"
                 )
-
-
-class Appending:
-    """A file that grows; what a disk that is full for a while does not take waits in memory."""
-
-    def __init__(self, path: pathlib.Path):
-        """Opens or makes the file."""
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
-
-    def append(self, data: bytes) -> None:
-        """Hands bytes to the file system, or keeps them."""
-        self._unwritten += data
-        with contextlib.suppress(OSError):  # `flush` says so
-            self.flush()
-
-    def flush(self) -> None:
-        """Hands everything to the file system.
-
-        Raises:
-          OSError: it takes no more.
-        """
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-
-    def close(self) -> None:
-        """Closes the file."""
-        try:
-            self.flush()
-        finally:
-            self._file.close()
-
-
-class JsonlWriter(Appending):
-    """metrics.jsonl: one object per optimizer step, and one per evaluation."""
-
-    def __call__(self, record: Record) -> None:
-        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
-        self.append((json.dumps(as_json(record)) + "\n").encode())
 
 
 def as_json(value: Any) -> Any:

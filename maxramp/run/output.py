@@ -32,10 +32,9 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
-from maxramp.run.metrics import JsonlWriter, Record, cut_records, read_records
+from maxramp.run.metrics import Record, cut_records, read_records
 from maxramp.run.picture import draw_run
-from maxramp.run.tensorboard import TensorBoardWriter
-from maxramp.run.weights_and_biases import WandbWriter
+from maxramp.run.writers import JsonlWriter, TensorBoardWriter, WandbWriter
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.

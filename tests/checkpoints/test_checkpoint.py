@@ -59,8 +59,13 @@ class Folder:
             self.checkpoints.start_saving()
             for step in steps:
                 state = state or first_state()
-                self.checkpoints.save(step, state, self.ramp, lambda: lambda: None, last=False)
+                self.begin(step, state)
         return self
+
+    def begin(self, step: int, state, prepare=lambda: lambda: None, last=False):
+        stages = self.ramp.to_json()["stages"]
+        samples = self.ramp.samples_before(step)
+        self.checkpoints.save(step, state, samples, stages, prepare, last)
 
     def restore(self):
         mesh = make_mesh(self.config)
@@ -263,10 +268,10 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path):
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: go_on.wait(60), last=False)
+        folder.begin(4, first_state(), lambda: lambda: go_on.wait(60))
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
-        checkpoints.save(4, first_state(), folder.ramp, lambda: lambda: None, last=True)  # waits
+        folder.begin(4, first_state(), last=True)  # waits
         assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
 
 

@@ -8,8 +8,7 @@ import pytest
 from conftest import BASE, make_config
 
 from maxramp.checkpoints.folder import steps_in
-from maxramp.checkpoints.saves import Saves
-from maxramp.checkpoints.store import Checkpoints
+from maxramp.checkpoints.store import Checkpoints, Saves
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole

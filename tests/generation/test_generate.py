@@ -29,7 +29,8 @@ def save_run(folder, *keys):
         )
         with saving:
             saving.start_saving()
-            saving.save(0, initial_state(config.recipe), ramp, lambda: lambda: None, last=True)
+            stages, nothing = ramp.to_json()["stages"], lambda: lambda: None
+            saving.save(0, initial_state(config.recipe), 0, stages, nothing, last=True)
     return str(folder)
 
 

@@ -13,7 +13,8 @@ from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Branch, Experiment, compare, difference, sizes_of, window
 from maxramp.rampup import RampupBatchManager
-from maxramp.run.metrics import JsonlWriter, MetricsLog, as_json, of_sums, read_records
+from maxramp.run.metrics import MetricsLog, as_json, of_sums, read_records
+from maxramp.run.writers import JsonlWriter
 
 
 def branches_of(rng, losses, spread, count=40):

@@ -27,8 +27,8 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.metrics import JsonlWriter, cut_records, read_records
-from maxramp.run.tensorboard import TensorBoardWriter
+from maxramp.run.metrics import cut_records, read_records
+from maxramp.run.writers import JsonlWriter, TensorBoardWriter
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step

@@ -9,9 +9,9 @@ import pytest
 from conftest import make_config
 
 from maxramp.errors import TrainingError
-from maxramp.run.metrics import JsonlWriter, MetricsLog, Taken, read_records, tag_of
+from maxramp.run.metrics import MetricsLog, Taken, read_records, tag_of
 from maxramp.run.picture import figure_of
-from maxramp.run.tensorboard import TensorBoardWriter
+from maxramp.run.writers import JsonlWriter, TensorBoardWriter
 
 STAGE = types.SimpleNamespace(
     index=0, per_device_batch_size=2, gradient_accumulation_steps=1, global_batch_size=2

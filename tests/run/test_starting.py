@@ -6,8 +6,7 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import origin_of
-from maxramp.job.rate import rate_change
+from maxramp.checkpoints.resume import origin_of, rate_change
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 

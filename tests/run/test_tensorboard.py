@@ -6,7 +6,7 @@ import events
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from maxramp.run.tensorboard import TensorBoardWriter
+from maxramp.run.writers import TensorBoardWriter
 
 
 def record(step: int) -> dict:
