@@ -234,15 +234,13 @@ class Output:
 
         Returns:
           What waits until they are in the run's folder, for another thread than the loop's; it
-          raises an OSError if they are not.
+          raises an OSError if they are not, and a TrainingError if another run has taken it.
 
         Raises:
           OSError: the file system takes no more.
-          TrainingError: another run has taken the folder.
         """
         for file in self._files:
             file.flush()
-        self.check()
         return self._kept.publish
 
     def write_next_stage(self, span: Span) -> None:

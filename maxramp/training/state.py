@@ -56,7 +56,7 @@ class TrainState:
 
 def whole(trained: Decoder, frozen: Decoder) -> Decoder:
     """The model of weights that are trained and others."""
-    return joined(frozen, trained) if weights_of(frozen) else trained
+    return joined(frozen, trained) if jax.tree.leaves(frozen) else trained
 
 
 def _like(model: Decoder, part: Decoder) -> Decoder:
