@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from maxramp.errors import TrainingError
 from maxramp.files.place import place
-from maxramp.folders import claim as claim_lib
+from maxramp.folders import run_folder
 from maxramp.folders.run_folder import Claim, is_gone, this_process
 
 pytestmark = pytest.mark.slow
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(claim_lib, "_BEAT", 0.2)
-    monkeypatch.setattr(claim_lib, "_SILENCE", 2.0)
+    monkeypatch.setattr(run_folder, "_BEAT", 0.2)
+    monkeypatch.setattr(run_folder, "_SILENCE", 2.0)
 
 
 def test_one_of_many_gets_it(storage):
@@ -77,7 +77,7 @@ def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
         text=True,
     )
     assert owner.stdout.readline() == "claimed\n"
-    monkeypatch.setattr(claim_lib, "_SILENCE", 40.0)
+    monkeypatch.setattr(run_folder, "_SILENCE", 40.0)
     with pytest.raises(BlockingIOError, match="it"):
         Claim(path, "too early")
     owner.kill()
