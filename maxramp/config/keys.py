@@ -6,15 +6,14 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.errors import ConfigError
 from maxramp.keys.base import base
-from maxramp.keys.section import Keys, is_object_storage
+from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ACTIVATIONS, ROLES, ModelKeys
 from maxramp.parallel.keys import MeshKeys
@@ -103,9 +102,7 @@ class Config:
         for name in self.sections():
             getattr(self, name).check()
         relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
-        for broken, text in itertools.chain(*relations, _of_all(self)):
-            if broken:
-                raise ConfigError(text)
+        refuse(itertools.chain(*relations, _of_all(self)))
         notations.check(self.batch)
 
     @property
@@ -120,9 +117,6 @@ class Config:
 
 # What keys must not be together. The bound of one key alone stands beside it, in its section;
 # `resolve` checks what depends on the devices, `rampup.notations` what a ramp's notation asks for.
-# Each yields, for each relation, whether it is broken and what the error says.
-Relations = Iterator[tuple[Any, str]]
-
 _GO_WITH = dict.fromkeys(("grain_train_files", "grain_eval_files"), "grain") | dict.fromkeys(
     ("hf_path", "hf_name", "hf_eval_split", "train_split"), "hf"
 )

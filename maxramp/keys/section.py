@@ -7,7 +7,7 @@ together. Every field has its line, its default and its reason in configs/base.y
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from maxramp.errors import ConfigError
@@ -97,6 +97,17 @@ def _key(
 ) -> Any:
     """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
     return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
+
+
+# Whether a relation between keys is broken, and what the error says.
+Relations = Iterator[tuple[Any, str]]
+
+
+def refuse(relations: Relations) -> None:
+    """Raises a ConfigError for the first relation that is broken."""
+    for broken, text in relations:
+        if broken:
+            raise ConfigError(text)
 
 
 class Keys:

@@ -6,7 +6,7 @@ This module imports no jax.
 import dataclasses
 import itertools
 
-from maxramp.errors import ConfigError
+from maxramp.keys.section import Relations
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
 
@@ -78,85 +78,74 @@ def period(keys: BatchKeys) -> int:
     return max(keys.samples_of_run // 64, FEWEST_STEPS * keys.rampup_ladder[-2])
 
 
-def check(keys: BatchKeys) -> None:
-    """Checks what every policy needs, once each key is known to be in its range.
-
-    Raises:
-      ConfigError: names the key, its value, the relation it breaks and a remedy.
-    """
-    ladder, policy = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
+def policy(keys: BatchKeys) -> Relations:
+    """What every policy needs, once each key is known to be in its range."""
+    ladder, given = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
     shown = f"rampup_ladder={ladder}"
-    if len(ladder) < 2 or any(type(rung) is not int for rung in ladder) or ladder[0] < 1:
-        raise ConfigError(
-            f"{shown} must be a list of global batch sizes, from the first to the largest, such as "
-            f"[256, 512, 1024] ({policy})"
-        )
+    yield (
+        len(ladder) < 2 or any(type(rung) is not int for rung in ladder) or ladder[0] < 1,
+        f"{shown} must be a list of global batch sizes, from the first to the largest, such as "
+        f"[256, 512, 1024] ({given})",
+    )
     for below, rung in itertools.pairwise(ladder):
-        if rung <= below:
-            raise ConfigError(f"{shown}: {rung} is not above {below}; sizes must increase")
-    if keys.samples_of_run == -1:
-        raise ConfigError(
-            f"steps={keys.steps} with {policy}: how many steps the samples take is for "
-            "the ramp to decide; give total_samples or total_tokens"
+        yield rung <= below, f"{shown}: {rung} is not above {below}; sizes must increase"
+    yield (
+        keys.samples_of_run == -1,
+        f"steps={keys.steps} with {given}: how many steps the samples take is for the ramp to "
+        "decide; give total_samples or total_tokens",
+    )
+    yield (
+        keys.learning_rate_by != "samples" or keys.learning_rate_schedule_steps != -1,
+        f"learning_rate_by={keys.learning_rate_by} and learning_rate_schedule_steps="
+        f"{keys.learning_rate_schedule_steps} with {given}: the batch goes with the learning rate "
+        "over all samples of the run; use samples and -1",
+    )
+    for name in ("rampup_earliest", "rampup_latest"):
+        yield (
+            getattr(keys, name) and keys.rampup_policy != "noise",
+            f"{name}={list(getattr(keys, name))} goes with rampup_policy=noise, not with {given}; "
+            "leave it out",
         )
-    if keys.learning_rate_by != "samples" or keys.learning_rate_schedule_steps != -1:
-        raise ConfigError(
-            f"learning_rate_by={keys.learning_rate_by} and learning_rate_schedule_steps="
-            f"{keys.learning_rate_schedule_steps} with {policy}: the batch goes with the "
-            "learning rate over all samples of the run; use samples and -1"
-        )
-    if keys.rampup_policy != "noise":
-        for name in ("rampup_earliest", "rampup_latest"):
-            if getattr(keys, name):
-                raise ConfigError(
-                    f"{name}={list(getattr(keys, name))} goes with rampup_policy=noise, not with "
-                    f"{policy}; leave it out"
-                )
 
 
-def check_noise(keys: BatchKeys) -> None:
-    """Checks the keys that rampup_policy=noise reads, once each key is known to be in its range.
-
-    Raises:
-      ConfigError: names the key, its value, the relation it breaks and a remedy.
-    """
-    check(keys)
-    if keys.rampup_ladder[0] == 1:
-        raise ConfigError(
-            f"rampup_ladder={list(keys.rampup_ladder)} with rampup_policy=noise: a batch of 1 row "
-            "has no noise scale, so nothing would ever be decided; begin with 2 rows or more"
-        )
+def noise(keys: BatchKeys) -> Relations:
+    """What rampup_policy=noise needs, once each key is known to be in its range."""
+    yield from policy(keys)
+    yield (
+        keys.rampup_ladder[0] == 1,
+        f"rampup_ladder={list(keys.rampup_ladder)} with rampup_policy=noise: a batch of 1 row has "
+        "no noise scale, so nothing would ever be decided; begin with 2 rows or more",
+    )
     above = len(keys.rampup_ladder) - 1
     for name in ("rampup_earliest", "rampup_latest"):
         bounds = list(getattr(keys, name))
-        if not bounds:
-            continue
-        if len(bounds) != above or any(type(n) is not int or n < 0 for n in bounds):
-            raise ConfigError(
-                f"{name}={bounds} must be {above} numbers of samples, one for every rung above the "
-                "first, or []"
-            )
-        if bounds != sorted(bounds):
-            raise ConfigError(f"{name}={bounds} must not decrease: rungs are taken in their order")
+        whole = all(type(n) is int and n >= 0 for n in bounds)
+        yield (
+            bounds and not (whole and len(bounds) == above),
+            f"{name}={bounds} must be {above} numbers of samples, one for every rung above the "
+            "first, or []",
+        )
+        text = f"{name}={bounds} must not decrease: rungs are taken in their order"
+        yield bounds != sorted(bounds), text
     for rung in rungs(keys):
-        if rung.latest is not None and rung.latest < rung.earliest:
-            raise ConfigError(
-                f"rampup_latest={list(keys.rampup_latest)}: {rung.latest} comes before the rung's "
-                f"earliest sample, {rung.earliest} (the later of rampup_earliest and the warm-up's "
-                "end); raise it"
-            )
-    least = FEWEST_STEPS * keys.rampup_ladder[-2]
-    if keys.rampup_decision_samples != -1 and keys.rampup_decision_samples < least:
-        raise ConfigError(
-            f"rampup_decision_samples={keys.rampup_decision_samples} holds fewer than "
-            f"{FEWEST_STEPS} steps of {keys.rampup_ladder[-2]} rows, which cannot tell their own "
-            f"spread; use {least} or more, or -1"
+        yield (
+            rung.latest is not None and rung.latest < rung.earliest,
+            f"rampup_latest={list(keys.rampup_latest)}: {rung.latest} comes before the rung's "
+            f"earliest sample, {rung.earliest} (the later of rampup_earliest and the warm-up's "
+            "end); raise it",
         )
+    least, given = FEWEST_STEPS * keys.rampup_ladder[-2], keys.rampup_decision_samples
+    yield (
+        -1 != given < least,
+        f"rampup_decision_samples={given} holds fewer than {FEWEST_STEPS} steps of "
+        f"{keys.rampup_ladder[-2]} rows, which cannot tell their own spread; use {least} or more, "
+        "or -1",
+    )
     length, most = period(keys), keys.samples_of_run // 2
-    if length > most:
-        fits = f"use {least} to {most}, or" if least <= most else "take"
-        raise ConfigError(
-            f"rampup_decision_samples={keys.rampup_decision_samples}: a decision rests on two "
-            f"periods, and two of {length} samples are more than the run's {keys.samples_of_run}; "
-            f"{fits} smaller rungs or a longer run"
-        )
+    fits = f"use {least} to {most}, or" if least <= most else "take"
+    yield (
+        length > most,
+        f"rampup_decision_samples={given}: a decision rests on two periods, and two of {length} "
+        f"samples are more than the run's {keys.samples_of_run}; {fits} smaller rungs or a longer "
+        "run",
+    )

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
+from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder, seesaw
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
@@ -58,106 +59,80 @@ def check(keys: BatchKeys) -> None:
     Raises:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
-    _check_one_notation(keys)
-    _check_global_batch(keys)
-    _check_passes(keys)
+    refuse(_of_all_notations(keys))
     if keys.enable_rampup_batch_size:
-        _check_maxtext(keys)
+        refuse(_of_maxtext(keys))
     elif keys.rampup_batch_size is not None:
-        _check_nemo(keys)
+        refuse(_of_nemo(keys))
     elif keys.step_batch_size_schedule:
         _parse_schedule(keys)
-    elif keys.rampup_policy == "seesaw":
-        seesaw.check(keys)
     elif keys.rampup_policy:
-        ladder.check_noise(keys)
+        refuse(seesaw.relations(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
 
 
-def _check_one_notation(keys: BatchKeys) -> None:
-    """A ramp is given once, and the sizes of a rule with the rule."""
-    notations = {
-        "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
-        f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
-        f'step_batch_size_schedule="{keys.step_batch_size_schedule}"': (
-            keys.step_batch_size_schedule != ""
-        ),
-        f"rampup_policy={keys.rampup_policy}": keys.rampup_policy != "",
+def _of_all_notations(keys: BatchKeys) -> Relations:
+    """A ramp is given once, the sizes of a rule with the rule, how a batch is cut into passes once.
+
+    No notation but NeMo's has a global batch beside it.
+    """
+    maxtext, nemo = keys.enable_rampup_batch_size, keys.rampup_batch_size is not None
+    megatron, policy = keys.step_batch_size_schedule, keys.rampup_policy
+    given = {
+        "enable_rampup_batch_size=True": maxtext,
+        f"rampup_batch_size={keys.rampup_batch_size}": nemo,
+        f'step_batch_size_schedule="{megatron}"': megatron,
+        f"rampup_policy={policy}": policy,
     }
-    used = [shown for shown, is_used in notations.items() if is_used]
-    if len(used) > 1:
-        raise ConfigError(
-            f"{' and '.join(used)} describe the ramp in two notations; keep one of them"
-        )
-    if keys.rampup_ladder and not keys.rampup_policy:
-        raise ConfigError(
-            f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not "
-            "given; use rampup_policy=seesaw or noise, or leave it out"
-        )
-
-
-def _check_global_batch(keys: BatchKeys) -> None:
-    """No notation but NeMo's has a global batch beside it."""
-    if keys.global_batch_size == -1:
-        return
-    for used, shown, why in (
-        (
-            keys.enable_rampup_batch_size,
-            "enable_rampup_batch_size=True",
-            "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, "
-            "increment, samples] with global_batch_size, or",
-        ),
-        (
-            keys.step_batch_size_schedule,
-            f'step_batch_size_schedule="{keys.step_batch_size_schedule}"',
-            "the schedule ends at its last batch size;",
-        ),
-        (
-            keys.rampup_policy,
-            f"rampup_policy={keys.rampup_policy}",
-            "the batch takes the sizes of rampup_ladder;",
-        ),
-    ):
-        if used:
-            raise ConfigError(
-                f"global_batch_size={keys.global_batch_size} and {shown}: {why} leave "
-                "global_batch_size out"
-            )
-
-
-def _check_passes(keys: BatchKeys) -> None:
-    """How a batch is cut into passes: by its own keys, or by what a global batch leaves of them."""
-    if keys.per_device_batch_size <= 0 and keys.micro_batch_size == keys.global_batch_size == -1:
-        raise ConfigError(
-            f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 "
-            "(rows per device in one forward and backward pass)"
-        )
-    gives_global_sizes = (
-        keys.rampup_batch_size is not None
-        or keys.step_batch_size_schedule
-        or keys.rampup_policy
-        or keys.global_batch_size != -1
+    used = [shown for shown, is_used in given.items() if is_used]
+    yield (
+        len(used) > 1,
+        f"{' and '.join(used)} describe the ramp in two notations; keep one of them",
     )
-    if keys.micro_batch_size != -1 and not gives_global_sizes:
-        raise ConfigError(
-            f"micro_batch_size={keys.micro_batch_size} goes with global_batch_size, "
-            "rampup_batch_size, step_batch_size_schedule or rampup_ladder, none of which is given; "
-            "use per_device_batch_size, or give global_batch_size"
-        )
-    if keys.gradient_accumulation_steps != 1 and gives_global_sizes:
-        raise ConfigError(
-            f"gradient_accumulation_steps={keys.gradient_accumulation_steps} follows from the "
-            "global batch size, the micro batch and the devices; leave it out"
-        )
+    yield (
+        keys.rampup_ladder and not policy,
+        f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not given; "
+        "use rampup_policy=seesaw or noise, or leave it out",
+    )
+    total, micro = keys.global_batch_size, keys.micro_batch_size
+    why = (
+        "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, increment, "
+        "samples] with global_batch_size, or"
+        if maxtext
+        else "the schedule ends at its last batch size;"
+        if megatron
+        else "the batch takes the sizes of rampup_ladder;"
+    )
+    yield (
+        total != -1 and used and not nemo,
+        f"global_batch_size={total} and {''.join(used)}: {why} leave global_batch_size out",
+    )
+    yield (
+        keys.per_device_batch_size <= 0 and micro == total == -1,
+        f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 (rows per "
+        "device in one forward and backward pass)",
+    )
+    gives_global_sizes = nemo or megatron or policy or total != -1
+    yield (
+        micro != -1 and not gives_global_sizes,
+        f"micro_batch_size={micro} goes with global_batch_size, rampup_batch_size, "
+        "step_batch_size_schedule or rampup_ladder, none of which is given; use "
+        "per_device_batch_size, or give global_batch_size",
+    )
+    yield (
+        keys.gradient_accumulation_steps != 1 and gives_global_sizes,
+        f"gradient_accumulation_steps={keys.gradient_accumulation_steps} follows from the global "
+        "batch size, the micro batch and the devices; leave it out",
+    )
 
 
-def _check_rise(
+def _of_rise(
     numbers: Sequence[Fraction],
     given: Sequence[str],
     end: tuple[str, Fraction],
     start_name: str,
     constant: str,
-) -> None:
-    """Refuses a ramp that does not rise from its start to its end in whole increments.
+) -> Relations:
+    """A ramp rises from its start to its end in whole increments.
 
     Args:
       numbers, given: start, increment and samples of the ramp, and how an error shows them.
@@ -168,29 +143,25 @@ def _check_rise(
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"
-    if start <= 0:
-        raise ConfigError(f"{given[0]} must be above 0")
-    if rise < 0:
-        raise ConfigError(f"{given[0]} is above {name}={show(final)}; a ramp grows: {without}")
-    if rise == 0:
-        raise ConfigError(
-            f"{given[0]} equals {name}={show(final)}, which leaves nothing to ramp; {without}"
-        )
-    if increment <= 0 or rise % increment:
-        relation = f"does not divide {name} - {start_name} = {show(rise)}"
-        wrong = "must be above 0" if increment <= 0 else relation
-        raise ConfigError(f"{given[1]} {wrong}; use {_divisors(rise)}")
-    if samples <= 0:
-        raise ConfigError(
-            f"{given[2]} must be above 0 (over which the batch grows); for a constant batch "
-            f"{constant}"
-        )
+    yield start <= 0, f"{given[0]} must be above 0"
+    yield rise < 0, f"{given[0]} is above {name}={show(final)}; a ramp grows: {without}"
+    yield (
+        rise == 0,
+        f"{given[0]} equals {name}={show(final)}, which leaves nothing to ramp; {without}",
+    )
+    relation = f"does not divide {name} - {start_name} = {show(rise)}"
+    wrong = "must be above 0" if increment <= 0 else relation
+    yield increment <= 0 or rise % increment, f"{given[1]} {wrong}; use {_divisors(rise)}"
+    yield (
+        samples <= 0,
+        f"{given[2]} must be above 0 (over which the batch grows); for a constant batch {constant}",
+    )
 
 
 # --- MaxText -------------------------------------------------------------------------------------
 
 
-def _check_maxtext(keys: BatchKeys) -> None:
+def _of_maxtext(keys: BatchKeys) -> Relations:
     names = (
         "per_device_batch_size_start",
         "per_device_batch_size_increment",
@@ -199,7 +170,7 @@ def _check_maxtext(keys: BatchKeys) -> None:
     numbers = [exact(getattr(keys, name)) for name in names]
     given = [f"{name}={show(number)}" for name, number in zip(names, numbers, strict=True)]
     final = "per_device_batch_size", exact(keys.per_device_batch_size)
-    _check_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
+    return _of_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
@@ -234,18 +205,22 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
 # --- NeMo ----------------------------------------------------------------------------------------
 
 
-def _check_nemo(keys: BatchKeys) -> None:
+def _of_nemo(keys: BatchKeys) -> Relations:
     ramp = list(keys.rampup_batch_size)
     shown = f"rampup_batch_size={ramp}"
-    if len(ramp) != 3 or any(type(number) is not int for number in ramp):
-        raise ConfigError(f"{shown} must be three integers: [start, increment, samples]")
-    if keys.global_batch_size == -1:
-        raise ConfigError(f"{shown} needs global_batch_size, the size at which the ramp ends")
+    yield (
+        [type(number) for number in ramp] != [int] * 3,
+        f"{shown} must be three integers: [start, increment, samples]",
+    )
+    yield (
+        keys.global_batch_size == -1,
+        f"{shown} needs global_batch_size, the size at which the ramp ends",
+    )
     names = "start", "increment", "samples"
     numbers = [Fraction(number) for number in ramp]
     given = [f"{shown}: the {name} {number}" for name, number in zip(names, ramp, strict=True)]
     final = "global_batch_size", Fraction(keys.global_batch_size)
-    _check_rise(numbers, given, final, "start", "leave rampup_batch_size out")
+    yield from _of_rise(numbers, given, final, "start", "leave rampup_batch_size out")
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:

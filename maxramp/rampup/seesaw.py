@@ -16,7 +16,7 @@ This module imports no jax.
 import itertools
 import math
 
-from maxramp.errors import ConfigError
+from maxramp.keys.section import Relations
 from maxramp.rampup import ladder
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
@@ -36,23 +36,18 @@ def sizes(keys: BatchKeys) -> list[tuple[int, int]]:
     ]
 
 
-def check(keys: BatchKeys) -> None:
-    """Checks the keys that Seesaw reads, once each key is known to be in its range.
-
-    Raises:
-      ConfigError: names the key, its value, the relation it breaks and a remedy.
-    """
-    ladder.check(keys)
-    sizes = list(keys.rampup_ladder)
-    lowest = keys.learning_rate_final_fraction
+def relations(keys: BatchKeys) -> Relations:
+    """What Seesaw needs, once each key is known to be in its range."""
+    yield from ladder.policy(keys)
+    sizes, lowest = list(keys.rampup_ladder), keys.learning_rate_final_fraction
     for rung, size in _rungs_above_first(keys):
-        if sizes[0] / size <= lowest:
-            raise ConfigError(
-                f"rampup_ladder={sizes}: the batch never grows to {rung}, as the learning rate "
-                f"falls to learning_rate_final_fraction={show(lowest)} of its peak and no further "
-                f"({sizes[0]} / {show(lowest)} = {sizes[0] / lowest:g} rows); leave {rung} out, "
-                "or lower learning_rate_final_fraction"
-            )
+        ends = f"({sizes[0]} / {show(lowest)} = {sizes[0] / lowest:g} rows)" if lowest else ""
+        yield (
+            sizes[0] / size <= lowest,
+            f"rampup_ladder={sizes}: the batch never grows to {rung}, as the learning rate falls "
+            f"to learning_rate_final_fraction={show(lowest)} of its peak and no further {ends}; "
+            f"leave {rung} out, or lower learning_rate_final_fraction",
+        )
 
 
 def _rungs_above_first(keys: BatchKeys) -> list[tuple[int, float]]:
