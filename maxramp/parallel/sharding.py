@@ -32,6 +32,7 @@ STREAM_BD = P(BATCH_AXES, "tensor")  # one vector of that width for each row
 X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
+X_BTKGh = P(BATCH_AXES, None, "tensor", None, None)
 CACHE_BKSh = P(BATCH_AXES, "tensor", None, None)  # keys and values by slot
 
 # Weights: one side over fsdp, one over tensor

@@ -24,6 +24,7 @@ from maxramp.folders.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
@@ -298,6 +299,9 @@ class Output:
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}"
         )
+        kernel = select_for(keys, mesh.devices.flat[0].platform)
+        if corpus.packed and (cost := cost_of_packing(kernel)):
+            self.say(f"packing  {cost}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
             self.say(f"ramp     decided as the run goes on: batch {rungs}")

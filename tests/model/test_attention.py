@@ -8,7 +8,8 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model.parts.attention import Rule, attend, select
+from maxramp.model.parts import attention
+from maxramp.model.parts.attention import Rule, attend, select_for
 from maxramp.parallel.sharding import X_BTHh
 
 
@@ -115,12 +116,6 @@ def test_gradients_equal_those_of_plain_products(implementation, T, documents):
 WINDOW = ("decoder_block=mistral", "sliding_window_size=8")
 
 
-def chosen_for(given, platform):
-    keys = make_config(*given).model
-    sizes = keys.head_dim, keys.max_target_length, keys.sliding_window_size
-    return select(keys.attention, platform, keys.dtype, *sizes)
-
-
 @pytest.mark.parametrize(
     "platform, keys, chosen",
     [
@@ -138,7 +133,7 @@ def chosen_for(given, platform):
     ],
 )
 def test_what_is_chosen(platform, keys, chosen):
-    assert chosen_for(keys, platform) == chosen
+    assert select_for(make_config(*keys).model, platform) == chosen
 
 
 @pytest.mark.parametrize(
@@ -153,12 +148,15 @@ def test_what_is_chosen(platform, keys, chosen):
 )
 def test_what_cannot_work_is_refused(platform, keys, reason):
     with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
-        chosen_for(keys, platform)
+        select_for(make_config(*keys).model, platform)
 
 
-def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):
+@pytest.mark.parametrize("documents", (False, True))
+def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
     """Its kernel runs on GPUs only; what it is asked for can be compared anywhere."""
     q, k, v, segments = inputs(24)
+    if not documents:
+        segments = np.zeros_like(segments)
     plain = jax.nn.dot_product_attention
     shapes = []
 
@@ -167,8 +165,18 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch):
         shapes.append([x.shape for x in arguments])
         return plain(*arguments, implementation="xla", **options)
 
+    def found(q, k, v):
+        return attend(q, k, v, Rule(segments if documents else None), "cudnn_flash")
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
-    out = on_mesh(lambda q, k, v: attend(q, k, v, Rule(), "cudnn_flash"), 2, q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, np.zeros_like(segments)), atol=2e-5)
+    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    out = on_mesh(found, 2, q, k, v)
+    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
     assert out.dtype == jnp.float32
+
+
+def test_packing_costs_only_where_its_kernel_is_not(monkeypatch):
+    assert not any(map(attention.cost_of_packing, ("cudnn_flash", "splash", "dot_product")))
+    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    assert "no Pallas for Triton" in attention.cost_of_packing("cudnn_flash")

@@ -13,14 +13,16 @@ query heads per key/value head (H = K * G), h head width.
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
-LANES = 128  # what a splash block is a multiple of
+_LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
 CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
@@ -54,6 +56,22 @@ class Rule:
             seen_TS &= at_S > at_T[..., None] - self.window
         return seen_TS
 
+    def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
+        """What each token takes of those that it sees, as their sums are 1: [B, K, G, T, S].
+
+        Args:
+          scores_BKGTS: products of queries, times `scale_of` them, and keys, in float32.
+          seen: [T, S], or of each row [B, 1, 1, T, S].
+        """
+        if self.cap:
+            scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
+        scores_BKGTS = jnp.where(seen, scores_BKGTS, jnp.finfo(jnp.float32).min)
+        return jax.nn.softmax(scores_BKGTS, axis=-1)
+
+    def scale_of(self, q: jax.Array) -> float:
+        """What products with queries [..., h] are multiplied by."""
+        return self.scale or q.shape[-1] ** -0.5
+
 
 def select(
     asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, window: int = 0
@@ -71,32 +89,63 @@ def select(
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
     """
-    devices = f"{platform or 'unknown'} devices"
     obstacles = {
-        "cudnn_flash": {
-            f"needs NVIDIA GPUs, not {devices}": platform not in ("gpu", "cuda"),
-            f"needs dtype=bfloat16, not {dtype}": dtype != "bfloat16",
-            f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}": (
-                head_dim % 8 or head_dim > 256
-            ),
-            f"sees all tokens, and cannot sliding_window_size={window}": window,
-        },
-        "splash": {
-            f"needs TPUs, not {devices}": platform != "tpu",
-            f"needs a max_target_length that is a multiple of {LANES}, not {tokens}": (
-                tokens % LANES
-            ),
-        },
-        "dot_product": {},
+        "cudnn_flash": _cudnn_obstacle(platform, dtype, head_dim, window),
+        "splash": _splash_obstacle(platform, tokens),
+        "dot_product": None,
     }
     if asked == "autoselected":
-        return next(name for name, of_name in obstacles.items() if not any(of_name.values()))
-    for obstacle, is_there in obstacles[asked].items():
-        if is_there:
-            raise ConfigError(
-                f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
-            )
+        return next(name for name, obstacle in obstacles.items() if not obstacle)
+    if obstacle := obstacles[asked]:
+        raise ConfigError(
+            f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
+        )
     return asked
+
+
+def select_for(keys: ModelKeys, platform: str | None) -> str:
+    """`select` for the rows of resolved keys."""
+    sizes = keys.dtype, keys.head_dim, keys.max_target_length, keys.sliding_window_size
+    return select(keys.attention, platform, *sizes)
+
+
+def _cudnn_obstacle(platform: str | None, dtype: str, head_dim: int, window: int) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
+    if dtype != "bfloat16":
+        return f"needs dtype=bfloat16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
+    if window:
+        return f"sees all tokens, and cannot sliding_window_size={window}"
+    return None
+
+
+def _splash_obstacle(platform: str | None, tokens: int) -> str | None:
+    if platform != "tpu":
+        return f"needs TPUs, not {platform or 'unknown'} devices"
+    if tokens % _LANES:
+        return f"needs a max_target_length that is a multiple of {_LANES}, not {tokens}"
+    return None
+
+
+def for_length(asked: str, length: int) -> str:
+    """What is asked for among so many tokens, where others than a row's are wanted."""
+    return asked if length % _LANES == 0 else "dot_product"
+
+
+def cost_of_packing(implementation: str) -> str | None:
+    """A line for the log on what packed rows cost an implementation; None if nothing."""
+    if implementation != "cudnn_flash" or _has_packed_kernel():
+        return None
+    return (
+        "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
+        "Triton; use jax 0.10.2 to 0.12, or separate_documents=False"
+    )
+
+
+def _has_packed_kernel() -> bool:
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def attend(
@@ -120,8 +169,10 @@ def attend(
     Returns:
       [B, T, H, h], of the dtype of the inputs.
     """
-    # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
+    if kernel == "dot_product":
+        return _dot_product(*arrays)
+    # A kernel sees the rows and heads of one device; attention needs no others.
     specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: TOKENS_BT, rule))
     return jax.shard_map(_KERNELS[kernel], in_specs=specs, out_specs=X_BTHh, check_vma=False)(
         *jax.tree.map(jax.reshard, arrays, specs)
@@ -130,40 +181,36 @@ def attend(
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
     """Plain products and a softmax: what the others are compared with."""
-    at_T, segments_BT = jnp.arange(q_BTHh.shape[1]), rule.segments_BT
-    seen_BTS = rule.sees(at_T, at_T)[None]
-    if segments_BT is not None:
-        seen_BTS = seen_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    return _products(q_BTHh, k_BSKh, v_BSKh, rule, seen_BTS, "BSKh")
-
-
-def _products(q_BTHh, k, v, rule, seen_BTS, axes):
-    """The products with keys and values, which have such axes, that each token sees of its row."""
     B, T, H, h = q_BTHh.shape
-    K = k.shape[axes.index("K")]
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h) * (rule.scale or h**-0.5)
+    K = k_BSKh.shape[2]
+    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
+    at_T = jnp.arange(T)
+    seen_TS = rule.sees(at_T, at_T)
+    if rule.segments_BT is not None:
+        seen_TS = seen_TS & _same_segment(rule.segments_BT)[:, None, None]
     scores_BKGTS = jnp.einsum(
-        f"BTKGh,{axes}->BKGTS", q_BTKGh, k, preferred_element_type=jnp.float32
+        "BTKGh,BSKh->BKGTS",
+        q_BTKGh * rule.scale_of(q_BTKGh),
+        k_BSKh,
+        preferred_element_type=jnp.float32,
     )
-    if rule.cap:
-        scores_BKGTS = rule.cap * jnp.tanh(scores_BKGTS / rule.cap)
-    lowest = jnp.finfo(jnp.float32).min
-    scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, lowest)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
-    out_BTKGh = jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
-    return out_BTKGh.reshape(B, T, H, h)
+    weights_BKGTS = rule.weights(scores_BKGTS, seen_TS).astype(v_BSKh.dtype)
+    out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
+    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
     assert not (rule.window or rule.scale or rule.cap), "`select` chooses another kernel"
-    if rule.segments_BT is None:
-        return jax.nn.dot_product_attention(
-            q_BTHh, k_BSKh, v_BSKh, is_causal=True, implementation="cudnn"
-        )
-    from maxramp.model.parts.packed_attention import packed_attention  # only where it is used
+    segments_BT = rule.segments_BT
+    if segments_BT is not None and _has_packed_kernel():
+        from maxramp.model.parts.packed_attention import packed_attention  # only where it is used
 
-    return packed_attention(q_BTHh, k_BSKh, v_BSKh, starts(rule.segments_BT), interpret)
+        return packed_attention(q_BTHh, k_BSKh, v_BSKh, starts(segments_BT), interpret)
+    mask = None if segments_BT is None else _same_segment(segments_BT)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHh, k_BSKh, v_BSKh, mask=mask, is_causal=True, implementation="cudnn"
+    )
 
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
@@ -171,7 +218,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     T, H = q_BTHh.shape[1:3]
-    block = next(n for n in range(_LARGEST_BLOCK, 0, -LANES) if T % n == 0)
+    block = next(n for n in range(_LARGEST_BLOCK, 0, -_LANES) if T % n == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     mask = splash.CausalMask((T, T))
     if rule.window:
@@ -188,7 +235,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
 
     def row(q_THh, k_SKh, v_SKh, segments_T=None):
         segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
-        q_THh = q_THh * (rule.scale or q_THh.shape[-1] ** -0.5)
+        q_THh = q_THh * rule.scale_of(q_THh)
         q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh, k_SKh, v_SKh))
         return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
 
@@ -202,8 +249,11 @@ def starts(segments_BT: jax.Array) -> jax.Array:
     return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
 
 
+def _same_segment(segments_BT: jax.Array) -> jax.Array:
+    return segments_BT[:, :, None] == segments_BT[:, None, :]  # [B, T, S]
+
+
 _KERNELS = {
-    "dot_product": _dot_product,
     "cudnn_flash": _gpu_flash,
     "packed_interpreted": functools.partial(_gpu_flash, interpret=True),
     "splash": _splash,
@@ -253,22 +303,11 @@ class Cache:
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
             return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-
-        def write(slots_KSh, new_TKh, position):
-            return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), (0, position, 0))
-
-        def local(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B):
-            keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
-            values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-            seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(tokens), jnp.arange(slots))
-            a_BTHh = _products(q_BTHh, keys_BKSh, values_BKSh, rule, seen_BTS, "BKSh")
-            return a_BTHh, keys_BKSh, values_BKSh
-
-        specs = (X_BTHh, CACHE_BKSh, CACHE_BKSh)
+        specs = (X_BTHh,) * 3 + (CACHE_BKSh,) * 2 + (ROWS_B,)
         a_BTHh, self.keys_BKSh, self.values_BKSh = jax.shard_map(
-            local,
-            in_specs=(*(X_BTHh,) * 3, *specs[1:], ROWS_B),
-            out_specs=specs,
+            functools.partial(_write_and_attend, rule=rule),
+            in_specs=specs,
+            out_specs=(X_BTHh, CACHE_BKSh, CACHE_BKSh),
             check_vma=False,
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, self.positions_B)
         return a_BTHh
@@ -280,3 +319,28 @@ class Cache:
             return jnp.pad(x_BKSh, ((0, 0), (0, 0), (0, slots - x_BKSh.shape[2]), (0, 0)))
 
         return Cache(pad(self.keys_BKSh), pad(self.values_BKSh), self.positions_B)
+
+
+def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
+    """`Cache.attend` on one device, with its rows and heads."""
+    B, T, H, h = q_BTHh.shape
+    K, S = keys_BKSh.shape[1:3]
+
+    def write(slots_KSh, new_TKh, position):
+        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), (0, position, 0))
+
+    keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
+    values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
+    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
+    own_BT = positions_B[:, None] + jnp.arange(T)
+    seen_BTS = rule.sees(own_BT, jnp.arange(S))
+    scores_BKGTS = jnp.einsum(
+        "BTKGh,BKSh->BKGTS",
+        q_BTKGh * rule.scale_of(q_BTKGh),
+        keys_BKSh,
+        preferred_element_type=jnp.float32,
+    )
+    weights_BKGTS = rule.weights(scores_BKGTS, seen_BTS[:, None, None])
+    weights_BKGTS = weights_BKGTS.astype(values_BKSh.dtype)
+    out_BTKGh = jnp.einsum("BKGTS,BKSh->BTKGh", weights_BKGTS, values_BKSh)
+    return out_BTKGh.reshape(B, T, H, h), keys_BKSh, values_BKSh

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import LANES, Cache, Rule, attend, select
+from maxramp.model.parts.attention import Cache, Rule, attend, for_length, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
 from maxramp.model.parts.weights import Weight, dense, normal, ones, stages_of
@@ -147,11 +147,13 @@ class Attention(nnx.Module):
         k_BTKh = rotate(dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
         v_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
         _, T, _, h = q_BTHh.shape
-        if cache is not None and T % LANES:  # others than a row's
-            kernel = "dot_product"
+        if cache is not None:
+            kernel = for_length(kernel, T)
         kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.window)
-        to_all = attend if cache is None else cache.attend
-        a_BTHh = to_all(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
+        if cache is None:
+            a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
+        else:
+            a_BTHh = cache.attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
 
 
