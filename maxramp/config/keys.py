@@ -175,7 +175,7 @@ def _of_model(keys: ModelKeys) -> Relations:
     )
     names = keys.mlp_activations
     yield (
-        len(names) != 2 or not {*names} <= {*ACTIVATIONS},
+        len(names) != 2 or any(name not in ACTIVATIONS for name in names),
         f"mlp_activations={names} must be two of {', '.join(ACTIVATIONS)}: of the gate, and of "
         "what it gates",
     )
@@ -257,7 +257,7 @@ def _of_checkpoints(keys: CheckpointKeys) -> Relations:
     )
     for name in keys.allow_changed:
         yield (
-            name not in base() and name != "corpus",
+            str(name) not in (*base(), "corpus"),
             f"allow_changed={list(keys.allow_changed)}: {name} is neither a key nor corpus",
         )
     for name in ("stop_at_stage_end", "stop_at_node_change"):
@@ -284,9 +284,9 @@ def _of_run(keys: RunKeys) -> Relations:
 
 
 def _of_rollout(keys: RolloutKeys) -> Relations:
-    names, weights = list(keys.rewards), list(keys.reward_weights)
+    names, weights = list(map(str, keys.rewards)), list(keys.reward_weights)
     for name in names:
-        yield not re.fullmatch("[^:]+:.+", str(name)), f"rewards: {name} must be module:function"
+        yield not re.fullmatch("[^:]+:.+", name), f"rewards: {name} must be module:function"
     yield not names, "rewards=[] names no function; give module:function"
     yield len({*names}) < len(names), f"rewards={names} names a function twice; weigh it once"
     yield (
