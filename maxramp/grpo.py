@@ -10,7 +10,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.processes.preemption import Preemption
+    from maxramp.processes.ending import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
@@ -31,8 +31,7 @@ from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.start import Job, Start
 from maxramp.processes import agreement
-from maxramp.processes.ending import run
-from maxramp.processes.preemption import Preemption
+from maxramp.processes.ending import Preemption, run
 from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts

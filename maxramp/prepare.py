@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import list_keys, load
-from maxramp.data import inputs, mixture, preparation, shards
+from maxramp.data import mixture, preparation, shards
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
@@ -149,8 +149,8 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     """
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
-    files = inputs.open_inputs(names, keys)
-    tokenizer = inputs.open_tokenizer(given.train_bpe, keys, files)
+    files = preparation.open_inputs(names, keys)
+    tokenizer = preparation.open_tokenizer(given.train_bpe, keys, files)
     trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
     how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
     with shards.sole_writer(output) as folder:
@@ -163,7 +163,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         else:
             if trained:
                 bpe = folder / f"{trained}.json"
-                tokenizer = inputs.train_bpe(
+                tokenizer = preparation.train_bpe(
                     given.train_bpe, bpe, files, keys, given.max_bad_records, _say
                 )
             if tokenizer:

@@ -10,7 +10,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports that take a second
     from maxramp import console
-    from maxramp.processes.preemption import Preemption
+    from maxramp.processes.ending import Preemption
 
     console.outlive_readers()
     _PREEMPTION = Preemption()
@@ -39,8 +39,7 @@ from maxramp.job.loop import train
 from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
-from maxramp.processes.ending import run
-from maxramp.processes.preemption import Preemption
+from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.schedule import Stage
 from maxramp.rampup.spec import text_fields
 from maxramp.run.metrics import Record, Taken, of_sums

@@ -24,7 +24,7 @@ from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.spec import text_fields
-from maxramp.training.fingerprint import fingerprint_of_weights
+from maxramp.rl.first_weights import fingerprint_of_weights
 
 _MOVE = re.compile(
     r"[su]32\[([\d,]+)\]\S* collective-permute(?:-start)?\("

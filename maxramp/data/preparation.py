@@ -12,20 +12,50 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pathlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from maxramp.data import duplicates
-from maxramp.data.files import prepared
+from maxramp.data import tokenizers
+from maxramp.data.files import formats, prepared
+from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.keys import DataKeys
 from maxramp.data.shards import Preparation, Shard, publish, source_of
+from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import storage
 from maxramp.processes.workers import stay_with_parent
+
+_SIZE = 16  # bytes of a hash
+
+
+def hash_of(record: Record) -> bytes:
+    """16 bytes that stand for a text, or for the ids of a document."""
+    data = record.encode() if isinstance(record, str) else record.tobytes()
+    return hashlib.blake2b(data, digest_size=_SIZE).digest()
+
+
+def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
+    """Which documents repeat an earlier one.
+
+    Args:
+      paths: files of hashes, 16 bytes a document, in the order of the documents.
+
+    Returns:
+      For each file the numbers of its documents that do, ascending.
+    """
+    hashes = [np.fromfile(path, f"S{_SIZE}") for path in paths]
+    repeated = np.ones(sum(map(len, hashes)), bool)
+    repeated[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
+    parts = np.split(repeated, np.cumsum([len(part) for part in hashes])[:-1])
+    return [np.flatnonzero(part) for part in parts]
+
 
 LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
 # Documents of a batch: so many characters or tokens, or so many documents.
@@ -58,7 +88,7 @@ def make(
     if work.deduplicate:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
         _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
-        left_out = duplicates.find([work.hashes_of(shard) for shard in work.shards])
+        left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
     there = sum(shard.size for shard in work.shards if shard.name in done)
     tasks = [
         (shard, numbers)
@@ -241,7 +271,7 @@ def _hash_shard(shard: Shard) -> None:
     for file, start, stop, _ in shard.pieces:
         for record in _read(file, start, stop):
             if not isinstance(record, BadRecord):
-                hashes += duplicates.hash_of(record)
+                hashes += hash_of(record)
             if len(hashes) % _HASHED_TOGETHER == 0 and _counts[3]:
                 return
     storage.write_whole(_job.hashes_of(shard), bytes(hashes))
@@ -273,3 +303,85 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
                 _refuse(f"{file.where_place(text.place)}: {text}", allowed)
             if left <= 0 and total > most:
                 break
+
+
+_BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
+
+
+def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
+    """The files that globs and paths name, in order, and the set of the hub that the keys name.
+
+    Raises:
+      ConfigError: there are none of a name, or they are not all texts or all tokens.
+    """
+    (column,) = keys.train_data_columns
+    tokens = not keys.tokenize_train_data
+    inputs: list[RecordFile] = []
+    if keys.hf_path:
+        inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
+    for name in names:
+        kind, paths = formats.find("INPUT", name, keys.grain_file_type)
+        if kind == "prepared":
+            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
+        files = [formats.READERS[kind](path, column, tokens) for path in paths]
+        if kind == "megatron":
+            for file in files:
+                file.check()
+        inputs += files
+    if len({file.tokens for file in inputs}) > 1:
+        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
+    return inputs
+
+
+def open_tokenizer(
+    bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
+) -> Tokenizer | None:
+    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens.
+
+    Raises:
+      ConfigError: two tokenizers are given, or one for tokens; or it cannot be loaded or trained.
+    """
+    kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
+    if inputs[0].tokens:
+        if training or path:
+            named = f"--train_bpe {bpe_size}" if training else f"tokenizer_path={path}"
+            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
+        return None
+    if not training:
+        return tokenizers.load(kind, path, **keys.mark_keys)
+    if path or kind != "bytes":
+        raise ConfigError(
+            f"--train_bpe {bpe_size} trains a tokenizer, and the keys name another, "
+            f"{path or kind}; leave one of them out"
+        )
+    if bpe_size < 258:
+        raise ConfigError(f"--train_bpe {bpe_size} must be 258 or more: 256 bytes and two marks")
+    return None
+
+
+def train_bpe(
+    size: int,
+    file: pathlib.Path,
+    inputs: Sequence[RecordFile],
+    keys: DataKeys,
+    allowed: int,
+    say: Callable[[str], None],
+) -> Tokenizer:
+    """A BPE trained on the inputs, now or by an earlier start.
+
+    Args:
+      size: ids.
+      file: where it is, or comes to be.
+      inputs: from `open_inputs`.
+      keys: which marks documents get.
+      allowed: bad records; they are left out.
+      say: prints a line.
+    """
+    if file.exists():
+        say(f"tokenizer  {file} is there from an earlier start")
+    else:
+        start = time.perf_counter()
+        texts = sample_texts(inputs, _BPE_BYTES, allowed)
+        storage.write_whole(file, tokenizers.train_bpe(texts, size))
+        say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
+    return tokenizers.load("huggingface", str(file), **keys.mark_keys)

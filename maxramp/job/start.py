@@ -23,8 +23,7 @@ from maxramp.files.place import Place, place
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
-from maxramp.processes.preemption import Preemption
-from maxramp.processes.watchdog import Watchdog
+from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.rampup.spec import Fields, Meshes
 from maxramp.run.output import Output
 from maxramp.training.state import TrainState, abstract_state

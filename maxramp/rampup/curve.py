@@ -1,6 +1,6 @@
 """The curve of the learning rate as data: where it rises and where it falls.
 
-`training/learning_rate.py` evaluates it on arrays, `seesaw` asks where it reaches a height.
+`training/learning_rate.py` evaluates it on arrays, `ladder` asks where it reaches a height.
 
 This module imports no jax.
 """

@@ -1,5 +1,5 @@
 """The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length; and
-the keys of the learning rate's curve, which a ramp may follow (`seesaw`).
+the keys of the learning rate's curve, which a ramp may follow (`ladder`).
 
 This module imports no jax.
 """

@@ -14,7 +14,7 @@ from fractions import Fraction
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Relations, refuse
-from maxramp.rampup import ladder, seesaw
+from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
 
@@ -45,7 +45,7 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
     if keys.step_batch_size_schedule:
         return _megatron(keys)
     if keys.rampup_policy == "seesaw":
-        return [Threshold(samples, batch) for samples, batch in seesaw.sizes(keys)]
+        return [Threshold(samples, batch) for samples, batch in ladder.seesaw_sizes(keys)]
     if keys.rampup_policy:  # the first size; the others are decided as the run goes on
         return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
@@ -67,7 +67,7 @@ def check(keys: BatchKeys) -> None:
     elif keys.step_batch_size_schedule:
         _parse_schedule(keys)
     elif keys.rampup_policy:
-        refuse(seesaw.relations(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
+        refuse(ladder.seesaw(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
 
 
 def _of_all_notations(keys: BatchKeys) -> Relations:

@@ -16,7 +16,7 @@ from maxramp.model.parts.aux import Aux
 from maxramp.parallel.cpu import after, gradient_after
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
-from maxramp.training.objective import Objective, with_layers
+from maxramp.training.loss import Objective, with_layers
 
 _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 

@@ -18,7 +18,7 @@ from maxramp.rampup.spec import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import TrainState, abstract_state
 from maxramp.training.step import Metrics, eval_step, make_train_step
 

@@ -21,8 +21,8 @@ from maxramp.parallel.sharding import of_gradient
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objective import Objective, next_token_prediction
 from maxramp.training.optimizers import Optimizer
 from maxramp.training.state import TrainState, no_counts, whole
 

@@ -10,7 +10,7 @@ from test_formats import open_file, write_file, write_parquet
 from test_prepare import COLUMN, content, documents
 
 from maxramp import prepare as prepare_lib
-from maxramp.data import duplicates
+from maxramp.data import preparation
 from maxramp.data.files import formats
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
@@ -145,9 +145,9 @@ def test_repeated_hashes_are_found(tmp_path):
         values = rng.integers(0, 200, size).tolist()
         numbers.append(values)
         paths.append(tmp_path / str(len(paths)))
-        paths[-1].write_bytes(b"".join(duplicates.hash_of(str(v)) for v in values))
+        paths[-1].write_bytes(b"".join(preparation.hash_of(str(v)) for v in values))
         expected.append([i for i, v in enumerate(values) if v in seen or seen.add(v)])
-    assert [found.tolist() for found in duplicates.find(paths)] == expected
+    assert [found.tolist() for found in preparation.find_duplicates(paths)] == expected
 
 
 def test_threads_encode_one_shard(tmp_path):

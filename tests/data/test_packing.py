@@ -13,8 +13,7 @@ from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_pe
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.spec import text_fields
-from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import cross_entropy_sums, next_token_prediction
 from maxramp.training.step import eval_step
 
 LENGTH = 16

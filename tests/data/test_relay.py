@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from maxramp.data import relay
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import initial_state
 from maxramp.training.step import eval_step
 

@@ -28,7 +28,7 @@ from maxramp.planning import hlo
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training import state as state_lib
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import in_layer_order, init_state
 from maxramp.training.step import eval_step, make_train_step
 

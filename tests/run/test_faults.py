@@ -242,7 +242,7 @@ def test_a_stopped_and_continued_process_is_not_ended():
     """Stopped for longer than the timeout; it still ends when it hangs after that."""
     program = """if True:
         import sys
-        from maxramp.processes.watchdog import Watchdog
+        from maxramp.processes.ending import Watchdog
         with Watchdog(4.0) as watchdog:
             for line in iter(sys.stdin.readline, ""):
                 watchdog.beat()

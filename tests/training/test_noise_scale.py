@@ -18,7 +18,7 @@ from maxramp.model.parts.aux import Aux
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objective import Objective, next_token_prediction
+from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.state import init_state
 from maxramp.training.step import make_train_step, train_step
 

@@ -10,7 +10,7 @@ from conftest import ROOT, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.parallel.sharding import TOKENS_BT
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import abstract_state
 
 ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264

@@ -21,8 +21,7 @@ from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import cross_entropy_sums
-from maxramp.training.objective import next_token_prediction
+from maxramp.training.loss import cross_entropy_sums, next_token_prediction
 from maxramp.training.state import init_state
 from maxramp.training.step import eval_step, make_train_step
 
