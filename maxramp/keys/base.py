@@ -124,10 +124,7 @@ def near(name: str) -> str | None:
         words, of_key = name.split("_"), key.split("_")
         if name.replace("_", "") == key.replace("_", ""):
             return key
-        if len(words) <= len(of_key) and all(map(_slip, words, of_key)):
+        slips = (difflib.SequenceMatcher(None, *pair) for pair in zip(words, of_key, strict=False))
+        if len(words) <= len(of_key) and all(slip.ratio() >= 0.6 for slip in slips):
             return key
     return None
-
-
-def _slip(word: str, meant: str) -> bool:
-    return difflib.SequenceMatcher(None, word, meant).ratio() >= 0.6

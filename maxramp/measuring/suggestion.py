@@ -9,12 +9,11 @@ from fractions import Fraction
 from typing import Any
 
 from maxramp.commandline import short
-from maxramp.config import alternatives
 from maxramp.config.keys import Config
-from maxramp.config.load import load
+from maxramp.config.load import OF_ONE_NOTATION, load, no_batch
 from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
-from maxramp.keys.base import CONFIGS
+from maxramp.keys.base import CONFIGS, base
 from maxramp.measuring.evidence import Evidence, ramp_of
 from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
@@ -64,8 +63,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
         if len(batches) > 1:
             keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
         # So that they can follow what this command line gives in another notation.
-        defaults = alternatives.of_one_notation().items()
-        keys = {k: v for k, v in defaults if config.values[k] != v} | keys
+        keys = {k: base()[k] for k in OF_ONE_NOTATION if config.values[k] != base()[k]} | keys
     found = {"batches": batches, "keys": keys, "evidence": evidence.lines}
     return found | {"limits": limits, "rows": rows}
 
@@ -116,7 +114,7 @@ class _Planned:
     def _row(self, name: str, keys: dict[str, Any], batches: str = "") -> dict[str, Any]:
         """Steps and node-time of the run with these batches on as many samples."""
         if keys:
-            keys = alternatives.none_chosen() | keys | {"total_samples": self.total_samples}
+            keys = no_batch() | keys | {"total_samples": self.total_samples}
         try:
             run = PlannedRun.of(self._config.replace(**keys), self._meshes)
         except ConfigError as error:
