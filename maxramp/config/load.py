@@ -142,7 +142,7 @@ def _not_used(ways: Mapping[tuple[str, ...], tuple[str, ...]]) -> dict[str, Any]
 
 _OF_ALL = """
   --help           show this
-  --help-keys      list every key with its default, its unit and what it is for (docs/keys.md)
+  --help-keys      list every key with its default, its unit and what it is for
   --version        show the version
 
 A value is YAML: steps=100, learning_rate=3e-4, rampup_batch_size=[16,16,800], packing=false."""

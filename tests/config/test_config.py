@@ -414,6 +414,13 @@ def test_base_yml_has_the_only_defaults():
             assert field.default is field.default_factory is dataclasses.MISSING, field.name
 
 
+def test_base_yml_gives_a_reason_for_every_key():
+    lines = (ROOT / "configs" / "base.yml").read_text(encoding="utf-8").splitlines()
+    keys = [line for line in lines if re.match(r"\w", line)]
+    assert [key for key in keys if not re.fullmatch(r"\w+: (\S.*?) +# .+", key)] == []
+    assert len(keys) == len(BASE_VALUES)
+
+
 def test_fields_have_the_types_of_base_yml():
     for section in SECTIONS.values():
         for field in dataclasses.fields(section):
