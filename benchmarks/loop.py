@@ -16,15 +16,15 @@ from figures import ROOT, parser, save
 PROGRAM = """
 import sys, time, statistics
 import jax
-from maxramp.processes import meeting
+from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.run import metrics
 from maxramp.train import main
-join = meeting.join
+join = backend.join
 def join_and_dispatch(timeout):  # to threads of XLA's, as to an accelerator
     jax.config.update("jax_cpu_enable_async_dispatch", True)
     join(timeout)
-meeting.join = join_and_dispatch
+backend.join = join_and_dispatch
 times, log_step = [], metrics.MetricsLog.log_step
 def marked(self, *arguments):
     log_step(self, *arguments)

@@ -20,7 +20,7 @@ FLOORS = (
     ("parallel", "processes"),
     ("rampup",),
     ("model",),
-    ("data", "folders"),
+    ("data",),
     ("training",),
     ("checkpoints",),
     ("run",),

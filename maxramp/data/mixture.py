@@ -11,9 +11,9 @@ import numpy as np
 
 from maxramp.data import tokenizers
 from maxramp.data.files import formats, prepared
-from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import RecordFile
+from maxramp.data.hub import HubSet
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
 from maxramp.data.tokenizers import Tokenizer

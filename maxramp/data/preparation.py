@@ -22,9 +22,9 @@ import numpy as np
 
 from maxramp.data import tokenizers
 from maxramp.data.files import formats, prepared
-from maxramp.data.files.hubset import HubSet
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.hub import HubSet
 from maxramp.data.keys import DataKeys
 from maxramp.data.shards import Preparation, Shard, publish, source_of
 from maxramp.data.tokenizers import Tokenizer

@@ -1,13 +1,24 @@
-"""The start of JAX in a process of a job, on the hardware that was asked for."""
+"""The start of JAX in a process of a job: on the hardware that was asked for, with all others.
 
+JAX aborts a process whose peers do not come, with a stack trace. So the processes first meet at the
+coordinator's address themselves: whoever cannot be met is named in one line, within a bounded time,
+and only a complete job is handed to JAX. The connections last, as the lifelines of the job.
+"""
+
+import contextlib
 import logging
 import os
+import resource
+import select
+import socket
+import time
 
 import jax
+from jax._src import clusters  # which JAX knows, without joining one; no public name does
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 from maxramp.keys.section import is_address
-from maxramp.processes import meeting
+from maxramp.processes import lifeline
 from maxramp.processes.keys import BackendKeys
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -75,5 +86,189 @@ def start(keys: BackendKeys) -> None:
     # dispatched asynchronously can each take the threads that the other's collective waits for, and
     # XLA then aborts the process; with one, each would hold memory of its own.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    meeting.join(keys.join_timeout_seconds)
+    join(keys.join_timeout_seconds)
     start_devices(keys.hardware)
+
+
+# What process 0 answers: all are there, or another process came with the same number.
+_GO, _TWICE = b"go", b"2x"
+
+_MAX_FILES = 2**16  # that a process may hold open, where its system allows so many
+
+# What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
+_PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+def join(timeout: float) -> None:
+    """Starts jax.distributed where the environment describes a job of several processes.
+
+    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
+    first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
+    neither.
+
+    Args:
+      timeout: seconds to wait for the other processes.
+
+    Raises:
+      ConfigError: the environment is incomplete, or the coordinator's port is taken.
+      TrainingError: other processes did not come.
+    """
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    address, count, place = _described() or detect(*given)[:3]
+    if address is None:
+        return
+    if count is None:
+        raise ConfigError(
+            f"JAX_COORDINATOR_ADDRESS={address}: JAX knows no cluster here that says how many "
+            "processes there are; set MAXRAMP_COORDINATOR, MAXRAMP_NUM_PROCESSES and "
+            "MAXRAMP_PROCESS_ID"
+        )
+    if count > 1:
+        _allow_connections()
+        meet = _wait_for_all if place == 0 else _report
+        lifeline.hold(place, meet(address, place, count, timeout))
+    bound = address if _is_loopback(_parts(address)[0]) else None  # JAX would listen everywhere
+    jax.distributed.initialize(
+        address, count, place, coordinator_bind_address=bound, initialization_timeout=60
+    )
+
+
+def _described() -> tuple[str, int, int] | None:
+    """The coordinator's address, the processes and this one's number, by our own variables."""
+    names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        return None
+    values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
+    host, _, port = values[0].rpartition(":")
+    numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
+    if not (host and port.isdigit() and 0 < int(port) < 2**16 and numbers):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise ConfigError(
+            f"{shown}: all three must be set, to host:port, the number of processes and this one's "
+            "place among them, from 0 on"
+        )
+    return values[0], int(values[1]), int(values[2])
+
+
+def _allow_connections() -> None:
+    """Lets process 0 hold a few connections to each of a thousand others.
+
+    The limit of open files that a program starts with is 1,024 on most systems, for the sake of
+    select(2), which nothing here uses; the hard one is what an administrator allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _shown(address: str) -> str:
+    given = "MAXRAMP_COORDINATOR" in os.environ
+    return f"MAXRAMP_COORDINATOR={address}" if given else f"the cluster's coordinator {address}"
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)  # of an IPv6 address
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only processes on this machine can reach a host of this name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _listen(host: str, port: int, count: int) -> socket.socket:
+    """Listens, by IPv4 and IPv6, for `count` processes that know this one as `host`.
+
+    Nobody outside of this machine has business with a job on a loopback address.
+    """
+    both = not _is_loopback(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    where = (host if _is_loopback(host) else "", port)
+    return socket.create_server(where, family=family, backlog=count, dualstack_ipv6=both)
+
+
+def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
+    """Process 0: waits until every other process has come, and then lets them go on together."""
+    shown, deadline = _shown(address), time.monotonic() + timeout
+    known = {_greeting(other, count): other for other in range(1, count)}
+    came: dict[int, socket.socket] = {}
+    try:
+        listener = _listen(*_parts(address), count)
+    except OSError as error:
+        raise ConfigError(
+            f"{shown}: cannot listen there: {os.strerror(error.errno)}; give another port"
+        ) from None
+    with listener:
+        while len(came) < count - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                missing = [str(other) for other in known.values() if other not in came]
+                some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+                raise TrainingError(
+                    f"{shown}: {len(missing)} of {count} processes did not come within "
+                    f"{timeout:g} s (process {some}); are they started, and do they reach this "
+                    "host? join_timeout_seconds waits longer"
+                ) from None
+            other = None
+            with contextlib.suppress(OSError):
+                peer.settimeout(5.0)
+                other = known.get(peer.recv(64))
+            if other is None:  # somebody else who looked what listens here
+                peer.close()
+                continue
+            if other in came:  # its connection broke, or it is another one
+                with contextlib.suppress(OSError):
+                    came[other].sendall(_TWICE)
+            came[other] = peer
+            if len(came) == count - 1:  # some may have ended while they waited
+                came = {other: peer for other, peer in came.items() if _is_open(peer)}
+    for peer in came.values():
+        with contextlib.suppress(OSError):  # one that has ended just now is missed at once
+            peer.sendall(_GO)
+    return {peer: other for other, peer in came.items()}
+
+
+def _report(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
+    """Another process: says that it is there, and waits until all are."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            peer = socket.create_connection(_parts(address), timeout=5.0)
+            peer.sendall(_greeting(place, count))
+            peer.settimeout(timeout + 5.0)
+            answer = peer.recv(2)
+            reason = f"it gave up waiting, or does not wait for {count} processes"
+            break
+        except OSError as error:
+            reason, answer = error.strerror or str(error), b""
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+    if answer == _TWICE:
+        raise ConfigError(
+            f"MAXRAMP_PROCESS_ID={place}: a second process came to {address} with this number; "
+            "give each its own"
+        )
+    if answer != _GO:
+        raise TrainingError(
+            f"{_shown(address)}: process {place} cannot join there: {reason} (waited "
+            f"up to {timeout:g} s); is process 0 running on that host, and is the port open?"
+        )
+    return {peer: 0}
+
+
+def _greeting(place: int, count: int) -> bytes:
+    """What a process says at the coordinator."""
+    return b"maxramp process %d of %d\n" % (place, count)
+
+
+def _is_open(peer: socket.socket) -> bool:
+    """Whether the process at the other end, which has nothing more to say, is still there."""
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+    return not poll.poll(0)

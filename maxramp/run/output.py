@@ -20,7 +20,7 @@ from maxramp.commandline import count
 from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import write_whole
-from maxramp.folders.run_folder import follow, take
+from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import ModelKeys

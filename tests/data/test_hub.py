@@ -12,8 +12,7 @@ from test_prepare import content, documents
 
 from maxramp import prepare as prepare_lib
 from maxramp.data import hub, tokenizers
-from maxramp.data.files import hubset
-from maxramp.data.files.hubset import HubSet
+from maxramp.data.hub import HubSet
 from maxramp.data.opening import open_corpus
 from maxramp.errors import ConfigError
 
@@ -144,7 +143,7 @@ def test_a_split_may_be_a_part(monkeypatch):
             asked.append((*given, more["split"]))
             raise OSError
 
-    monkeypatch.setattr(hubset, "optional", lambda *given: Library())
+    monkeypatch.setattr(hub, "optional", lambda *given: Library())
     part = HubSet("an-org/texts", "en:1", "train[:10%]+test", "body", False)
     for one in (part, pickle.loads(pickle.dumps(part))):
         with pytest.raises(ConfigError, match=r"hf_name=en:1 \(split train\[:10%\]\+test\)"):

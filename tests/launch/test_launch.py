@@ -22,7 +22,7 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
-from maxramp.processes import meeting as meeting_lib
+from maxramp.processes import backend
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -445,9 +445,9 @@ def test_more_processes_than_files_may_be_open(host):
     """As many are a thousand under the usual limit of 1,024; on hosts with IPv6 alone, too."""
     port, count = free_port(), 100
     program = (
-        "from maxramp.processes import meeting\n"
-        "meeting._allow_connections()\n"
-        f"meeting._wait_for_all('{host}:{port}', 0, {count}, 120.0)"
+        "from maxramp.processes import backend\n"
+        "backend._allow_connections()\n"
+        f"backend._wait_for_all('{host}:{port}', 0, {count}, 120.0)"
     )
     waiting = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -476,10 +476,10 @@ def meeting():
     port = free_port()
     address = f"127.0.0.1:{port}"
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meeting_lib._wait_for_all, address, 0, 3, 20.0)
+        waiting = pool.submit(backend._wait_for_all, address, 0, 3, 20.0)
 
         def come(place: int, count: int = 3) -> concurrent.futures.Future:
-            return pool.submit(meeting_lib._report, address, place, count, 20.0)
+            return pool.submit(backend._report, address, place, count, 20.0)
 
         yield port, waiting, come
 

@@ -11,9 +11,9 @@ import pytest
 from conftest import ROOT
 
 from maxramp.errors import TrainingError
+from maxramp.files import run_folder
 from maxramp.files.place import place
-from maxramp.folders import run_folder
-from maxramp.folders.run_folder import Claim, is_gone, this_process
+from maxramp.files.run_folder import Claim, is_gone, this_process
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
     path = place(f"{storage.address}/killed/.lock")
     program = (
         "import sys, time\n"
-        "from maxramp.folders.run_folder import Claim\n"
+        "from maxramp.files.run_folder import Claim\n"
         "from maxramp.files.place import place\n"
         "Claim(place(sys.argv[1]), 'it'); print('claimed', flush=True); time.sleep(60)"
     )

@@ -12,7 +12,7 @@ from maxramp.checkpoints.store import Checkpoints, Saves
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
-from maxramp.folders.run_folder import Mirror
+from maxramp.files.run_folder import Mirror
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -186,7 +186,7 @@ def test_a_glob_of_a_storage(client, tmp_path):
 
 def test_after_an_outage_it_sends_at_once(client, monkeypatch):
     """However long the round took that failed."""
-    monkeypatch.setattr("maxramp.folders.run_folder._PERIOD", 0.02)
+    monkeypatch.setattr("maxramp.files.run_folder._PERIOD", 0.02)
     mirror, write = mirror_of("gs://bucket/run"), client.pipe_file
     failed, sent = threading.Event(), threading.Event()
 

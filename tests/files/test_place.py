@@ -13,7 +13,7 @@ from maxramp.files.place import (
     sizes,
     write_whole,
 )
-from maxramp.folders.run_folder import Mirror, take
+from maxramp.files.run_folder import Mirror, take
 
 pytestmark = pytest.mark.slow
 FILES = {"a": b"1", "deep/b.json": b"22", "deep/er/c": b""}
@@ -104,7 +104,7 @@ def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
 
 
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxramp.folders.run_folder._LAST", 1.0)
+    monkeypatch.setattr("maxramp.files.run_folder._LAST", 1.0)
     folder, warnings = place(f"{storage.address}/{tmp_path.name}/run"), []
     mirror = take(folder, "it", warnings.append)
     assert isinstance(mirror, Mirror)

@@ -1,1 +1,0 @@
-"""Folders of runs and checkpoints, on a disk or in an object storage."""
