@@ -64,38 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_result(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
-    columns = ["batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"]
-    columns += ["90% interval", "within"]
-    rows = []
-    for size in result["sizes"]:
-        ends = "-" if size["low"] is None else f"{size['low']:+.4f} to {size['high']:+.4f}"
-        first = size is result["sizes"][0]
-        rows.append(
-            [
-                f"{size['rows']:,}",
-                f"{size['steps']:,}",
-                f"{size['learning_rate']:.3g}",
-                f"{size['loss']:.4f}",
-                "-" if first else f"{size['above']:+.4f}",
-                "-" if first else ends,
-                "yes" if size["within"] else "no",
-            ]
-        )
+    columns = "batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"
+    columns += "90% interval", "within"
+    rows = [
+        [
+            f"{size['rows']:,}",
+            f"{size['steps']:,}",
+            f"{size['learning_rate']:.3g}",
+            f"{size['loss']:.4f}",
+            f"{size['above']:+.4f}",
+            "-" if size["low"] is None else f"{size['low']:+.4f} to {size['high']:+.4f}",
+            "yes" if size["within"] else "no",
+        ]
+        for size in result["sizes"]
+    ]
+    rows[0][4:6] = "-", "-"  # there is no smaller one
     print_table(columns, rows, ["steps", "learning\nrate"])
     tokens = result["samples"] * result["row_tokens"]
     print(
         f"window    {short(tokens)} tokens from step {result['step']:,} on "
         f"(sample {result['first_sample']:,}), where the run's batch is {result['batch']:,}"
     )
-    largest, most = result["largest"], result["sizes"][-1]["rows"]
     interval = (
         "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"
         if result["surely"] is None
         else f"interval {result['surely']:,} to {result['possibly']:,}"
     )
     print(
-        f"largest   batch {largest:,} within {result['tolerance']:g} nats ({interval})"
-        + ("; no larger one was tried" if largest == most else "")
+        f"largest   batch {result['largest']:,} within {result['tolerance']:g} nats ({interval})"
+        + "; no larger one was tried" * result["sizes"][-1]["within"]
     )
     for kind, name in KINDS.items():
         if noise := result["noise"].get(f"{kind}noise_scale"):

@@ -18,6 +18,8 @@ from maxramp.errors import ConfigError, report
 from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
 
+_COLUMNS = ("samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows")
+_COLUMNS += ("batch\ntargets", "noise scale\ntargets")
 USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
 
 The noise scale is the batch at which the noise of a step's gradient is as large as the gradient
@@ -46,39 +48,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
         except (OSError, ValueError) as error:  # no such folder; a format that is none
             raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
-        if given.json:
-            found = {kind: [*map(dataclasses.asdict, curve)] for kind, curve in curves.items()}
-            print(json.dumps({f"{kind}noise_scale": curve for kind, curve in found.items()}))
-            return 0
-        for kind, curve in curves.items():
-            _print(KINDS[kind], curve)
-        print(f"picture   {plot}")
-        return 0
     except (ConfigError, OSError) as error:
         return report(error)
+    if given.json:
+        found = {kind: [*map(dataclasses.asdict, curve)] for kind, curve in curves.items()}
+        print(json.dumps({f"{kind}noise_scale": curve for kind, curve in found.items()}))
+        return 0
+    for kind, curve in curves.items():
+        print(f"noise scale, {KINDS[kind]}")
+        print_table(_COLUMNS, map(_row, curve), ["batch\ntargets", "steps"])
+    print(f"picture   {plot}")
+    return 0
 
 
-def _print(name: str, curve: list[Block]) -> None:
-    print(f"noise scale, {name}")
-    columns = ["samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"]
-    columns += ["batch\ntargets", "noise scale\ntargets"]
-    rows = []
-    for block in curve:
-        per_row = block.row_target_tokens
-        scale, high = block.noise_scale, block.high
-        rows.append(
-            [
-                f"{short(block.first_sample)} - {short(block.last_sample)}",
-                f"{block.steps:,}",
-                f"{block.batch_rows:,.3g}",
-                "-" if scale is None else f"{scale / per_row:,.3g}",
-                f"{block.low / per_row:,.3g} - "
-                + ("no end" if high is None else f"{high / per_row:,.3g}"),
-                short(float(f"{block.batch_target_tokens:.3g}")),
-                "-" if scale is None else short(float(f"{scale:.3g}")),
-            ]
-        )
-    print_table(columns, rows, ["batch\ntargets", "steps"])
+def _row(block: Block) -> list[str]:
+    """What the table says of a block."""
+    scale, low, high = block.in_rows
+    return [
+        f"{short(block.first_sample)} - {short(block.last_sample)}",
+        f"{block.steps:,}",
+        f"{block.batch_rows:,.3g}",
+        "-" if scale is None else f"{scale:,.3g}",
+        f"{low:,.3g} - {'no end' if high is None else f'{high:,.3g}'}",
+        short(float(f"{block.batch_target_tokens:.3g}")),
+        "-" if scale is None else short(float(f"{block.noise_scale:.3g}")),
+    ]
 
 
 if __name__ == "__main__":

@@ -72,15 +72,13 @@ def difference(branch: Branch, other: Branch) -> tuple[float, float | None, floa
       The difference and the ends of its interval, nats per token; no ends with fewer than eight
       batches. All are infinite where a loss is.
     """
-    apart, tokens = branch.cross_entropy - other.cross_entropy, branch.tokens
-    mean, count = float(apart.sum() / tokens.sum()), len(tokens)
-    half = 0.0
-    if math.inf in (branch.loss, other.loss):
-        mean = math.inf if branch.loss == math.inf else -math.inf
-    elif count >= _FEWEST_BATCHES:
-        residuals = apart - mean * tokens
-        error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(tokens.sum())
-        half = student(count - 1) * error
+    tokens, count = branch.tokens, len(branch.tokens)
+    mean, half = math.inf if branch.loss == math.inf else -math.inf, 0.0
+    if math.inf not in (branch.loss, other.loss):
+        apart, freedom = branch.cross_entropy - other.cross_entropy, max(1, count - 1)
+        mean = float(apart.sum() / tokens.sum())
+        spread = math.sqrt(count / freedom * float(((apart - mean * tokens) ** 2).sum()))
+        half = student(freedom) * spread / float(tokens.sum())
     return (mean, None, None) if count < _FEWEST_BATCHES else (mean, mean - half, mean + half)
 
 
@@ -100,10 +98,9 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
     sizes = []
     for index, branch in enumerate(branches):
         pairs = [difference(branch, smaller) for smaller in branches[:index]] or [(0.0, 0.0, 0.0)]
+        most = [None if None in ends else max(ends) for ends in zip(*pairs, strict=True)]
         size = {name: getattr(branch, name) for name in ("rows", "steps", "learning_rate", "loss")}
-        for name, ends in zip(("above", "low", "high"), zip(*pairs, strict=True), strict=True):
-            size[name] = None if None in ends else max(ends)
-        sizes.append(size)
+        sizes.append(size | dict(zip(("above", "low", "high"), most, strict=True)))
     found = {
         name: _last_within(sizes, key, tolerance)
         for name, key in (("largest", "above"), ("surely", "high"), ("possibly", "low"))
@@ -135,14 +132,12 @@ class Experiment:
         Raises:
           ConfigError: there is no such checkpoint, or what is asked for makes no sense.
         """
-        self._run = place(run).absolute()
-        self._sizes = sizes_of(sizes)
-        self._position = _checkpoint(self._run, at)
-        config = Config.of(base.base() | self._position.config)
-        batch, self._first = config.batch, self._position.consumed_samples
-        self._batch: int = self._position.stage()["global_batch_size"]
-        self._row = batch.max_target_length
-        origin, _ = origin_of(batch, batch.num_devices, self._position)
+        self._run, self._sizes, self._keys = place(run).absolute(), sizes_of(sizes), list(keys)
+        self._position = position = _checkpoint(self._run, at)
+        self._config = config = Config.of(base.base() | position.config)
+        self._first, self._batch = position.consumed_samples, position.stage()["global_batch_size"]
+        batch, self._row = config.batch, config.batch.max_target_length
+        origin, _ = origin_of(batch, batch.num_devices, position)
         ramp = RampupBatchManager(batch, batch.num_devices, **origin)
         self._rate = float(LearningRate.of(config.learning_rate, ramp)(self._first, self._batch))
         if not self._rate > 0:
@@ -155,7 +150,6 @@ class Experiment:
             raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
         self._samples = window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
-        self._keys, self._config = list(keys), config
         for key in keys:
             if (name := key.partition("=")[0]) in self._of_branch(self._sizes[0]):
                 raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
@@ -171,8 +165,7 @@ class Experiment:
         # Those that are done count, whatever this command asks for.
         begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
         self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
-        config = self._folder / "config.yml"
-        write_whole(config, to_yaml(self._config).encode())
+        write_whole(self._folder / "config.yml", to_yaml(self._config).encode())
         print(f"window   {self._samples:,} rows, by --tokens and --sizes", file=out, flush=True)
         for number, size in enumerate(self._sizes, 1):
             if not self._evaluation(size):
@@ -183,7 +176,7 @@ class Experiment:
                     file=out,
                     flush=True,
                 )
-                if status := _train([str(config), *keys], 2 if out is sys.stderr else 1):
+                if status := _train([str(self._folder / "config.yml"), *keys], out):
                     return status
             self._branch(size)  # what cannot be compared is refused at once
         return 0
@@ -204,8 +197,8 @@ class Experiment:
             "noise": self._noise(result["largest"]),
             "file": str(self._folder / "branch.json"),
         }
-        text = json.dumps(as_json(result), indent=2) + "\n"
-        write_whole(self._folder / "branch.json", text.encode())
+        text = json.dumps(as_json(result), indent=2)
+        write_whole(self._folder / "branch.json", f"{text}\n".encode())
         return result
 
     def _of_branch(self, size: int) -> dict[str, Any]:
@@ -299,13 +292,15 @@ class Experiment:
         first, last = self._first - self._samples, self._first + self._samples
         records = read_records(self._run / "metrics.jsonl")
         near = [r for r in records if first < r["consumed_samples"] <= last]
-        found = {}
-        for kind in KINDS:
-            for scale, low, high in (block.in_rows for block in blocks_of(near, kind, 1)):
-                if scale:
-                    of_kind = {"noise_scale": scale, "low": low, "high": high}
-                    found[f"{kind}noise_scale"] = of_kind | {"factor": largest / scale}
-        return found
+        return {
+            f"{kind}noise_scale": {
+                **{"noise_scale": scale, "low": low, "high": high},
+                "factor": largest / scale,
+            }
+            for kind in KINDS
+            for scale, low, high in (block.in_rows for block in blocks_of(near, kind, 1))
+            if scale
+        }
 
 
 def sizes_of(text: str) -> list[int]:
@@ -341,28 +336,22 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
 
 
 def _checkpoint(run: Place, at: int) -> Checkpoint:
-    path = run / "checkpoints" / str(at)
-    if not path.is_dir():
-        there = ", ".join(map(str, folder_lib.steps_in(run / "checkpoints"))) or "none"
-        raise ConfigError(f"--at {at}: {path} is no checkpoint; there are {there}")
-    try:
-        return folder_lib.read(path)
-    except folder_lib.TornError as error:
-        raise ConfigError(f"--at {at}: {path}: {error}; take another checkpoint") from None
+    path, there = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
+    if at not in there:
+        shown = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"--at {at}: {path} is no checkpoint; there are {shown}")
+    return folder_lib.read(path)
 
 
-def _train(arguments: Sequence[str], out: int) -> int:
+def _train(arguments: Sequence[str], out: IO[str]) -> int:
     """Trains in a process that does not outlive this one; a request to stop is passed on to it."""
-    asked = []
-
-    def pass_on(number: int, frame: Any) -> None:
-        asked.append(number)
-        process.terminate()
-
     bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
-    command = [*bound, sys.executable, "-m", "maxramp.train", *arguments]
+    command, asked = [*bound, sys.executable, "-m", "maxramp.train", *arguments], []
     process = subprocess.Popen(command, stdout=out, start_new_session=True)
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda *given: asked.append(process.terminate()))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     status = process.wait()
     for number, handler in before.items():
         signal.signal(number, handler)

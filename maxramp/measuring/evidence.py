@@ -51,9 +51,8 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     found: list[Measurement] = []  # the last one first
     order = sorted(results, key=lambda r: (r["first_sample"] * r["row_tokens"], r["samples"]))
     for r in reversed(order):
-        row = r["row_tokens"]
-        first, batch = r["first_sample"] * row, (r["surely"] or r["largest"]) * row
-        last = first + r["samples"] * row
+        places = r["first_sample"], r["first_sample"] + r["samples"], r["surely"] or r["largest"]
+        first, last, batch = (place * r["row_tokens"] for place in places)
         if found:
             batch = min(batch, found[-1].batch)
             last = found.pop().last if found[-1].first == first else found[-1].first
@@ -69,14 +68,11 @@ def _from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> lis
     """
     lows = [block.low / block.row_target_tokens for block in curve]
     others = [*lows[1:], *lows[-2:-1]] or lows
-    return [
-        Measurement(
-            block.first_sample * row_tokens,
-            block.last_sample * row_tokens,
-            factor * min(low, other) * row_tokens,
-        )
+    places = [
+        (block.first_sample, block.last_sample, factor * min(low, other))
         for block, low, other in zip(curve, lows, others, strict=True)
     ]
+    return [Measurement(*(number * row_tokens for number in place)) for place in places]
 
 
 def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
@@ -91,11 +87,9 @@ def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple
     found: list[tuple[float, int]] = [(0, sizes[0])]
     for one in measured:
         allowed = max((size for size in sizes if size <= one.batch), default=0)
-        if allowed <= found[-1][1]:
-            continue
-        if one.first <= found[-1][0]:
-            found.pop()
-        found.append((one.first, allowed))
+        if allowed > found[-1][1]:
+            found = [before for before in found if before[0] < one.first]
+            found.append((one.first, allowed))
     return found
 
 
@@ -120,10 +114,7 @@ class Evidence:
         Raises:
           ConfigError: what is named holds no measurement.
         """
-        self._config = config
-        self.by_noise = bool(noise)
-        self.lines: list[str] = []
-        self.limits: list[str] = []
+        self._config, self.by_noise, self.lines, self.limits = config, bool(noise), [], []
         self.results = self._read_branches(branch) if branch else []
         self.measured = self._read_noise(place(noise)) if noise else from_branches(self.results)
 
@@ -141,10 +132,10 @@ class Evidence:
                 f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
                 f"{given} --at STEP --sizes 8,16,32"
             )
-        there = self._compare_runs(place(results[0]["run"]))
+        run = place(results[0]["run"])
         for result in results:
             targets = Fraction(result["target_tokens"], result["samples"])
-            result["row_tokens"] = self._row_tokens(there, result["row_tokens"], targets)
+            result["row_tokens"] = self._row_tokens(run, result["row_tokens"], targets)
         return results
 
     def _read_noise(self, run: Place) -> list[Measurement]:
@@ -167,11 +158,10 @@ class Evidence:
             f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
             f"{last} after {short(curve[-1].last_sample)} samples"
         )
-        name = "norms_noise_scale"
         factors = [
-            (r["surely"] or r["largest"]) / r["noise"][name]["noise_scale"]
-            for r in self.results
-            if name in r["noise"]
+            (result["surely"] or result["largest"]) / measured["noise_scale"]
+            for result in self.results
+            if (measured := result["noise"].get("norms_noise_scale"))
         ]
         if factors:
             self.lines.append(
@@ -182,39 +172,27 @@ class Evidence:
                 "no branch says how far above the noise scale the batch may go; it is kept at the "
                 "noise scale's lower end, which is usually too careful"
             )
-        there = self._compare_runs(run)
         end = next(r for r in reversed(records) if "consumed_tokens" in r)
         row_tokens = end["consumed_tokens"] // end["consumed_samples"]
-        row_tokens = self._row_tokens(there, row_tokens, curve[-1].row_target_tokens)
+        row_tokens = self._row_tokens(run, row_tokens, curve[-1].row_target_tokens)
         return _from_noise(curve, min(factors, default=1.0), row_tokens)
 
-    def _row_tokens(self, there: dict[str, Any], row_tokens: int, targets: float) -> float:
+    def _row_tokens(self, run: Place, row_tokens: int, targets: float) -> float:
         """What a row that was measured counts for, in tokens of the run that is planned.
 
         Where both runs have a document in a row, whatever the rest of it, a row counts for a row.
+        Where the run that was measured is another one, the limits say so.
 
         Args:
-          there: the keys of the run that was measured.
+          run: that was measured.
           row_tokens: of its rows, padding included.
           targets: of its rows, on average.
         """
-        if not _padded(there):
-            return row_tokens
-        here = self._config
-        return here.batch.max_target_length if _padded(here.values) else targets
-
-    def _compare_runs(self, run: Place) -> dict[str, Any]:
-        """Says where the run that was measured is another one than the run that is planned.
-
-        Returns:
-          Its keys; none where it holds no config.yml.
-        """
+        here, there, line = self._config.values, {}, ""
         try:
-            there, line = read_yaml(run / "config.yml"), ""
+            there = read_yaml(run / "config.yml")
         except (ConfigError, OSError):
-            there = {}
             line = f"{run} holds no config.yml: whether it was a run like this is not known"
-        here = self._config.values
         differ = [
             f"{name}={there[name]} (here {here[name]})"
             for name in _SAME
@@ -223,7 +201,9 @@ class Evidence:
         if differ:
             line = f"measured on another run: {', '.join(differ)}"
         self.limits += [line] * (line != "" and line not in self.limits)
-        return there
+        if not _padded(there):
+            return row_tokens
+        return here["max_target_length"] if _padded(here) else targets
 
 
 def _padded(keys: dict[str, Any]) -> bool:
@@ -233,9 +213,7 @@ def _padded(keys: dict[str, Any]) -> bool:
 
 def _line_of(result: dict[str, Any]) -> str:
     """A result of maxramp.branch in one line."""
-    ends = "no interval"
-    if result["surely"] is not None:
-        ends = f"{result['surely']} to {result['possibly']}"
+    ends = f"{result['surely']} to {result['possibly']}" if result["surely"] else "no interval"
     sizes = ", ".join(str(size["rows"]) for size in result["sizes"])
     return (
         f"branches at {short(result['first_sample'] * result['row_tokens'])} tokens: batch "

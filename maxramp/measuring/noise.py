@@ -101,7 +101,8 @@ def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
       kind: one of KINDS.
     """
     names = f"{kind}noise_signal", f"{kind}noise_variance"
-    steps = [r for r in _steps(records) if all(isinstance(r.get(name), float) for name in names)]
+    steps = [r for r in records if _is_of_step(r, names)]
+    steps.sort(key=lambda record: record["consumed_samples"])
     if not steps:
         return []
     first = steps[0]["consumed_samples"] - steps[0]["global_batch_size"]
@@ -112,31 +113,26 @@ def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
     return [_block(share, *names) for share in shares if len(share) >= _FEWEST_STEPS]
 
 
-def _steps(records: Sequence[Record]) -> list[Record]:
-    """Those that a run writes of its steps, in order."""
-    names = "consumed_samples", "target_tokens", "global_batch_size"
-    found = [r for r in records if all(type(r.get(name)) is int for name in names)]
-    found = [r for r in found if 0 < r["global_batch_size"] <= r["consumed_samples"]]
-    return sorted(found, key=lambda record: record["consumed_samples"])
+def _is_of_step(record: Record, estimates: Sequence[str]) -> bool:
+    """Whether it is one that a run writes of a step, with these estimates."""
+    counts = [record.get(n) for n in ("global_batch_size", "consumed_samples", "target_tokens")]
+    known = all(isinstance(record.get(name), float) for name in estimates)
+    return known and all(type(n) is int for n in counts) and 0 < counts[0] <= counts[1]
 
 
 def _block(steps: list[Record], signal: str, variance: str) -> Block:
-    rows = np.array([record["global_batch_size"] for record in steps], float)
-    # A step of more rows knows more: it counts by its rows, as steps of one row each would.
-    ratio, low, high = ratio_of_means(
-        np.array([record[variance] for record in steps]),
-        np.array([record[signal] for record in steps]),
-        rows,
-    )
+    def of(name: str) -> np.ndarray:
+        return np.array([record[name] for record in steps], float)
+
+    rows = of("global_batch_size")
     return Block(
-        first_sample=steps[0]["consumed_samples"] - steps[0]["global_batch_size"],
-        last_sample=steps[-1]["consumed_samples"],
-        steps=len(steps),
-        batch_rows=rows.mean(),
-        batch_target_tokens=float(np.mean([record["target_tokens"] for record in steps])),
-        noise_scale=ratio,
-        low=low,
-        high=high,
+        int(steps[0]["consumed_samples"] - rows[0]),
+        steps[-1]["consumed_samples"],
+        len(steps),
+        rows.mean(),
+        float(of("target_tokens").mean()),
+        # A step of more rows knows more: it counts by its rows, as steps of one row each would.
+        *ratio_of_means(of(variance), of(signal), rows),
     )
 
 
@@ -184,14 +180,11 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
       OSError: the picture cannot be written.
       ValueError: the suffix names no format of pictures.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_yscale("log")
+    axes.set(yscale="log", xlabel="consumed samples", ylabel="rows")
     colors = ("tab:orange", "tab:green", "tab:red", "tab:purple")
     for color, (name, curve) in zip(colors, curves.items(), strict=False):
         per_row = curve[0].row_target_tokens
@@ -206,13 +199,9 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     edges = [*(block.first_sample for block in longest), longest[-1].last_sample]
     sizes = [block.batch_rows for block in longest]
     axes.step(edges, [*sizes, sizes[-1]], where="post", color="tab:blue", label="batch")
-    axes.set_xlabel("consumed samples")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, position: short(number)))
-    axes.set_ylabel("rows")
-    tokens = axes.secondary_yaxis(
-        "right", functions=(lambda rows: rows * per_row, lambda tokens: tokens / per_row)
-    )
-    tokens.set_ylabel("targets")
+    axes.xaxis.set_major_formatter(lambda number, position: short(number))
+    both_ways = (lambda rows: rows * per_row), (lambda tokens: tokens / per_row)
+    axes.secondary_yaxis("right", functions=both_ways).set_ylabel("targets")
     axes.grid(alpha=0.3)
     axes.spines["top"].set_visible(False)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")

@@ -47,10 +47,9 @@ class Rewards:
         Raises:
           ConfigError: a function cannot be imported.
         """
-        self._timeout = timeout
+        self._timeout, limit = timeout, max(timeout, _IMPORT_SECONDS)
         self._workers: list[_Worker] = []
         self._asker = concurrent.futures.ThreadPoolExecutor(1, "rewards")
-        limit = max(timeout, _IMPORT_SECONDS)
         late = (
             f"their modules are not imported after {limit:g} seconds; leave slow work to the "
             "first call, or raise reward_timeout_seconds"
@@ -60,12 +59,9 @@ class Rewards:
                 self._workers.append(_Worker(tuple(names)))
             for worker in self._workers:
                 worker.receive(time.monotonic() + limit, late, "while it imported them")
-        except TrainingError as error:
+        except BaseException as error:
             self.close()
-            raise ConfigError(str(error)) from None
-        except BaseException:
-            self.close()
-            raise
+            raise ConfigError(str(error)) if isinstance(error, TrainingError) else error from None
 
     def submit(
         self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]
@@ -80,22 +76,18 @@ class Rewards:
     def _work(self, *lists: Sequence) -> tuple[np.ndarray, float]:
         """Every worker takes its share of the answers."""
         start, size = time.monotonic(), -(-len(lists[0]) // len(self._workers))
-        parts = [
-            [list(given[first : first + size]) for given in lists]
-            for first in range(0, len(lists[0]), size)
-        ]
-        asked = list(zip(self._workers, parts, strict=False))
-        for worker, part in asked:
+        asked, found = [], []
+        for worker, first in zip(self._workers, range(0, len(lists[0]), size), strict=False):
+            part = [list(given[first : first + size]) for given in lists]
             worker.send(part)
-        found = []
-        for worker, (prompts, *_) in asked:
-            answers = count(len(prompts), "answer")
+            to = f"the first to {shortened(part[0][0])}"
+            asked.append((worker, count(len(part[0]), "answer"), to))
+        for worker, answers, to in asked:
             late = (
-                f"{answers} took more than reward_timeout_seconds={self._timeout:g}, the first to "
-                f"{shortened(prompts[0])}; give them more time, or a limit of their own"
+                f"{answers} took more than reward_timeout_seconds={self._timeout:g}, {to}; give "
+                "them more time, or a limit of their own"
             )
-            when = f"on {answers}, the first to {shortened(prompts[0])}"
-            found.append(worker.receive(start + self._timeout, late, when))
+            found.append(worker.receive(start + self._timeout, late, f"on {answers}, {to}"))
         return np.concatenate(found, 1).T, time.monotonic() - start
 
     def close(self) -> None:
@@ -125,9 +117,9 @@ class _Worker:
         """What the process sends, up to a time; what is wrong with it if that is an error."""
         try:
             if self._pipe.poll(max(0.0, limit - time.monotonic())):
-                error, found = self._pipe.recv()
-                if error:
-                    raise TrainingError(error)
+                found = self._pipe.recv()
+                if isinstance(found, str):
+                    raise TrainingError(found)
                 return found
             self.kill()
         except (EOFError, OSError):
@@ -160,55 +152,51 @@ def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
             if not callable(functions[name]):
                 raise TypeError("it is no function")
     except (Exception, SystemExit) as error:  # a script's, which runs at its import
-        wrong = (
+        pipe.send(
             f"rewards: {name} cannot be imported: {_reason(error)}; write "
             "module:function, of a module in this folder or one that is installed"
         )
-        pipe.send((wrong, None))
         return
-    pipe.send(("", None))
+    pipe.send([])
     with contextlib.suppress(EOFError):
         while True:
             pipe.send(_call_all(functions, *pipe.recv()))
 
 
-def _call_all(functions: dict[str, Callable], *lists: list) -> tuple[str, list[list[float]]]:
-    """("", the rewards of each function), or what is wrong."""
+def _call_all(functions: dict[str, Callable], *lists: list) -> list[list[float]] | str:
+    """The rewards of each function, or what is wrong."""
     found = []
     for name, function in functions.items():
-        error, rewards = _call(function, *lists)
-        if error:
-            where = f"on {count(len(lists[0]), 'answer')}"
+        found.append(_call(function, *lists))
+        if isinstance(found[-1], str):
             for prompt, answer, truth in zip(*lists, strict=True):  # which of them it is
-                of_one, _ = _call(function, [prompt], [answer], [truth])
-                if of_one:
-                    where = f"on the answer {shortened(answer)} to the prompt {shortened(prompt)}"
-                    error = of_one
-                    break
-            return f"rewards: {name} {error} {where}", []
-        found.append(rewards)
-    return "", found
+                of_one = _call(function, [prompt], [answer], [truth])
+                if isinstance(of_one, str):
+                    to = f"to the prompt {shortened(prompt)}"
+                    return f"rewards: {name} {of_one} on the answer {shortened(answer)} {to}"
+            return f"rewards: {name} {found[-1]} on {count(len(lists[0]), 'answer')}"
+    return found
 
 
-def _call(function: Callable, *lists: list) -> tuple[str, list[float]]:
-    """("", rewards), or what is wrong."""
+def _call(function: Callable, *lists: list) -> list[float] | str:
+    """The rewards of a function, or what is wrong."""
     try:
         returned = function(*copy.deepcopy(lists))
         if not isinstance(returned, Iterable):
-            return f"returned {_shown(returned)}, which is no list of rewards,", []
+            return f"returned {_shown(returned)}, which is no list of rewards,"
         returned = list(returned)
         for value in returned:
             number = np.asarray(value)  # V are the short floats of JAX
             with np.errstate(over="ignore"):  # finite in float32, as advantages are
                 is_number = number.dtype.kind in "biufV" and np.isfinite(np.float32(number))
             if number.ndim or not is_number:
-                return f"returned {_shown(value)}, which is no finite float32 number,", []
+                return f"returned {_shown(value)}, which is no finite float32 number,"
         if len(returned) != len(lists[0]):
             wanted = count(len(lists[0]), "answer")
-            return f"returned {count(len(returned), 'reward')} for {wanted}", []
-        return "", [float(value) for value in returned]
+            return f"returned {count(len(returned), 'reward')} for {wanted}"
+        return [float(value) for value in returned]
     except (Exception, SystemExit) as error:
-        return f"raised {_reason(error)}", []
+        return f"raised {_reason(error)}"
 
 
 def _reason(error: BaseException) -> str:

@@ -28,8 +28,8 @@ from maxramp.training.policy import advantages, shares
 
 def policy_fields(tokens: int) -> tuple[Field, ...]:
     """The arrays of a batch, of T tokens a row."""
-    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "shares": "float32"}
-    dtypes["sampled_log_probs"] = "float32"
+    ids, numbers = ("tokens", "targets"), ("weights", "shares", "sampled_log_probs")
+    dtypes = {**dict.fromkeys(ids, "int32"), **dict.fromkeys(numbers, "float32")}
     return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
 
 
@@ -109,18 +109,18 @@ class Scorer:
           prompts: each gets as many answers.
           first: number of the first answer: with `rollout_seed`, numbers decide what is drawn.
         """
-        G = self._policy.num_generations
-        ids = self._tokenizer.encode([prompt.text for prompt in prompts])
-        ids = [of_prompt for of_prompt in ids for _ in range(G)]
+        encoded = self._tokenizer.encode([prompt.text for prompt in prompts])
+        each = range(self._policy.num_generations)
+        asked, ids = ([x for x in given for _ in each] for given in (prompts, encoded))
         samples = [(first + i) % 2**32 for i in range(len(ids))]
         answers = self._generator.answer(weights, ids, samples)
-        asked = [prompt for prompt in prompts for _ in range(G)]
-        texts = list(map(self._text, answers))
-        pending = None
+        decode = self._tokenizer.tokenizer.decode  # but for the token that stopped it
+        texts = [decode(a.tokens[: len(a.tokens) - (not a.truncated)]) for a in answers]
+        part = Part(asked, ids, answers, texts)
         if self._rewards:
-            truths = [prompt.truth for prompt in asked]
-            pending = self._rewards.submit([prompt.text for prompt in asked], texts, truths)
-        return Part(asked, ids, answers, texts, pending)
+            lists = [prompt.text for prompt in asked], texts, [prompt.truth for prompt in asked]
+            part.pending = self._rewards.submit(*lists)
+        return part
 
     def wait(self, part: Part) -> None:
         """Waits for the rewards of a part, which process 0 tells the others.
@@ -128,18 +128,12 @@ class Scorer:
         Raises:
           StepError: one of them failed.
         """
-
-        def result() -> list | None:
-            if part.pending is None:
-                return None
-            rewards_RF, took = part.pending.result()
-            return [rewards_RF.tolist(), took]
-
+        ours = part.pending
         try:
-            found = raise_everywhere(result)
+            found = raise_everywhere(lambda: ours.result() if ours else (np.zeros(0), 0.0))
         except TrainingError as error:
             raise StepError(str(error)) from None
-        rewards, part.reward_seconds = all_gather_json(found)[0]
+        rewards, part.reward_seconds = all_gather_json([found[0].tolist(), found[1]])[0]
         part.rewards_RF = np.array(rewards, np.float64)
 
     def batch(self, part: Part, tokens: int) -> Batch:
@@ -162,11 +156,8 @@ class Scorer:
             targets_RT[predicting], log_probs_RT[predicting] = answer.tokens, answer.log_probs
             weights_RT[predicting], shares_RT[predicting] = advantages_R[row], share_R[row]
         return Batch(
-            tokens_RT,
-            targets_RT,
-            weights=weights_RT,
-            shares=shares_RT,
-            sampled_log_probs=log_probs_RT,
+            *(tokens_RT, targets_RT),
+            **{"weights": weights_RT, "shares": shares_RT, "sampled_log_probs": log_probs_RT},
         )
 
     def summary(self, part: Part) -> dict[str, float]:
@@ -189,11 +180,7 @@ class Scorer:
         if 2 * number < len(order):
             order = order[:number] + order[-number:]
         return [
-            {
-                "reward": float(rewards[i]),
-                "prompt": part.prompts[i].text,
-                "answer": part.texts[i],
-            }
+            {"reward": float(rewards[i]), "prompt": part.prompts[i].text, "answer": part.texts[i]}
             for i in order
         ]
 
@@ -201,7 +188,3 @@ class Scorer:
         """The weighted sum of each answer's rewards: [R]."""
         weights_F = self._keys.reward_weights or [1.0] * part.rewards_RF.shape[1]
         return part.rewards_RF @ np.asarray(weights_F, np.float64)
-
-    def _text(self, answer: Answer) -> str:
-        tokens = answer.tokens if answer.truncated else answer.tokens[:-1]
-        return self._tokenizer.tokenizer.decode(tokens)

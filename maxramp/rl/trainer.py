@@ -9,10 +9,11 @@ Until the first update a step can be given up: the weights are those before it, 
 depends on the prompts' numbers, so a restart repeats it to the last bit.
 """
 
+import collections
 import dataclasses
 import hashlib
+import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,37 +90,43 @@ class PolicyTrainer:
           StepError: a reward function failed.
           NotFiniteError: the weights are no numbers.
         """
-        phases = _Phases(self._beat)
+        phases: list[tuple[str, float]] = []  # when each began, and the one before ended
+
+        def enter(phase: str) -> None:
+            phases.append((phase, time.perf_counter()))
+            self._beat()
+
         compile_seconds = self._programs.wait(stage)
         # The devices may still work on the update before, which is no part of this rollout.
         weights = jax.block_until_ready(self._programs.generator.prepare(self.state.model))
         asked = [self._prompts[first_sample + i] for i in range(stage.global_batch_size)]
         first = first_sample * self._policy.num_generations
-        parts: list[Part] = []
-        batches: list[Batch] = []
-        phases.enter("rollout")
+        parts, batches = [], []
+        enter("rollout")
         for part in self._answered(weights, asked, first, stage):
             if self._stopping():
                 return None
             if part is None:
                 continue
-            phases.enter("reward_wait")
+            enter("reward_wait")
             self._scorer.wait(part)
-            phases.enter("training")
+            enter("training")
             if not parts:
                 sums = self._programs.zeros(self.state.trained)
             parts.append(part)
             batches.append(self._batch(part, stage.spec.tokens))
-            sums = self._programs.add(sums, *self._weights, batches[-1])
+            sums = self._add(sums, batches[-1])
             if len(parts) < stage.gradient_accumulation_steps:
                 # Or the answers to the next part, which take the devices next, would pay for it.
                 jax.block_until_ready(sums)
-                phases.enter("rollout")
+                enter("rollout")
         del weights
         shown = self._update(sums, batches, np.uint32(stage.global_batch_size))
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            seconds = phases.seconds(end) | {"compile": compile_seconds}
+            seconds = collections.Counter({"compile": compile_seconds})
+            for (phase, start), (_, stop) in itertools.pairwise([*phases, ("", end)]):
+                seconds[phase] += stop - start
             return self._record(Part.joined(parts), seconds, end - begin)
 
         return Taken(shown, measured)
@@ -158,18 +165,17 @@ class PolicyTrainer:
         Each part comes when the next one has its answers as well, so that its rewards are worked
         out meanwhile; first comes None. `first` is the number of the first answer.
         """
-        size, before = stage.micro_batch_size, None
-        for at in range(0, len(prompts), size):
-            number = first + at * self._policy.num_generations
-            part = self._scorer.ask(weights, prompts[at : at + size], number)
+        size, each = stage.micro_batch_size, self._policy.num_generations
+        asked = (
+            self._scorer.ask(weights, prompts[at : at + size], first + at * each)
+            for at in range(0, len(prompts), size)
+        )
+        for part, _ in itertools.pairwise(itertools.chain([None], asked, [None])):
             self._beat()
-            yield before
-            before = part
-        yield before
+            yield part
 
-    @property
-    def _weights(self) -> tuple[Decoder, Decoder]:
-        return self.state.trained, self.state.frozen
+    def _add(self, sums: Any, batch: Batch) -> Any:
+        return self._programs.add(sums, self.state.trained, self.state.frozen, batch)
 
     def _batch(self, part: Part, tokens: int) -> Batch:
         """A part to learn from, on the devices."""
@@ -189,55 +195,25 @@ class PolicyTrainer:
             if again:
                 sums = self._programs.zeros(self.state.trained)
                 for batch in batches:
-                    sums = self._programs.add(sums, *self._weights, batch)
-                    jax.block_until_ready(sums)
+                    sums = jax.block_until_ready(self._add(sums, batch))
                     self._beat()
             self.state, shown = self._programs.update(self.state, sums, samples, again=again > 0)
             differences.append(shown.pop("sampler_difference"))
         return {**shown, "sampler_difference": differences[0]}
 
-    def _record(self, part: Part, seconds: dict[str, float], total: float) -> Record:
+    def _record(self, part: Part, seconds: collections.Counter, total: float) -> Record:
         """What a step's answers were like, and how long each phase took."""
         answers = [answer.tokens for answer in part.answers]
         written, tokens = sum(map(len, answers)), sum(map(len, [*answers, *part.ids]))
+        read = [np.insert(ids, 0, len(ids)).astype("<i4") for ids in [*part.ids, *answers]]
         seconds["reward"] = part.reward_seconds
-        names = ("compile", "rollout", "reward", "reward_wait", "training")
-        phases = seconds["rollout"] + seconds["reward"] + seconds["training"]
         return {
             **self._scorer.summary(part),
-            **{f"{name}_seconds": seconds[name] for name in names},
-            "overlap_seconds": phases + seconds["compile"] - total,
+            **{f"{phase}_seconds": took for phase, took in seconds.items()},
+            "overlap_seconds": seconds.total() - seconds["reward_wait"] - total,
             "rollout_tokens_per_second": written / seconds["rollout"],
             "training_tokens_per_second": tokens / seconds["training"],
             "tokens_per_second": tokens / total,
             "step_seconds": total,
-            "batch_fingerprint": _fingerprint([*part.ids, *answers]),
+            "batch_fingerprint": hashlib.blake2b(np.concatenate(read), digest_size=8).hexdigest(),
         } | ({"answers": self._scorer.best_and_worst(part)} if self._keys.log_answers else {})
-
-
-class _Phases:
-    """When the phases of a step began: each ends with the next, and the last with the step."""
-
-    def __init__(self, beat: Callable[[], None]):
-        self._beat = beat
-        self._begun: list[tuple[str, float]] = []
-
-    def enter(self, name: str) -> None:
-        self._begun.append((name, time.perf_counter()))
-        self._beat()
-
-    def seconds(self, end: float) -> dict[str, float]:
-        """Of each phase, in a step whose work ended then."""
-        found: dict[str, float] = defaultdict(float)
-        ends = [*(start for _, start in self._begun[1:]), end]
-        for (name, start), stop in zip(self._begun, ends, strict=True):
-            found[name] += stop - start
-        return found
-
-
-def _fingerprint(ids: list[np.ndarray]) -> str:
-    """64 bits of a step's prompts and answers, in hex."""
-    found = hashlib.blake2b(digest_size=8)
-    for tokens in ids:
-        found.update(np.int32(len(tokens)).tobytes() + np.asarray(tokens, "<i4").tobytes())
-    return found.hexdigest()
