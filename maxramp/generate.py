@@ -50,29 +50,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.partition("\n")[0],
         epilog=USAGE,
     )
-    parser.add_argument("run", type=place)
-    parser.add_argument("--prompt", action="append", default=[], help="may be given again")
-    parser.add_argument(
-        "--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo'
-    )
-    parser.add_argument("--samples", type=int, default=1, help="answers to each prompt (1)")
-    parser.add_argument(
-        "--max_new_tokens", type=int, help="of an answer (as many as max_target_length leaves)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="divides the logits; 0 = greedy (1)"
-    )
-    parser.add_argument("--top_k", type=int, default=0, help="of the likeliest tokens; 0 = all")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="of the likeliest, with this probability (1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    parser.add_argument(
-        "--stop", action="append", default=[], help="a text that ends an answer too"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
+    add = parser.add_argument
+    add("run", type=place)
+    add("--prompt", action="append", default=[], help="may be given again")
+    add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo')
+    for name, kind, default, what in (
+        ("samples", int, 1, "answers to each prompt (1)"),
+        ("max_new_tokens", int, None, "of an answer (as many as max_target_length leaves)"),
+        ("temperature", float, 1.0, "divides the logits; 0 = greedy (1)"),
+        ("top_k", int, 0, "of the likeliest tokens; 0 = all"),
+        ("top_p", float, 1.0, "of the likeliest, with this probability (1)"),
+        ("seed", int, 0, "of the draws (0)"),
+    ):
+        add(f"--{name}", type=kind, default=default, help=what)
+    add("--stop", action="append", default=[], help="a text that ends an answer too")
+    add("--json", action="store_true", help="print one JSON object per answer")
     list_keys(parser)
-    parser.add_argument("keys", nargs="*", metavar="key=value")
+    add("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     if not (given.prompt or given.prompt_file):
         raise ConfigError("no prompt is given; use --prompt TEXT, or --prompt_file FILE")
@@ -89,42 +83,43 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _generate(given: argparse.Namespace) -> None:
     trained = TrainedRun(given.run, given.keys)
-    tokenizer = trained.tokenizer()
+    of_run = trained.tokenizer()
+    tokenizer = of_run.tokenizer
     asked = [*map(_text, given.prompt)]
     asked += FilePrompts(given.prompt_file, None).texts if given.prompt_file else []
     texts = [prompt for prompt in asked for _ in range(given.samples)]
-    prompts = tokenizer.encode(texts)
+    prompts = of_run.encode(texts)
     room = trained.config.model.max_target_length - max(map(len, prompts))
     most_tokens = given.max_new_tokens or max(1, room)
-    vocab_size = tokenizer.tokenizer.vocab_size
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
+    sampling = Sampling(given.temperature, given.top_k, given.top_p, tokenizer.vocab_size)
+    writing = Writing(most_tokens, sampling, given.seed, tuple(of_run.ends))
     model = trained.load()
     options = compiler_options(jax.default_backend())
-    writing = Writing(most_tokens, sampling, given.seed, tuple(tokenizer.ends))
     generator = Generator(trained.config.model, model, writing, options)
     weights = generator.prepare(model)
     del model
 
-    is_first = jax.process_index() == 0
-    stops, decode = [*map(_text, given.stop)], tokenizer.tokenizer.decode
-    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
-    live = _Live(texts)
+    stops = [*map(_text, given.stop)]
+    written = [AnswerText(tokenizer.decode, prompt, stops) for prompt in prompts]
+    heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
+    waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
     # Answers that nobody watches come at once, or often enough to notice the texts that end them.
     every = 1 if not given.json else _SELDOM if stops else most_tokens
     start = time.perf_counter()
     for answers in generator.stream(weights, prompts, every=every):
         for text, answer in zip(written, answers, strict=True):
             text.read(answer)
-        if is_first and not given.json:
-            live(written)
+        if jax.process_index() == 0 and not given.json:
+            _show(waiting)
         if all(text.done for text in written):
             break
     seconds, tokens = time.perf_counter() - start, sum(text.tokens for text in written)
-    if is_first and given.json:
+    if jax.process_index():
+        return
+    if given.json:
         for line in zip(texts, written, answers, strict=True):
-            _print_json(*line)
-    if is_first:
-        print(f"{count(tokens, 'token')} in {seconds:.1f} s, compiling included", file=sys.stderr)
+            print(_as_json(*line))
+    print(f"{count(tokens, 'token')} in {seconds:.1f} s, compiling included", file=sys.stderr)
 
 
 def _text(argument: str) -> str:
@@ -132,28 +127,19 @@ def _text(argument: str) -> str:
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
-class _Live:
-    """Prints answers behind their prompts: each when the one before is whole, as it comes."""
-
-    def __init__(self, prompts: Sequence[str]):
-        self._prompts, self._number, self._begun = prompts, 0, False
-
-    def __call__(self, texts: Sequence[AnswerText]) -> None:
-        while self._number < len(texts):
-            if not self._begun:
-                if len(texts) > 1:
-                    print(f"--- {self._number + 1} of {len(texts)}")
-                print(self._prompts[self._number], end="")
-                self._begun = True
-            text = texts[self._number]
-            print(text.new(), end="", flush=True)
-            if not text.done:
-                return
-            print()
-            self._number, self._begun = self._number + 1, False
+def _show(waiting: list[tuple[str, AnswerText]]) -> None:
+    """Prints what there is of answers behind what stands before them, each when the one before it
+    is whole, and takes out of the list what was printed."""
+    while waiting:
+        before, text = waiting[0]
+        print(before + text.new(), end="\n" * text.done, flush=True)
+        if not text.done:
+            waiting[0] = "", text
+            return
+        del waiting[0]
 
 
-def _print_json(prompt: str, text: AnswerText, answer: Answer) -> None:
+def _as_json(prompt: str, text: AnswerText, answer: Answer) -> str:
     line = {
         "prompt": prompt,
         "answer": text.new(),
@@ -161,7 +147,7 @@ def _print_json(prompt: str, text: AnswerText, answer: Answer) -> None:
         "tokens": answer.tokens[: text.tokens].tolist(),
         "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
     }
-    print(json.dumps(line))
+    return json.dumps(line)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,7 @@ def _refuse(config: Config) -> None:
     Raises:
       ConfigError: a key asks for it.
     """
-    room = config.model.max_target_length - config.rollout.max_completion_length
-    if room < 1:
+    if config.model.max_target_length <= config.rollout.max_completion_length:
         raise ConfigError(
             f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
             f"prompt in max_target_length={config.model.max_target_length}; raise that, or lower it"
@@ -118,14 +117,10 @@ def _trainer(
     """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
     abstract = job.abstract_state()
-    rewards = agreement.raise_everywhere(lambda: _rewards(config, job.closing))
+    rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
-    ahead = Ahead(
-        {},  # each program has the options
-        device_memory(config.planning.device_memory_gib),
-        output.say,
-        job.preemption.ask,
-    )
+    memory = device_memory(config.planning.device_memory_gib)
+    ahead = Ahead({}, memory, output.say, job.preemption.ask)  # each program has the options
     job.closing.callback(ahead.close)
     programs = PolicyPrograms(
         config.recipe,
@@ -156,14 +151,13 @@ def _trainer(
     )
 
 
-def _rewards(config: Config, closing: contextlib.ExitStack) -> Rewards | None:
+def _rewards(job: Job) -> Rewards | None:
     """The reward functions, on process 0."""
+    keys = job.config.rollout
     if jax.process_index():
         return None
-    keys = config.rollout
     rewards = Rewards(keys.rewards, keys.reward_workers, keys.reward_timeout_seconds)
-    closing.callback(rewards.close)
-    return rewards
+    return job.closing.enter_context(contextlib.closing(rewards))
 
 
 if __name__ == "__main__":

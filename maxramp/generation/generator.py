@@ -37,11 +37,7 @@ from maxramp.parallel.sharding import (
 _FEWEST_TOKENS = 16  # of a shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("tokens_BS", "log_probs_BS", "lengths_B", "limits_B", "draws_B2", "done_B"),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Prompts, and the answers behind them as far as they are written.
@@ -108,6 +104,9 @@ class Generator:
 
     Attributes:
       writing: how answers are written.
+      prepare: the model -> its weights as the programs read them: one layer after the other, in the
+        dtype of the arithmetic, and whole on each device but for the tensor axis, so that no token
+        waits until they are gathered. They take room beside those of the model.
     """
 
     def __init__(
@@ -133,19 +132,13 @@ class Generator:
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options or {}) or None)
         prepared = functools.partial(_prepared, dtype=keys.dtype)
         self._structure = jax.tree.structure(jit(prepared).eval_shape(model))
-        self._prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
+        self.prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
         # The caches and rows of a step take the place of those of the step before.
         self._decode = jit(
             self._write, static_argnames=("sampling", "stops"), donate_argnums=(1, 2)
         )
         self._gather = jit(lambda rows: jax.tree.map(lambda x: jax.reshard(x, REPLICATED), rows))
-
-    def prepare(self, model: Decoder) -> list[jax.Array]:
-        """The weights as the programs read them: one layer after the other, in the dtype of the
-        arithmetic, and whole on each device but for the tensor axis, so that no token waits until
-        they are gathered. They take room beside those of the model."""
-        return self._prepare(model)
 
     def answer(
         self,
@@ -178,19 +171,18 @@ class Generator:
     ) -> Iterator[list[Answer]]:
         """`answer`, with the answers as far as they are after every so many tokens."""
         self._check(prompts)
-        writing = self.writing
-        length, slots = self._lengths(max(map(len, prompts)))
-        rows = self._new_rows(prompts, range(len(prompts)) if samples is None else samples, slots)
+        most, how = self.writing.most_tokens, self._how
+        sizes = self._sizes(max(map(len, prompts)))
+        samples = range(len(prompts)) if samples is None else samples
         rows = jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, self._sharding(x), x.__getitem__), rows
+            lambda x: jax.make_array_from_callback(x.shape, self._sharding(x), x.__getitem__),
+            self._new_rows(prompts, samples, sizes["slots"]),
         )
-        caches = self._prefill(weights, rows, length=length, slots=slots)
-        for first in range(0, writing.most_tokens, every):
-            steps = np.int32(min(every, writing.most_tokens - first))
-            caches, rows = self._decode(
-                weights, caches, rows, steps, sampling=writing.sampling, stops=writing.stops
-            )
-            answers = _answers(jax.device_get(self._gather(rows)), prompts, writing.stops)
+        caches = self._prefill(weights, rows, **sizes)
+        for first in range(0, most, every):
+            steps = np.int32(min(every, most - first))
+            caches, rows = self._decode(weights, caches, rows, steps, **how)
+            answers = _answers(jax.device_get(self._gather(rows)), prompts, how["stops"])
             yield answers
             if all(answer.done for answer in answers):
                 return
@@ -204,31 +196,32 @@ class Generator:
           model: its shapes and shardings.
           count: of prompts, of up to `room` tokens each.
         """
-        writing, weights = self.writing, self._prepare.eval_shape(model)
-        length, slots = self._lengths(writing.room)
+        weights, sizes = self.prepare.eval_shape(model), self._sizes(self.writing.room)
         rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)),
-            self._new_rows([np.zeros(1, np.int32)] * count, range(count), slots),
+            self._new_rows([np.zeros(1, np.int32)] * count, range(count), sizes["slots"]),
         )
-        read = weights, rows
 
         def decode() -> jax.stages.Traced:
-            caches = self._prefill.eval_shape(*read, length=length, slots=slots)
-            more = {"sampling": writing.sampling, "stops": writing.stops}
-            return self._decode.trace(weights, caches, rows, np.int32(1), **more)
+            caches = self._prefill.eval_shape(weights, rows, **sizes)
+            return self._decode.trace(weights, caches, rows, np.int32(1), **self._how)
 
         return {
-            "preparing weights": lambda: self._prepare.trace(model),
-            "reading prompts": lambda: self._prefill.trace(*read, length=length, slots=slots),
+            "preparing weights": lambda: self.prepare.trace(model),
+            "reading prompts": lambda: self._prefill.trace(weights, rows, **sizes),
             "writing answers": decode,
             "gathering them": lambda: self._gather.trace(rows),
         }
 
-    def _lengths(self, longest: int) -> list[int]:
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"sampling": self.writing.sampling, "stops": self.writing.stops}
+
+    def _sizes(self, longest: int) -> dict[str, int]:
         """Tokens of a row that are read at once, and all that there may be."""
         longest, most = self.writing.room or longest, self._keys.max_target_length
-        sizes = longest, longest + self.writing.most_tokens
-        return [min(rounded_up(max(size, _FEWEST_TOKENS)), most) for size in sizes]
+        sizes = {"length": longest, "slots": longest + self.writing.most_tokens}
+        return {k: min(rounded_up(max(n, _FEWEST_TOKENS)), most) for k, n in sizes.items()}
 
     def _check(self, prompts: Sequence[np.ndarray]) -> None:
         longest, most = self._keys.max_target_length, self.writing.most_tokens
@@ -251,19 +244,17 @@ class Generator:
         """Rows of prompts, and of nothing, done, up to a number that the devices share evenly."""
         ranks = math.prod(self._mesh.shape[axis] for axis in BATCH_AXES)
         count = ranks * rounded_up(-(-len(prompts) // ranks))
-        missing = count - len(prompts)
-        lengths_B = np.array([*map(len, prompts), *[1] * missing], np.int32)
+        lengths_B, draws_B2 = np.ones(count, np.int32), np.zeros((count, 2), np.uint32)
         tokens_BS = np.full((count, slots), PADDING, np.int32)
-        for row_S, prompt in zip(tokens_BS, prompts, strict=False):
-            row_S[: len(prompt)] = prompt
+        for row, (prompt, number) in enumerate(zip(prompts, samples, strict=True)):
+            tokens_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
+            draws_B2[row] = self.writing.seed, number
         return Rows(
             tokens_BS=tokens_BS,
             log_probs_BS=np.zeros((count, slots), np.float32),
             lengths_B=lengths_B,
             limits_B=lengths_B + np.int32(self.writing.most_tokens),
-            draws_B2=np.array(
-                [(self.writing.seed, sample) for sample in [*samples, *[0] * missing]], np.uint32
-            ),
+            draws_B2=draws_B2,
             done_B=np.arange(count) >= len(prompts),
         )
 
@@ -357,8 +348,7 @@ def _answers(rows: Rows, prompts: Sequence[np.ndarray], stops: Sequence[int]) ->
         )
     answers = []
     for row, prompt in enumerate(prompts):
-        answer = slice(len(prompt), rows.lengths_B[row])
-        tokens, done = rows.tokens_BS[row, answer].copy(), bool(rows.done_B[row])
-        log_probs = rows.log_probs_BS[row, answer].copy()
+        answer, done = np.s_[row, len(prompt) : rows.lengths_B[row]], bool(rows.done_B[row])
+        tokens, log_probs = rows.tokens_BS[answer].copy(), rows.log_probs_BS[answer].copy()
         answers.append(Answer(tokens, log_probs, done, done and tokens[-1] not in stops))
     return answers

@@ -41,6 +41,7 @@ _OPEN = (
     *("dtype", "attention", "max_target_length"),
     *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
 )
+_TOKENIZER = {"tokenizer_type", "tokenizer_path"}
 _CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "eval_interval": -1}
 
 
@@ -91,14 +92,12 @@ class TrainedRun:
                     f"{name}={value} does not change what a run generates; the keys that do are "
                     f"{', '.join(_OPEN)}"
                 )
-        there = self.checkpoint.config
+        there, self._given = self.checkpoint.config, given.values
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
-        values = base.base() | {name: there[name] for name in names & there.keys()}
-        values |= {name: base.base()[name] for name in _OF_TRAINING} | _CONSTANT
-        self._given = given.values
-        self._another = not {"tokenizer_type", "tokenizer_path"}.isdisjoint(given.values)
-        if self._another:
-            values |= {"tokenizer_type": "", "tokenizer_path": ""}
+        taken = (names & there.keys()).difference(_OF_TRAINING)
+        self._another = not _TOKENIZER.isdisjoint(given.values)
+        taken -= _TOKENIZER if self._another else set()
+        values = base.base() | {name: there[name] for name in taken} | _CONSTANT
         self.config = Config.of(values | given.values)
         self.config.check()
 
@@ -109,10 +108,9 @@ class TrainedRun:
           ConfigError: the devices do not suit the keys, or the weights cannot be read.
         """
         backend.start(self.config.backend)
-        slices, processes = mesh_lib.num_slices(), jax.process_count()
-        self.config = resolve(self.config, jax.device_count(), slices, processes)
-        mesh = mesh_lib.make_mesh(self.config.mesh)
-        model = abstract_state(self.config.recipe, mesh).model
+        there = jax.device_count(), mesh_lib.num_slices(), jax.process_count()
+        self.config = resolve(self.config, *there)
+        model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
         return arrays.load_parameters(self.checkpoint.path, model, self.config.values)
 
     def tokenizer(self) -> PromptTokenizer:
@@ -128,10 +126,9 @@ class TrainedRun:
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
         keys = self.config.data
-        kind, path = keys.type_of_tokenizer, keys.tokenizer_path
+        of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
         if keys.dataset_type not in ("grain", "hf"):  # a document of text_files has both marks
-            return kind, path, keys.mark_keys | {"add_bos": True, "add_eos": True}
-        of_keys = kind, path, keys.mark_keys
+            return kind, path, marks | {"add_bos": True, "add_eos": True}
         if self._another:
             return of_keys
         source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
@@ -142,14 +139,15 @@ class TrainedRun:
             except ConfigError as error:
                 if kind == "bytes":
                     raise
-                print_note(f"{error}; prompts are as the keys of the run say, {_shown(*of_keys)}")
+                given = {"tokenizer_path": path} if path else {"tokenizer_type": kind}
+                shown = " ".join(f"{name}={value}" for name, value in (given | marks).items())
+                print_note(f"{error}; prompts are as the keys of the run say, {shown}")
                 return of_keys
             if form == "prepared":  # such sets bring theirs along
                 source = paths[0]
                 if of_set := prepared.read_manifest(source)["tokenizer"]:
                     file = f"{source}/{of_set['file']}" if of_set["file"] else ""
-                    marks = {name: of_set[name] for name in MARK_KEYS}
-                    return of_set["type"], file, marks
+                    return of_set["type"], file, {name: of_set[name] for name in MARK_KEYS}
             are_tokens = are_tokens or form in ("prepared", "megatron")
         if are_tokens and kind == "bytes":
             raise ConfigError(
@@ -157,8 +155,3 @@ class TrainedRun:
                 "tokenizer_type=bytes"
             )
         return of_keys
-
-
-def _shown(kind: str, path: str, marks: dict[str, bool]) -> str:
-    named = f"tokenizer_path={path}" if path else f"tokenizer_type={kind}"
-    return " ".join([named, *(f"{name}={value}" for name, value in marks.items())])

@@ -34,7 +34,7 @@ def path_of(config: Config) -> Place:
     Raises:
       ConfigError: no weights are given.
     """
-    if path := getattr(config.checkpoints, _key(config)):
+    if path := config.values[_key(config)]:
         return place(path)
     raise ConfigError(
         "load_parameters_path is empty: reinforcement learning begins with the weights of a model "
@@ -98,13 +98,10 @@ def settled(config: Config, run: Place) -> Config:
     def find() -> str:
         if jax.process_index():
             return ""
-        found, folder = folder_lib.find(given), run / "checkpoints"
-        position = folder_lib.newest(folder)[0] if found != given else None
-        if position:
-            began = place(position.config[name]).name
-            is_there = folder_lib.is_step(began) and found.with_name(began).is_dir()
-            return str(found.with_name(began) if is_there else found)
-        return str(found)
+        found = folder_lib.find(given)
+        position = folder_lib.newest(run / "checkpoints")[0] if found != given else None
+        began = found.with_name(place(position.config[name]).name) if position else found
+        return str(began if folder_lib.is_step(began.name) and began.is_dir() else found)
 
     path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
     return config.replace(**{name: path})

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import pathlib
 from typing import Any
 
@@ -36,14 +35,12 @@ class Sums:
     """
 
     def __init__(self, bound: int, seed: int):
-        self._bound, self._seed = bound, seed
-        self.hash = f"sums-{bound}-{seed}"
+        self._bound, self._seed, self.hash = bound, seed, f"sums-{bound}-{seed}"
         self.description = f"sums of two numbers below {bound}"
         self.texts = [f"{bound - 1}+{bound - 1}="]
 
     def __getitem__(self, number: int) -> Prompt:
-        random = np.random.default_rng([self._seed, number])
-        a, b = (int(x) for x in random.integers(0, self._bound, 2))
+        a, b = np.random.default_rng([self._seed, number]).integers(0, self._bound, 2)
         return Prompt(f"{a}+{b}=", str(a + b))
 
 
@@ -63,7 +60,6 @@ class FilePrompts:
         Raises:
           ConfigError: it cannot be read, or a line is no such object.
         """
-        self._seed = seed
         try:
             data = pathlib.Path(path).expanduser().read_bytes()
         except (OSError, RuntimeError, ValueError) as error:  # no such user, no path
@@ -76,15 +72,13 @@ class FilePrompts:
         self.hash = f"{hashlib.blake2b(data, digest_size=8).hexdigest()}-{seed}"
         self.description = f"{path}: {count(len(lines), 'prompt')}"
         self.texts = [prompt.text for prompt in self._prompts]
-        self._order = functools.lru_cache(2)(self._new_order)
+        self._seed, self._order = seed, functools.lru_cache(2)(self._new_order)
 
     def __getitem__(self, number: int) -> Prompt:
         done, place = divmod(number, len(self._prompts))
-        return self._prompts[self._order(done)[place]]
+        return self._prompts[place if self._seed is None else self._order(done)[place]]
 
     def _new_order(self, done: int) -> np.ndarray:
-        if self._seed is None:
-            return np.arange(len(self._prompts))
         return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
 
 
@@ -144,12 +138,12 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
     Raises:
       ConfigError: it has fewer.
     """
-    num_epoch = keys.num_epoch
-    if keys.prompt_file and samples > len(prompts.texts) * num_epoch:
+    there, num_epoch = len(prompts.texts), keys.num_epoch
+    if keys.prompt_file and samples > there * num_epoch:
         raise ConfigError(
             f"prompt_file={keys.prompt_file}: the run takes {samples} prompts, but the file has "
-            f"{len(prompts.texts)} x num_epoch={num_epoch} = {len(prompts.texts) * num_epoch}; use "
-            f"num_epoch={math.ceil(samples / len(prompts.texts))}"
+            f"{there} x num_epoch={num_epoch} = {there * num_epoch}; use "
+            f"num_epoch={-(-samples // there)}"
         )
 
 
