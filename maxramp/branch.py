@@ -34,9 +34,7 @@ goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
     parser = OneLineParser(
-        prog="python -m maxramp.branch",
-        description=__doc__.partition("\n")[0],
-        epilog=USAGE,
+        prog="python -m maxramp.branch", description=__doc__.partition("\n")[0], epilog=USAGE
     )
     add = parser.add_argument
     add("run")

@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
-        prog="python -m maxramp.generate",
-        description=__doc__.partition("\n")[0],
-        epilog=USAGE,
+        prog="python -m maxramp.generate", description=__doc__.partition("\n")[0], epilog=USAGE
     )
     add = parser.add_argument
     add("run", type=place)

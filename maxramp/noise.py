@@ -31,9 +31,7 @@ training can tell (docs/noise.md).
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
-        prog="python -m maxramp.noise",
-        description=__doc__.partition("\n")[0],
-        epilog=USAGE,
+        prog="python -m maxramp.noise", description=__doc__.partition("\n")[0], epilog=USAGE
     )
     parser.add_argument("run")
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")

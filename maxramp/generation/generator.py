@@ -26,13 +26,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
-from maxramp.parallel.sharding import (
-    REPLICATED,
-    ROWS_B,
-    TOKENS_BT,
-    CACHE_BKSh,
-    without_axis,
-)
+from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, CACHE_BKSh, without_axis
 
 _FEWEST_TOKENS = 16  # of a shape
 
