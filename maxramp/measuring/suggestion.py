@@ -1,8 +1,13 @@
 """A ramp for a run that is planned, or none, from what was measured on others.
 
-The run is shown beside the same run with other batches: constant, Seesaw's, published.
+The largest batch that costs nothing, over a run, is in tokens of the run that is planned, as a run
+with rows of another length may have been measured. Nothing is assumed where nothing was measured:
+before that the batch is the smallest, after it the batch stays. The run is shown beside the same
+run with other batches: constant, Seesaw's, published.
 """
 
+import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -13,59 +18,217 @@ from maxramp.config.keys import Config
 from maxramp.config.load import OF_ONE_NOTATION, load, no_batch
 from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place
 from maxramp.keys.base import CONFIGS, base
-from maxramp.measuring.evidence import Evidence, ramp_of
+from maxramp.keys.yamlfile import read_yaml
+from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
+from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _Batches = Sequence[tuple[int, int]]  # (sample from which on, batch) of a ramp
+_BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
+# What makes a run that was measured another one than the run that is planned.
+_SAME = (
+    *SHAPE_KEYS,
+    *("max_target_length", "packing", "dataset_type", "text_files", "grain_train_files"),
+    *("learning_rate", "opt_type"),
+)
 
 
-def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:
-    """What speaks for which ramp.
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was measured over some tokens of a run.
+
+    Attributes:
+      first, last: tokens consumed before and after.
+      batch: the batch, in tokens, that surely costs nothing there.
+    """
+
+    first: float
+    last: float
+    batch: float
+
+
+def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
+
+    Of an interval its lower end counts, and of several windows from one step on the least. A batch
+    is never given back, so at each place the least of those from there on counts.
+    """
+    found: list[Measurement] = []  # the last one first
+    order = sorted(results, key=lambda r: (r["first_sample"] * r["row_tokens"], r["samples"]))
+    for r in reversed(order):
+        places = r["first_sample"], r["first_sample"] + r["samples"], r["surely"] or r["largest"]
+        first, last, batch = (place * r["row_tokens"] for place in places)
+        if found:
+            batch = min(batch, found[-1].batch)
+            last = found.pop().last if found[-1].first == first else found[-1].first
+        found.append(Measurement(first, last, batch))
+    return found[::-1]
+
+
+def _from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> list[Measurement]:
+    """What blocks of a noise scale allow: `factor` times the lower end of the interval.
+
+    One block in twenty is too high, so a block counts for what the next one, too, allows; the last
+    for what the one before does.
+    """
+    lows = [block.low / block.row_target_tokens for block in curve]
+    others = [*lows[1:], *lows[-2:-1]] or lows
+    places = [
+        (block.first_sample, block.last_sample, factor * min(low, other))
+        for block, low, other in zip(curve, lows, others, strict=True)
+    ]
+    return [Measurement(*(number * row_tokens for number in place)) for place in places]
+
+
+def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
+    """The ramp that follows the measurements: (tokens from which on, batch in tokens).
+
+    A size is taken where a measurement allows it, and never given back.
 
     Args:
-      config: loaded; of the run that is planned.
-      noise: the folder of a run with a noise scale.
-      branch: the folder of a run with branches, or of one of their results.
-
-    Returns:
-      `batches`, [sample, batch] of the suggested ramp, of one entry where no ramp is suggested and
-      None where nothing was measured; `keys`, as key=value; `evidence` and `limits`, lines; `rows`,
-      what is compared: `name`, `steps`, `node_time` and `batches` of each; where it cannot run,
-      `steps` is None and `why` says why.
-
-    Raises:
-      ConfigError: the config makes no run, or what is named holds no measurement.
+      measured: in order.
+      sizes: that the batch may take, in tokens, the smallest first.
     """
-    planned = _Planned(with_nodes(config))
-    evidence = Evidence(config, noise, branch)
-    limits = evidence.limits
-    batches = _fitted(evidence, planned) if evidence.measured else None
-    rows, keys = planned.rows(batches), {}
-    if batches:
-        (_, first), rate = batches[0], config.learning_rate.learning_rate
-        if rate and first != planned.first_batch:
-            limits.append(
-                f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
-                f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
+    found: list[tuple[float, int]] = [(0, sizes[0])]
+    for one in measured:
+        allowed = max((size for size in sizes if size <= one.batch), default=0)
+        if allowed > found[-1][1]:
+            found = [before for before in found if before[0] < one.first]
+            found.append((one.first, allowed))
+    return found
+
+
+class Evidence:
+    """What a run's noise scale and its branches say of the batch.
+
+    Attributes:
+      measured: the batches that surely cost nothing, in order; empty where nothing was measured.
+      results: what maxramp.branch found, one of each step and window.
+      by_noise: whether a noise scale gave the places of `measured`.
+      lines: what was measured, for a person.
+      limits: what that leaves open, for a person.
+    """
+
+    def __init__(self, config: Config, noise: str | None, branch: str | None):
+        """
+        Args:
+          config: of the run that is planned.
+          noise: the folder of a run with a noise scale.
+          branch: the folder of a run with branches, or of one of their results.
+
+        Raises:
+          ConfigError: what is named holds no measurement.
+        """
+        self._config, self.by_noise, self.lines, self.limits = config, bool(noise), [], []
+        self.results = self._read_branches(branch) if branch else []
+        self.measured = self._read_noise(place(noise)) if noise else from_branches(self.results)
+
+    def _read_branches(self, given: str) -> list[dict[str, Any]]:
+        path = place(given)
+        files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
+        try:
+            texts = [file.read_bytes() for file in ([path] if path.is_file() else files)]
+            results = sorted(map(json.loads, texts), key=lambda r: (r["step"], r["samples"]))
+            self.lines += map(_line_of, results)
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
+        if not results:
+            raise ConfigError(
+                f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
+                f"{given} --at STEP --sizes 8,16,32"
             )
-        saved = 1 - rows[0]["steps"] / rows[1]["steps"]
-        if len(batches) > 1 and saved < _LEAST_SAVING:
-            limits.append(
-                f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
-                f"batch of {first}, less than {_LEAST_SAVING:.0%}"
+        run = place(results[0]["run"])
+        for result in results:
+            targets = Fraction(result["target_tokens"], result["samples"])
+            result["row_tokens"] = self._row_tokens(run, result["row_tokens"], targets)
+        return results
+
+    def _read_noise(self, run: Place) -> list[Measurement]:
+        """What the norms' noise scale of a run, which has no gaps, allows at the branches' height.
+
+        The factor is what surely costs nothing over the noise scale, the least of all branches.
+        """
+        records = records_of(run)
+        curve = next(filter(None, (blocks_of(records, "norms_", n) for n in _BLOCKS)), None)
+        if not curve:
+            raise ConfigError(
+                f"--noise {run}: holds no noise scale of 8 steps or more; train with "
+                "log_gradient_noise_scale=true"
             )
-            batches = batches[:1]
-            rows = planned.rows(batches)
-        keys = _keys_of(batches) | {"total_samples": planned.total_samples}
-        if len(batches) > 1:
-            keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
-        # So that they can follow what this command line gives in another notation.
-        keys = {k: base()[k] for k in OF_ONE_NOTATION if config.values[k] != base()[k]} | keys
-    found = {"batches": batches, "keys": keys, "evidence": evidence.lines}
-    return found | {"limits": limits, "rows": rows}
+        first, last = (
+            f"{low:.3g} to {'no end' if high is None else f'{high:.3g}'} rows"
+            for _, low, high in (block.in_rows for block in (curve[0], curve[-1]))
+        )
+        self.lines.append(
+            f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
+            f"{last} after {short(curve[-1].last_sample)} samples"
+        )
+        factors = [
+            (result["surely"] or result["largest"]) / measured["noise_scale"]
+            for result in self.results
+            if (measured := result["noise"].get("norms_noise_scale"))
+        ]
+        if factors:
+            self.lines.append(
+                f"the batch may be {min(factors):.3g} times the noise scale, by the branches"
+            )
+        else:
+            self.limits.append(
+                "no branch says how far above the noise scale the batch may go; it is kept at the "
+                "noise scale's lower end, which is usually too careful"
+            )
+        end = next(r for r in reversed(records) if "consumed_tokens" in r)
+        row_tokens = end["consumed_tokens"] // end["consumed_samples"]
+        row_tokens = self._row_tokens(run, row_tokens, curve[-1].row_target_tokens)
+        return _from_noise(curve, min(factors, default=1.0), row_tokens)
+
+    def _row_tokens(self, run: Place, row_tokens: int, targets: float) -> float:
+        """What a row that was measured counts for, in tokens of the run that is planned.
+
+        Where both runs have a document in a row, whatever the rest of it, a row counts for a row.
+        Where the run that was measured is another one, the limits say so.
+
+        Args:
+          run: that was measured.
+          row_tokens: of its rows, padding included.
+          targets: of its rows, on average.
+        """
+        here, there, line = self._config.values, {}, ""
+        try:
+            there = read_yaml(run / "config.yml")
+        except (ConfigError, OSError):
+            line = f"{run} holds no config.yml: whether it was a run like this is not known"
+        differ = [
+            f"{name}={there[name]} (here {here[name]})"
+            for name in _SAME
+            if name in there and there[name] != here[name]
+        ]
+        if differ:
+            line = f"measured on another run: {', '.join(differ)}"
+        self.limits += [line] * (line != "" and line not in self.limits)
+        if not _padded(there):
+            return row_tokens
+        return here["max_target_length"] if _padded(here) else targets
+
+
+def _padded(keys: dict[str, Any]) -> bool:
+    """Whether each row of a run is one document, and the rest padding."""
+    return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
+
+
+def _line_of(result: dict[str, Any]) -> str:
+    """A result of maxramp.branch in one line."""
+    ends = f"{result['surely']} to {result['possibly']}" if result["surely"] else "no interval"
+    sizes = ", ".join(str(size["rows"]) for size in result["sizes"])
+    return (
+        f"branches at {short(result['first_sample'] * result['row_tokens'])} tokens: batch "
+        f"{result['largest']} of {sizes} is the largest within {result['tolerance']:g} nats "
+        f"({ends}; rows of {result['row_tokens']} tokens)"
+    )
 
 
 class _Planned:
@@ -168,9 +331,10 @@ def _fitted(evidence: Evidence, planned: _Planned) -> _Batches:
     """
     measured, row, total = evidence.measured, planned.row_tokens, planned.total_samples
     tried = [s["rows"] * r["row_tokens"] for r in evidence.results for s in r["sizes"]]
-    first, limits = planned.first_batch, evidence.limits
-    sizes = {first * 2**n for n in range(31)}
-    sizes |= {first // 2**n for n in range(31) if first % 2**n == 0}
+    first, limits = Fraction(planned.first_batch), evidence.limits
+    sizes = {
+        int(size) for n in range(-31, 31) if (size := first * Fraction(2) ** n).denominator == 1
+    }
     if tried:
         # Without a noise scale nothing speaks for a smaller batch than the smallest that was
         # tried, and never does anything for one above the largest.
@@ -218,3 +382,49 @@ def _limits_of_branches(evidence: Evidence, largest: int) -> Iterator[str]:
             f"place, but more than {short(last)} cost something at the last; as a batch is "
             "never given back, it stays at what later places allow"
         )
+
+
+def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:
+    """What speaks for which ramp.
+
+    Args:
+      config: loaded; of the run that is planned.
+      noise: the folder of a run with a noise scale.
+      branch: the folder of a run with branches, or of one of their results.
+
+    Returns:
+      `batches`, [sample, batch] of the suggested ramp, of one entry where no ramp is suggested and
+      None where nothing was measured; `keys`, as key=value; `evidence` and `limits`, lines; `rows`,
+      what is compared: `name`, `steps`, `node_time` and `batches` of each; where it cannot run,
+      `steps` is None and `why` says why.
+
+    Raises:
+      ConfigError: the config makes no run, or what is named holds no measurement.
+    """
+    planned = _Planned(with_nodes(config))
+    evidence = Evidence(config, noise, branch)
+    limits = evidence.limits
+    batches = _fitted(evidence, planned) if evidence.measured else None
+    rows, keys = planned.rows(batches), {}
+    if batches:
+        (_, first), rate = batches[0], config.learning_rate.learning_rate
+        if rate and first != planned.first_batch:
+            limits.append(
+                f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
+                f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
+            )
+        saved = 1 - rows[0]["steps"] / rows[1]["steps"]
+        if len(batches) > 1 and saved < _LEAST_SAVING:
+            limits.append(
+                f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
+                f"batch of {first}, less than {_LEAST_SAVING:.0%}"
+            )
+            batches = batches[:1]
+            rows = planned.rows(batches)
+        keys = _keys_of(batches) | {"total_samples": planned.total_samples}
+        if len(batches) > 1:
+            keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
+        # So that they can follow what this command line gives in another notation.
+        keys = {k: base()[k] for k in OF_ONE_NOTATION if config.values[k] != base()[k]} | keys
+    found = {"batches": batches, "keys": keys, "evidence": evidence.lines}
+    return found | {"limits": limits, "rows": rows}

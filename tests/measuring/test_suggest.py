@@ -8,7 +8,7 @@ from conftest import BASE, ROOT
 from maxramp import suggest
 from maxramp.config.load import load
 from maxramp.measuring import noise, suggestion
-from maxramp.measuring.evidence import Measurement, from_branches, ramp_of
+from maxramp.measuring.suggestion import Measurement, from_branches, ramp_of
 from maxramp.rampup.schedule import RampupBatchManager
 
 
