@@ -34,59 +34,35 @@ _FEWEST_TOKENS = 16  # of a shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Prompts, and the answers behind them as far as they are written.
+    """Prompts, and the answers behind them as far as they are written."""
 
-    Attributes:
-      tokens_BS: int32 ids; PADDING behind the last one.
-      log_probs_BS: float32, of the answers' tokens (`sampling.sample`), and 0 elsewhere.
-      lengths_B: int32, tokens that there are.
-      limits_B: int32, tokens that there may be.
-      draws_B2: uint32, the numbers that a row's draws depend on (`sampling.sample`).
-      done_B: bool, whether the last token is one that stops, or the limit is reached.
-    """
-
-    tokens_BS: Any
-    log_probs_BS: Any
-    lengths_B: Any
-    limits_B: Any
-    draws_B2: Any
-    done_B: Any
+    tokens_BS: Any  # int32 ids; PADDING behind the last one
+    log_probs_BS: Any  # float32, of the answers' tokens (`sampling.sample`), and 0 elsewhere
+    lengths_B: Any  # int32, tokens that there are
+    limits_B: Any  # int32, tokens that there may be
+    draws_B2: Any  # uint32, the numbers that a row's draws depend on (`sampling.sample`)
+    done_B: Any  # bool, whether the last token is one that stops, or the limit is reached
 
 
 @dataclasses.dataclass(frozen=True)
 class Writing:
-    """How answers are written.
+    """How answers are written."""
 
-    Attributes:
-      most_tokens: of an answer.
-      sampling: how tokens are drawn.
-      seed: of the draws, a uint32.
-      stops: ids that end an answer.
-      room: tokens of the longest prompt that shares these programs; 0 = of those at hand.
-    """
-
-    most_tokens: int
+    most_tokens: int  # of an answer
     sampling: Sampling
-    seed: int = 0
-    stops: tuple[int, ...] = ()
-    room: int = 0
+    seed: int = 0  # of the draws, a uint32
+    stops: tuple[int, ...] = ()  # ids that end an answer
+    room: int = 0  # tokens of the longest prompt that shares these programs; 0 = of those at hand
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model wrote behind a prompt.
+    """What a model wrote behind a prompt."""
 
-    Attributes:
-      tokens: int32 ids; the last one stops, unless the answer is truncated.
-      log_probs: float32, of each (`sampling.sample`).
-      done: whether nothing more will come.
-      truncated: whether it ended at its limit, without a token that stops.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    done: bool
-    truncated: bool
+    tokens: np.ndarray  # int32 ids; the last one stops, unless the answer is truncated
+    log_probs: np.ndarray  # float32, of each (`sampling.sample`)
+    done: bool  # nothing more will come
+    truncated: bool  # it ended at its limit, without a token that stops
 
 
 class Generator:
@@ -110,13 +86,7 @@ class Generator:
         writing: Writing,
         options: Mapping[str, Any] | None = None,
     ):
-        """
-        Args:
-          keys: of the model, resolved.
-          model: it, or its shapes and shardings.
-          writing: how answers are written.
-          options: of the compiler, as `training.programs.compiler_options` gives them.
-        """
+        """`model` may be its shapes and shardings; `options` are the compiler's."""
         self.writing, self._keys, self._mesh = writing, keys, mesh_of(model)
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(

@@ -47,13 +47,9 @@ _CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "e
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
-    """The tokenizer of a run, as prompts and answers need it.
+    """The tokenizer of a run, as prompts and answers need it."""
 
-    Attributes:
-      tokenizer: of the documents that the run was trained on.
-    """
-
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # of the documents that the run was trained on
 
     @property
     def ends(self) -> list[int]:

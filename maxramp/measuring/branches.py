@@ -40,20 +40,13 @@ _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One size.
+    """One size."""
 
-    Attributes:
-      rows: global batch size.
-      steps: of the window.
-      learning_rate: throughout.
-      cross_entropy, tokens: sums over each batch of held-out rows, after the window.
-    """
-
-    rows: int
-    steps: int
-    learning_rate: float
-    cross_entropy: np.ndarray
-    tokens: np.ndarray
+    rows: int  # global batch size
+    steps: int  # of the window
+    learning_rate: float  # throughout
+    cross_entropy: np.ndarray  # sums over each batch of held-out rows, after the window
+    tokens: np.ndarray  # of the same
 
     @property
     def loss(self) -> float:

@@ -25,24 +25,16 @@ _FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The noise scale over a run of steps, in targets: tokens that are predicted.
+    """The noise scale over a run of steps, in targets: tokens that are predicted."""
 
-    Attributes:
-      first_sample, last_sample: samples consumed before and after the steps.
-      steps: how many have an estimate.
-      batch_rows, batch_target_tokens: the mean batch that they used, in rows and in targets.
-      noise_scale: None where the mean signal is not above zero.
-      low, high: the interval that holds it in 9 of 10 cases; high is None where it has no end.
-    """
-
-    first_sample: int
-    last_sample: int
-    steps: int
-    batch_rows: float
+    first_sample: int  # samples consumed before the steps
+    last_sample: int  # and after
+    steps: int  # that have an estimate
+    batch_rows: float  # of the mean batch that they used
     batch_target_tokens: float
-    noise_scale: float | None
-    low: float
-    high: float | None
+    noise_scale: float | None  # None where the mean signal is not above zero
+    low: float  # of the interval that holds it in 9 of 10 cases
+    high: float | None  # None where that has no end
 
     @property
     def row_target_tokens(self) -> float:

@@ -39,16 +39,11 @@ _SAME = (
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What was measured over some tokens of a run.
+    """What was measured over some tokens of a run."""
 
-    Attributes:
-      first, last: tokens consumed before and after.
-      batch: the batch, in tokens, that surely costs nothing there.
-    """
-
-    first: float
-    last: float
-    batch: float
+    first: float  # tokens consumed before
+    last: float  # and after
+    batch: float  # in tokens, that surely costs nothing there
 
 
 def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
@@ -114,11 +109,7 @@ class Evidence:
     """
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
-        """
-        Args:
-          config: of the run that is planned.
-          noise: the folder of a run with a noise scale.
-          branch: the folder of a run with branches, or of one of their results.
+        """Takes what `suggest` takes.
 
         Raises:
           ConfigError: what is named holds no measurement.
@@ -235,13 +226,7 @@ class _Planned:
     """The run that is planned, with other batches."""
 
     def __init__(self, config: Config):
-        """
-        Args:
-          config: loaded, with its nodes.
-
-        Raises:
-          ConfigError: it makes no run.
-        """
+        """Raises ConfigError where the config, which has its nodes, makes no run."""
         self._config, self._meshes = config, meshes_of(config)
         devices = config.batch.num_devices
         ramp = RampupBatchManager(resolve_planned(config, devices).batch, devices)

@@ -59,16 +59,7 @@ class PolicyPrograms:
         ahead: Ahead,
         options: Mapping[str, Any],
     ):
-        """
-        Args:
-          recipe: of the model and its optimizer.
-          policy: what is minimized.
-          learning_rate: of consumed prompts.
-          state: abstract.
-          writing: how answers are written.
-          ahead: compiles.
-          options: of the compiler (`training.programs.compiler_options`).
-        """
+        """`state` is abstract; `options` are the compiler's (`training.programs`)."""
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self._state, self._ahead = policy, state, ahead

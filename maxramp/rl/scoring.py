@@ -48,25 +48,15 @@ def writing(
 
 @dataclasses.dataclass
 class Part:
-    """Prompts and the answers to them, whose rewards are on their way until they are there.
+    """Prompts and the answers to them, whose rewards are on their way until they are there."""
 
-    Attributes:
-      prompts: of each answer.
-      ids: of each answer's prompt.
-      answers: as they were written, prompt after prompt.
-      texts: of the answers.
-      pending: their rewards, on process 0 alone.
-      rewards_RF: of each function, when they are there.
-      reward_seconds: what the functions took.
-    """
-
-    prompts: list[Prompt]
-    ids: list[np.ndarray]
-    answers: list[Answer]
-    texts: list[str]
-    pending: concurrent.futures.Future | None = None
-    rewards_RF: np.ndarray | None = None
-    reward_seconds: float = 0.0
+    prompts: list[Prompt]  # of each answer
+    ids: list[np.ndarray]  # of each answer's prompt
+    answers: list[Answer]  # as they were written, prompt after prompt
+    texts: list[str]  # of the answers
+    pending: concurrent.futures.Future | None = None  # their rewards, on process 0 alone
+    rewards_RF: np.ndarray | None = None  # of each function, when they are there
+    reward_seconds: float = 0.0  # what the functions took
 
     @classmethod
     def joined(cls, parts: Sequence["Part"], count: int | None = None) -> "Part":
@@ -90,14 +80,7 @@ class Scorer:
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
-        """
-        Args:
-          keys: what answers are worth.
-          policy: how many answers there are to each prompt, and how they are learned from.
-          generator: writes them.
-          tokenizer: of the model.
-          rewards: the reward functions; None but on process 0.
-        """
+        """`rewards` are the reward functions; None but on process 0."""
         self._keys, self._policy, self._generator = keys, policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 

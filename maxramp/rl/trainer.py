@@ -58,12 +58,8 @@ class PolicyTrainer:
     ):
         """
         Args:
-          programs: what a step computes.
           keys: how many answers to show.
-          prompts: of the run.
-          held_out: those that evaluations are on, if there are any.
-          scorer: has them answered, and knows what answers are worth.
-          state: before the first step.
+          held_out: the prompts that evaluations are on, if there are any.
           reference: the weights to stay near to; None where grpo_beta = 0.
           beat: called whenever answers, rewards or gradients of a part are there.
           stopping: called after the answers to each part; whether to give the step up.
