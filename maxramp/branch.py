@@ -62,8 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_result(result: dict[str, Any]) -> None:
     """The result as a table and a few lines."""
-    columns = "batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"
-    columns += "90% interval", "within"
+    columns = (
+        *("batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"),
+        *("90% interval", "within"),
+    )
     rows = [
         [
             f"{size['rows']:,}",

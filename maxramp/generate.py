@@ -20,7 +20,7 @@ from maxramp.commandline import OneLineParser, count
 from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError, TrainingError, report
 from maxramp.files.place import place
-from maxramp.generation.generator import Answer, Generator, Writing
+from maxramp.generation.generator import Generator, Writing
 from maxramp.generation.loading import TrainedRun
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
@@ -115,8 +115,15 @@ def _generate(given: argparse.Namespace) -> None:
     if jax.process_index():
         return
     if given.json:
-        for line in zip(texts, written, answers, strict=True):
-            print(_as_json(*line))
+        for prompt, text, answer in zip(texts, written, answers, strict=True):
+            line = {
+                "prompt": prompt,
+                "answer": text.new(),
+                "truncated": answer.truncated and not text.stopped,
+                "tokens": answer.tokens[: text.tokens].tolist(),
+                "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
+            }
+            print(json.dumps(line))
     print(f"{count(tokens, 'token')} in {seconds:.1f} s, compiling included", file=sys.stderr)
 
 
@@ -135,17 +142,6 @@ def _show(waiting: list[tuple[str, AnswerText]]) -> None:
             waiting[0] = "", text
             return
         del waiting[0]
-
-
-def _as_json(prompt: str, text: AnswerText, answer: Answer) -> str:
-    line = {
-        "prompt": prompt,
-        "answer": text.new(),
-        "truncated": answer.truncated and not text.stopped,
-        "tokens": answer.tokens[: text.tokens].tolist(),
-        "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
-    }
-    return json.dumps(line)
 
 
 if __name__ == "__main__":

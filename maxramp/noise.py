@@ -18,8 +18,10 @@ from maxramp.errors import ConfigError, report
 from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
 
-_COLUMNS = ("samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows")
-_COLUMNS += ("batch\ntargets", "noise scale\ntargets")
+_COLUMNS = (
+    *("samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"),
+    *("batch\ntargets", "noise scale\ntargets"),
+)
 USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
 
 The noise scale is the batch at which the noise of a step's gradient is as large as the gradient

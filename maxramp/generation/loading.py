@@ -104,8 +104,8 @@ class TrainedRun:
           ConfigError: the devices do not suit the keys, or the weights cannot be read.
         """
         backend.start(self.config.backend)
-        there = jax.device_count(), mesh_lib.num_slices(), jax.process_count()
-        self.config = resolve(self.config, *there)
+        slices, processes = mesh_lib.num_slices(), jax.process_count()
+        self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
         return arrays.load_parameters(self.checkpoint.path, model, self.config.values)
 

@@ -31,14 +31,13 @@ class AnswerText:
     def read(self, answer: Answer) -> None:
         """Takes in what is new of an answer, a token at a time: so the cut is after the first that
         completes a text, however many come at once."""
-        ends = answer.done and not answer.truncated  # with a token that is no text
-        last = len(answer.tokens) - ends
+        # One that ends with a token: that is no text.
+        last = len(answer.tokens) - (answer.done and not answer.truncated)
         while self.tokens < last and not self.done:
             self.tokens += 1
             whole = answer.done and self.tokens == last
             self._text += self._more(answer.tokens[: self.tokens], whole)
-            found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-            if found:
+            if found := [at for stop in self._stops if (at := self._text.find(stop)) >= 0]:
                 self._text, self.done, self.stopped = self._text[: min(found)], True, True
         if answer.done and not self.done:
             self.tokens, self.done = len(answer.tokens), True

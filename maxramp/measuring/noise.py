@@ -71,10 +71,9 @@ def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
     records = records_of(run)
     curves = {kind: curve for kind in KINDS if (curve := blocks_of(records, kind, blocks))}
     if not curves:
-        logged = any("norms_noise_signal" in record for record in records)
         remedy = (
             "use fewer --blocks, or a batch above 1 row, which has none"
-            if logged
+            if any("norms_noise_signal" in record for record in records)
             else "train with log_gradient_noise_scale=true"
         )
         raise ConfigError(
@@ -152,12 +151,9 @@ def ratio_of_means(
     """
     share = weights / weights.sum()
     means = np.array([(share * y).sum(), (share * x).sum()])
-    deviations = np.stack([y, x]) - means[:, None]
-    freedom = len(y) - 1
-    z = student(freedom, z)
-    (yy, xy), (_, xx) = np.outer(means, means) - z**2 * len(y) / freedom * (
-        (share * deviations) @ (share * deviations).T
-    )
+    deviations = share * (np.stack([y, x]) - means[:, None])
+    wide = student(len(y) - 1, z) ** 2 * len(y) / (len(y) - 1)
+    (yy, xy), (_, xx) = np.outer(means, means) - wide * (deviations @ deviations.T)
     # r is in it where xx r^2 - 2 xy r + yy <= 0.
     root = math.sqrt(max(0.0, xy**2 - xx * yy))
     ratio = means[0] / means[1] if min(means) > 0 else None
@@ -177,7 +173,7 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.set(yscale="log", xlabel="consumed samples", ylabel="rows")
-    colors = ("tab:orange", "tab:green", "tab:red", "tab:purple")
+    colors = "tab:orange", "tab:green", "tab:red"
     for color, (name, curve) in zip(colors, curves.items(), strict=False):
         per_row = curve[0].row_target_tokens
         known = [block for block in curve if block.noise_scale is not None]
@@ -189,8 +185,8 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     longest = max(curves.values(), key=len)
     edges = [*(block.first_sample for block in longest), longest[-1].last_sample]
-    sizes = [block.batch_rows for block in longest]
-    axes.step(edges, [*sizes, sizes[-1]], where="post", color="tab:blue", label="batch")
+    sizes = [block.batch_rows for block in (*longest, longest[-1])]
+    axes.step(edges, sizes, where="post", color="tab:blue", label="batch")
     axes.xaxis.set_major_formatter(lambda number, position: short(number))
     both_ways = (lambda rows: rows * per_row), (lambda tokens: tokens / per_row)
     axes.secondary_yaxis("right", functions=both_ways).set_ylabel("targets")

@@ -404,8 +404,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
                 f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
                 f"batch of {first}, less than {_LEAST_SAVING:.0%}"
             )
-            batches = batches[:1]
-            rows = planned.rows(batches)
+            rows = planned.rows(batches := batches[:1])
         keys = _keys_of(batches) | {"total_samples": planned.total_samples}
         if len(batches) > 1:
             keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}

@@ -99,32 +99,21 @@ def open_prompts(
         found["prompt_file"] = FilePrompts(keys.prompt_file, seed)
     if keys.eval_prompt_file:
         found["eval_prompt_file"] = FilePrompts(keys.eval_prompt_file, None, "eval_prompt_file")
+    most, answer = model.max_target_length, keys.max_completion_length
     for name, prompts in found.items():
-        check_lengths(name, prompts, tokenizer, keys, model)
+        for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
+            if not len(tokens):
+                raise ConfigError(
+                    f"{name}={getattr(keys, name)}: {shortened(text)} has no tokens; leave it "
+                    "out, or use add_bos=True"
+                )
+            if len(tokens) > most - answer:
+                raise ConfigError(
+                    f"max_completion_length={answer} leaves a prompt {most - answer} of "
+                    f"max_target_length={most} tokens, and {shortened(text)} has {len(tokens)}; "
+                    "raise max_target_length, or lower max_completion_length"
+                )
     return found
-
-
-def check_lengths(
-    name: str, prompts: Prompts, tokenizer: PromptTokenizer, keys: RolloutKeys, model: ModelKeys
-) -> None:
-    """Checks that every prompt of the key `name` and its answer fit into a row.
-
-    Raises:
-      ConfigError: one does not.
-    """
-    room = model.max_target_length - keys.max_completion_length
-    for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
-        if not len(tokens):
-            raise ConfigError(
-                f"{name}={getattr(keys, name)}: {shortened(text)} has no tokens; leave it "
-                "out, or use add_bos=True"
-            )
-        if len(tokens) > room:
-            raise ConfigError(
-                f"max_completion_length={keys.max_completion_length} leaves a prompt {room} of "
-                f"max_target_length={model.max_target_length} tokens, and {shortened(text)} has "
-                f"{len(tokens)}; raise max_target_length, or lower max_completion_length"
-            )
 
 
 def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:

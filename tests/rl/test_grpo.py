@@ -16,7 +16,7 @@ from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.generation.loading import PromptTokenizer
 from maxramp.rl import first_weights
-from maxramp.rl.prompts import FilePrompts, Sums, check_enough, check_lengths
+from maxramp.rl.prompts import FilePrompts, check_enough, open_prompts
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -157,13 +157,13 @@ def test_a_path_that_cannot_be(path):
 
 
 def test_a_prompt_that_leaves_no_room(tmp_path):
-    config = load([RL, "max_completion_length=12"])
     bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "ab"}\n{"prompt": "1+2="}\n')
-    for prompts in (Sums(10, 0), FilePrompts(str(path), 0)):
+    for key in ("prompt_file=", f"prompt_file={path}", f"eval_prompt_file={path}"):
+        config = load([RL, "max_completion_length=12", key])
         with pytest.raises(ConfigError, match="leaves a prompt 4 of max_target_length=16 tokens"):
-            check_lengths("prompt_file", prompts, bytes_, config.rollout, config.model)
+            open_prompts(config.rollout, bytes_, config.model)
 
 
 def checkpoint(run, step, **config):
