@@ -80,10 +80,10 @@ def print_result(result: dict[str, Any]) -> None:
     ]
     rows[0][4:6] = "-", "-"  # there is no smaller one
     print_table(columns, rows, ["steps", "learning\nrate"])
-    tokens = result["samples"] * result["row_tokens"]
     print(
-        f"window    {short(tokens)} tokens from step {result['step']:,} on "
-        f"(sample {result['first_sample']:,}), where the run's batch is {result['batch']:,}"
+        f"window    {short(result['samples'] * result['row_tokens'])} tokens from step "
+        f"{result['step']:,} on (sample {result['first_sample']:,}), where the run's batch is "
+        f"{result['batch']:,}"
     )
     interval = (
         "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"

@@ -81,16 +81,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _generate(given: argparse.Namespace) -> None:
     trained = TrainedRun(given.run, given.keys)
-    of_run = trained.tokenizer()
-    tokenizer = of_run.tokenizer
+    tokenizer = trained.tokenizer()
     asked = [*map(_text, given.prompt)]
     asked += FilePrompts(given.prompt_file, None).texts if given.prompt_file else []
     texts = [prompt for prompt in asked for _ in range(given.samples)]
-    prompts = of_run.encode(texts)
+    prompts = tokenizer.encode(texts)
     room = trained.config.model.max_target_length - max(map(len, prompts))
     most_tokens = given.max_new_tokens or max(1, room)
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, tokenizer.vocab_size)
-    writing = Writing(most_tokens, sampling, given.seed, tuple(of_run.ends))
+    vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
+    sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
+    writing = Writing(most_tokens, sampling, given.seed, tuple(tokenizer.ends))
     model = trained.load()
     options = compiler_options(jax.default_backend())
     generator = Generator(trained.config.model, model, writing, options)
@@ -98,7 +98,7 @@ def _generate(given: argparse.Namespace) -> None:
     del model
 
     stops = [*map(_text, given.stop)]
-    written = [AnswerText(tokenizer.decode, prompt, stops) for prompt in prompts]
+    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
     heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
     waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
     # Answers that nobody watches come at once, or often enough to notice the texts that end them.

@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return report(error)
     if given.json:
-        found = {kind: [*map(dataclasses.asdict, curve)] for kind, curve in curves.items()}
-        print(json.dumps({f"{kind}noise_scale": curve for kind, curve in found.items()}))
+        named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}
+        print(json.dumps(named, default=dataclasses.asdict))
         return 0
     for kind, curve in curves.items():
         print(f"noise scale, {KINDS[kind]}")

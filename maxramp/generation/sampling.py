@@ -17,20 +17,14 @@ _COLDEST = 1e-3  # a temperature by which logits can be divided
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """From which tokens to draw the next one, and how evenly.
+    """From which tokens to draw the next one, and how evenly."""
 
-    Attributes:
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draw from this many of the likeliest; 0 = from all.
-      top_p: of these, from the likeliest that together have this probability (nucleus sampling,
-        Holtzman et al., arXiv 1904.09751).
-      vocab_size: draw only ids below it, as those behind a tokenizer's stand for no text; 0 = all.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
+    top_k: int = 0  # draw from this many of the likeliest; 0 = from all
+    # Of these, from the likeliest that together have this probability (nucleus sampling, Holtzman
+    # et al., arXiv 1904.09751).
     top_p: float = 1.0
-    vocab_size: int = 0
+    vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are no text; 0 = all
 
     def check(self) -> None:
         """Checks each number, an option of a command.

@@ -280,8 +280,10 @@ class _Planned:
 def _keys_of(batches: _Batches) -> dict[str, Any]:
     if len(batches) == 1:
         return {"global_batch_size": batches[0][1]}
-    text = " ".join(f"{sample}:{size}" for sample, size in batches)
-    return {"step_batch_size_schedule": text, "step_batch_size_unit": "samples"}
+    return {
+        "step_batch_size_schedule": " ".join(f"{sample}:{size}" for sample, size in batches),
+        "step_batch_size_unit": "samples",
+    }
 
 
 def _shown(batches: _Batches) -> str:

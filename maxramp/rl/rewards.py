@@ -93,7 +93,7 @@ class Rewards:
     def close(self) -> None:
         """Ends the workers."""
         for worker in self._workers:
-            worker.kill()
+            workers_lib.end(worker.process)
         self._asker.shutdown(wait=False, cancel_futures=True)
 
 
@@ -104,9 +104,9 @@ class _Worker:
         self._names = names
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
+        self.process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
         with workers_lib.starting():
-            self._process.start()
+            self.process.start()
         other.close()
 
     def send(self, arguments: list) -> None:
@@ -121,15 +121,12 @@ class _Worker:
                 if isinstance(found, str):
                     raise TrainingError(found)
                 return found
-            self.kill()
+            workers_lib.end(self.process)
         except (EOFError, OSError):
-            self.kill()  # what it started
-            self._process.join(5.0)
-            late = f"their process ended (exit status {self._process.exitcode}) {when}"
+            workers_lib.end(self.process)  # what it started
+            self.process.join(5.0)
+            late = f"their process ended (exit status {self.process.exitcode}) {when}"
         raise TrainingError(f"rewards={list(self._names)}: {late}")
-
-    def kill(self) -> None:
-        workers_lib.end(self._process)
 
 
 @workers_lib.leading_group()

@@ -216,7 +216,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda *_: None)
     rewards = Rewards(["of_test:loud", "of_test:ended", "of_test:starts"], 1, 30.0)
     found = rewards.submit(["p"], ["a"], [None]).result()[0]
-    print(found[:, :2].tolist(), rewards._workers[0]._process.pid, file=sys.stderr, flush=True)
+    print(found[:, :2].tolist(), rewards._workers[0].process.pid, file=sys.stderr, flush=True)
     rewards.submit(["p"] * 1000, ["a"] * 1000, [None] * 1000)
     os.kill(os.getpid(), signal.SIGKILL)
 """
