@@ -29,7 +29,6 @@ from maxramp.errors import ConfigError
 from maxramp.generation.loading import PromptTokenizer, TrainedRun
 from maxramp.job import start
 from maxramp.job.loop import train
-from maxramp.job.start import Job, Start
 from maxramp.processes import agreement
 from maxramp.processes.ending import Preemption, run
 from maxramp.rl import first_weights
@@ -82,7 +81,7 @@ def _refuse(config: Config) -> None:
         )
 
 
-def _run(begun: Start) -> int:
+def _run(begun: start.Start) -> int:
     """Opens the prompts and the run's folder, and trains from where it stands."""
     config = begun.config
     weights = first_weights.path_of(config)
@@ -112,7 +111,7 @@ def _run(begun: Start) -> int:
 
 
 def _trainer(
-    job: Job, tokenizer: PromptTokenizer, prompts: Prompts, held_out: Prompts | None
+    job: start.Job, tokenizer: PromptTokenizer, prompts: Prompts, held_out: Prompts | None
 ) -> PolicyTrainer:
     """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
@@ -151,7 +150,7 @@ def _trainer(
     )
 
 
-def _rewards(job: Job) -> Rewards | None:
+def _rewards(job: start.Job) -> Rewards | None:
     """The reward functions, on process 0."""
     keys = job.config.rollout
     if jax.process_index():

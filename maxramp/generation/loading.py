@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from maxramp.checkpoints import arrays
-from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints import arrays, folder
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -15,7 +14,6 @@ from maxramp.config.resolve import resolve
 from maxramp.data import mixture, tokenizers
 from maxramp.data.files import formats, prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.keys import base
@@ -49,7 +47,7 @@ _CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "e
 class PromptTokenizer:
     """The tokenizer of a run, as prompts and answers need it."""
 
-    tokenizer: Tokenizer  # of the documents that the run was trained on
+    tokenizer: tokenizers.Tokenizer  # of the documents that the run was trained on
 
     @property
     def ends(self) -> list[int]:
@@ -80,7 +78,7 @@ class TrainedRun:
         Raises:
           ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
         """
-        self.checkpoint = folder_lib.read(folder_lib.find(path))
+        self.checkpoint = folder.read(folder.find(path))
         *_, given = config_files.read(base.CONFIGS / "base.yml", arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:

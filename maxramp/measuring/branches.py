@@ -21,7 +21,6 @@ from typing import IO, Any
 import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import origin_of
 from maxramp.commandline import count
 from maxramp.config.keys import Config
@@ -328,7 +327,7 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
     return rows
 
 
-def _checkpoint(run: Place, at: int) -> Checkpoint:
+def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
     path, there = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
     if at not in there:
         shown = ", ".join(map(str, there)) or "none"

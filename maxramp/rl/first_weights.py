@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints import arrays
-from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints import arrays, folder
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -54,7 +53,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     """
     weights = path_of(config)
     try:
-        folder_lib.find(weights)
+        folder.find(weights)
     except ConfigError as error:
         if config.rollout.prompt_file:
             raise
@@ -98,10 +97,10 @@ def settled(config: Config, run: Place) -> Config:
     def find() -> str:
         if jax.process_index():
             return ""
-        found = folder_lib.find(given)
-        position = folder_lib.newest(run / "checkpoints")[0] if found != given else None
+        found = folder.find(given)
+        position = folder.newest(run / "checkpoints")[0] if found != given else None
         began = found.with_name(place(position.config[name]).name) if position else found
-        return str(began if folder_lib.is_step(began.name) and began.is_dir() else found)
+        return str(began if folder.is_step(began.name) and began.is_dir() else found)
 
     path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
     return config.replace(**{name: path})
