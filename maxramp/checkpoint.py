@@ -10,13 +10,12 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
-from maxramp.commandline import OneLineParser
-from maxramp.errors import EXIT_FAILED, ConfigError, report
+from maxramp.commandline import OneLineParser, command
+from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.files.place import MARK, Place, place, sizes
 from maxramp.keys.base import CONFIGS
@@ -32,7 +31,8 @@ verify  reads every value of every checkpoint; exit status 1 if one is torn
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
         prog="python -m maxramp.checkpoint",
@@ -41,12 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)
-    try:
-        given = parser.parse_args(arguments)
-        command = {"ls": ls, "show": show, "verify": verify}[given.command]
-        return max(command(path) for path in given.path)
-    except (ConfigError, OSError, MemoryError) as error:
-        return report(error)
+    given = parser.parse_args(arguments)
+    work = {"ls": ls, "show": show, "verify": verify}[given.command]
+    return max(work(path) for path in given.path)
 
 
 def ls(path: Place) -> int:

@@ -1,15 +1,16 @@
 """Shared by the commands: options beside key=value, counts and tables."""
 
 import argparse
+import functools
 import itertools
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import maxramp
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, is_expected, report
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -24,6 +25,24 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises what the parser found."""
         raise ConfigError(f"{message} (--help lists what there is)")
+
+
+def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
+    """Makes a command's `main` of what works on the arguments and returns the exit status.
+
+    It takes them from the process's own command line by default. An error is reported in one line.
+    """
+
+    @functools.wraps(work)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return work(list(sys.argv[1:] if arguments is None else arguments))
+        except Exception as error:
+            if not is_expected(error):
+                raise
+            return report(error)
+
+    return main
 
 
 def print_note(line: str) -> None:

@@ -50,7 +50,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The error of a library in one line; with a remedy if memory ran out."""
+    """The error of the system or a library in one line; with a remedy if memory ran out."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split())[:300] or type(error).__name__
     if not is_out_of_memory(error):
         return text
@@ -60,6 +62,13 @@ def reason_of(error: Exception) -> str:
         "per_device_batch_size (gradient_accumulation_steps keeps the global batch), "
         "remat_policy=full, or more ici_fsdp_parallelism"
     )
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether an error says in itself what is wrong, so that a person needs no traceback."""
+    known = ConfigError, TrainingError, OSError, MemoryError
+    # JAX's, by its name: what only reads a config does not import JAX.
+    return isinstance(error, known) or type(error).__name__ == "JaxRuntimeError"
 
 
 def report(error: Exception) -> int:

@@ -33,12 +33,12 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp.commandline import OneLineParser, count
+from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys, load
 from maxramp.data import mixture, preparation, shards
 from maxramp.data.files import prepared
 from maxramp.data.keys import DataKeys
-from maxramp.errors import EXIT_FAILED, ConfigError, TrainingError, report
+from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_address
@@ -82,13 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    given = _parser().parse_intermixed_args(arguments)
+    keys = [text for text in given.inputs if _is_key(text)]
+    names = [text for text in given.inputs if text not in keys]
     try:
-        given = _parser().parse_intermixed_args(arguments)
-        keys = [text for text in given.inputs if _is_key(text)]
-        names = [text for text in given.inputs if text not in keys]
         if given.inspect:
             keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
             from maxramp.run.inspection import inspect  # imports jax, which a preparation does not
@@ -97,15 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _check(given, names or [text for text in keys if text.startswith("hf_path=")])
             prepare(given, names, _load_keys(keys, "preparing", KEYS))
-        return 0
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_FAILED
-    except (ConfigError, TrainingError, MemoryError) as error:
-        return report(error)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return report(TrainingError(f"{where}{error.strerror or error}"))
+    return 0
 
 
 def _check(given: argparse.Namespace, names: Sequence[str]) -> None:

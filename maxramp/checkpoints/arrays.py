@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from maxramp import errors
 from maxramp.checkpoints.folder import Checkpoint, TornError, find, read
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
@@ -156,15 +157,11 @@ def restore(checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
     return dataclasses.replace(abstract.with_model(loaded["model"]), **loaded["optimizer"])
 
 
-def reason_of(error: BaseException) -> str:
-    """What a library raised, in a line that a person can read."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+def reason_of(error: Exception) -> str:
+    """What a library raised, in a line that a person can read; of the disk's errors the name."""
     text = " ".join(str(error).split())
-    for known in _DISK_ERRORS:
-        if known in text:
-            return known
-    return text[:200] or type(error).__name__
+    known = [] if isinstance(error, OSError) else [name for name in _DISK_ERRORS if name in text]
+    return known[0] if known else errors.reason_of(error)[:300]
 
 
 def save(path: Place, state: TrainState) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import tensorstore
 
-from maxramp.errors import TrainingError
+from maxramp.errors import TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, failure, lock, make_folder
 
 _PERIOD = 15.0  # seconds from one round to the next
@@ -218,7 +218,7 @@ class Mirror:
             lasting = isinstance(left, TrainingError | FileNotFoundError)
             if lasting or time.monotonic() > deadline:
                 kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
-                self._warn(f"{_text(left)}; what was not sent to {self._folder} {kept}")
+                self._warn(f"{reason_of(left)}; what was not sent to {self._folder} {kept}")
                 break
             time.sleep(1)
         else:
@@ -247,7 +247,7 @@ class Mirror:
             if isinstance(failing, TrainingError):
                 return  # `check` says so
             if failing and not before:
-                self._warn(f"{_text(failing)}; it is tried again, and the run goes on")
+                self._warn(f"{reason_of(failing)}; it is tried again, and the run goes on")
             pause = _PERIOD if failing else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _failure(self) -> OSError | TrainingError | None:
@@ -309,11 +309,6 @@ def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk | Mirro
 def follow(folder: Place, warn: Callable[[str], None]) -> Disk | Mirror:
     """The folder of a run that another process has taken: what this one adds gets there too."""
     return Mirror(folder, warn, None) if isinstance(folder, ObjectPath) else Disk(folder)
-
-
-def _text(error: Exception) -> str:
-    known = isinstance(error, OSError) and error.filename
-    return f"{error.filename}: {error.strerror}" if known else str(error) or "no answer"
 
 
 def _state(path: pathlib.Path) -> tuple[int, int]:
