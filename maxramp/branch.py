@@ -12,12 +12,11 @@ if __name__ == "__main__":  # before the imports that take a second
 import json
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from maxramp.commandline import OneLineParser, print_table, short
+from maxramp.commandline import OneLineParser, command, print_table, short
 from maxramp.config.load import list_keys
-from maxramp.errors import ConfigError, report
+from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Experiment
 from maxramp.measuring.noise import KINDS
 from maxramp.processes.backend import take_hardware
@@ -31,7 +30,8 @@ goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
     parser = OneLineParser(
         prog="python -m maxramp.branch", description=__doc__.partition("\n")[0], epilog=USAGE
@@ -45,17 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="print the result as JSON when all is done")
     list_keys(parser)
     add("keys", nargs="*", metavar="key=value", help="for every branch")
-    try:
-        given = parser.parse_intermixed_args(arguments)
-        if not 0 <= given.tolerance < math.inf:
-            raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
-        take_hardware("cpu")  # the devices are for the branches
-        experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
-        if status := experiment.train(sys.stderr if given.json else sys.stdout):
-            return status
-        result = experiment.result(given.tolerance)
-    except (ConfigError, OSError) as error:
-        return report(error)
+    given = parser.parse_intermixed_args(arguments)
+    if not 0 <= given.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
+    take_hardware("cpu")  # the devices are for the branches
+    experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
+    if status := experiment.train(sys.stderr if given.json else sys.stdout):
+        return status
+    result = experiment.result(given.tolerance)
     print(json.dumps(as_json(result))) if given.json else print_result(result)
     return 0
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import jax
 
-from maxramp.commandline import OneLineParser, count
+from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys
-from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.generation.generator import Generator, Writing
 from maxramp.generation.loading import TrainedRun
@@ -35,16 +35,14 @@ hardware, dtype, attention, max_target_length or the tokenizer.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    try:
-        _generate(_parse(arguments))
-        return 0
-    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
-        return report(error)
+    _generate(_parse(arguments))
+    return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m maxramp.generate", description=__doc__.partition("\n")[0], epilog=USAGE
     )

@@ -11,10 +11,9 @@ if __name__ == "__main__":  # before the imports that take a second
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 
-from maxramp.commandline import OneLineParser, print_table, short
-from maxramp.errors import ConfigError, report
+from maxramp.commandline import OneLineParser, command, print_table, short
+from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
 
@@ -30,7 +29,8 @@ training can tell (docs/noise.md).
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
         prog="python -m maxramp.noise", description=__doc__.partition("\n")[0], epilog=USAGE
@@ -39,17 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
     parser.add_argument("--plot", help="the picture (RUN/noise.png)")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
+    given = parser.parse_args(arguments)
+    run = place(given.run)
+    curves = curves_of(run, given.blocks)
+    plot = place(given.plot) if given.plot else run / "noise.png"
     try:
-        given = parser.parse_args(arguments)
-        run = place(given.run)
-        curves = curves_of(run, given.blocks)
-        plot = place(given.plot) if given.plot else run / "noise.png"
-        try:
-            draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
-        except (OSError, ValueError) as error:  # no such folder; a format that is none
-            raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
-    except (ConfigError, OSError) as error:
-        return report(error)
+        draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
+    except (OSError, ValueError) as error:  # no such folder; a format that is none
+        raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
     if given.json:
         named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}
         print(json.dumps(named, default=dataclasses.asdict))

@@ -16,24 +16,19 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from maxramp.commandline import print_table, take_flag, take_value
+from maxramp.commandline import command, print_table, take_flag, take_value
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, report
 from maxramp.measuring.suggestion import suggest
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        as_json = take_flag(arguments, "--json")
-        noise, branch = (take_value(arguments, flag) for flag in ("--noise", "--branch"))
-        found = suggest(load(arguments, "suggest", __doc__), noise, branch)
-    except (ConfigError, OSError) as error:
-        return report(error)
+    as_json = take_flag(arguments, "--json")
+    noise, branch = (take_value(arguments, flag) for flag in ("--noise", "--branch"))
+    found = suggest(load(arguments, "suggest", __doc__), noise, branch)
     print(json.dumps(found, indent=2)) if as_json else print_suggestion(found)
     return 0
 

@@ -18,7 +18,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
-from maxramp.errors import EXIT_STAGE_END, ConfigError, TrainingError, report
+from maxramp.errors import EXIT_STAGE_END, is_expected, report
 from maxramp.files.place import Place, place
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
@@ -48,7 +48,9 @@ def run(
     try:
         with start(load(notes.append), notes, preemption) as begun:
             return work(begun)
-    except (ConfigError, TrainingError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
+    except Exception as error:
+        if not is_expected(error):
+            raise
         return report(error)
 
 
