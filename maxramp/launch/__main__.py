@@ -23,6 +23,7 @@ from maxramp.commandline import take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
@@ -36,26 +37,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
         cluster = take_value(arguments, "--cluster")
         config = load(arguments, "launch", __doc__)
-        if cluster not in _CLUSTERS:
-            raise ConfigError(
-                f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}"
-            )
-        if config.batch.devices_per_node == -1:
-            if cluster != "local":
-                raise ConfigError(
+        devices, output = config.batch.devices_per_node, config.run.base_output_directory
+        refuse(
+            [
+                (
+                    cluster not in _CLUSTERS,
+                    f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}",
+                ),
+                (
+                    devices == -1 and cluster != "local",
                     f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
-                    "node; give devices_per_node"
-                )
-            config = config.replace(devices_per_node=_local_devices(config))
-        config = config.replace(num_nodes=config.batch.nodes)
-        if status and cluster != "slurm":
-            raise ConfigError(f"--status works with --cluster slurm, not {cluster}")
-        if cluster == "slurm":
-            slurm.check(config.run)
+                    "node; give devices_per_node",
+                ),
+                (
+                    status and cluster != "slurm",
+                    f"--status works with --cluster slurm, not {cluster}",
+                ),
+                (
+                    cluster == "slurm" and is_object_storage(output),
+                    f"base_output_directory={output}: the scripts of --cluster slurm read the "
+                    "run's folder through the file system; give a path that all nodes share, or "
+                    "mount the storage (GCS FUSE, Mountpoint for S3) and give that path",
+                ),
+            ]
+        )
+        devices = _local_devices(config) if devices == -1 else devices
+        config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
         run = Run.of(config, arguments, dry_run)
-        if status:
-            return slurm.print_status(run)
-        return _CLUSTERS[cluster](run, dry_run)
+        return slurm.print_status(run) if status else _CLUSTERS[cluster](run, dry_run)
     except (ConfigError, TrainingError, OSError) as error:
         return report(error)
 

@@ -11,18 +11,10 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h; it outlives exec
-
-
-def main() -> None:
-    """Becomes the command."""
+if __name__ == "__main__":
     parent, *command = sys.argv[1:]
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG (linux/prctl.h) outlives exec
         if os.getppid() != int(parent):  # it died before we asked
             sys.exit(1)
     os.execvp(command[0], command)
-
-
-if __name__ == "__main__":
-    main()

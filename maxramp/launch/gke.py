@@ -4,9 +4,9 @@
 for its end and goes on to the next. It can be ended and started again at any time: what is
 completed stays so.
 
-NAME ends in a hash of everything that is applied, so a changed configuration gets objects of its
-own: it neither changes those of a job that runs nor finds them completed. The label `maxramp/run`
-joins all objects of a run; run.sh refuses to start beside a job of the same run.
+NAME ends in a hash of what the objects are made from, so a changed configuration gets its own: it
+neither changes those of a job that runs nor finds them completed. The label `maxramp/run` joins all
+objects of a run; run.sh refuses to start beside a job of the same run.
 
 What the exit statuses become: 75 completes the JobSet (it fails the last one, which nothing
 follows); 76, and pods that Kubernetes takes away, are replaced without being counted; 2 fails the
@@ -25,10 +25,11 @@ from typing import Any
 
 import yaml
 
+import maxramp
 from maxramp.commandline import count
 from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
-from maxramp.keys.section import is_object_storage
+from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
 from maxramp.planning import topology
 
@@ -112,45 +113,31 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
       ConfigError: a key does not fit the cluster.
     """
     _check(run)
-    keys = run.keys
+    keys, name = run.config.launch, run.config.run.run_name
     counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"namespace": keys.gke_namespace},
-        # As the jobs read it: what the command line would have changed is in it.
-        "data": {"config.yml": to_yaml(run.config.replace(**TRAINER_KEYS))},
-    }
-
-    def jobsets(launch: str) -> list[dict[str, Any]]:
-        """In the order in which they run."""
-        names = [f"{launch}-{i}" for i in range(len(counts))]
-        return [
-            _jobset(run, name, launch, nodes, last=name == names[-1])
-            for name, nodes in zip(names, counts, strict=True)
-        ]
-
-    # Another configuration has another name.
-    launch = _hashed(run.name, json.dumps([config_map, *jobsets("")], sort_keys=True))
+    # As the jobs read it: what the command line would have changed is in it.
+    config = to_yaml(run.config.replace(**TRAINER_KEYS))
+    made_from = [maxramp.__version__, config, counts, list(keys.setup_lines)]
+    launch = _hashed(name, json.dumps(made_from))  # another configuration has another name
     # A run is a folder of a storage, whatever volume the data may be on.
     far = is_object_storage(str(run.folder))
     storage = ["", ""] if far else [keys.gke_bucket, keys.gke_volume_claim]
-    joined = _hashed(run.name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
+    joined = _hashed(name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
     labels = {"maxramp/run": joined, "maxramp/launch": launch}
-    config_map["metadata"] |= {"name": launch, "labels": labels}
-    found = {one["metadata"]["name"]: one for one in jobsets(launch)}
-    for one in found.values():
-        one["metadata"].setdefault("labels", {}).update(labels)
+    metadata = {"namespace": keys.gke_namespace, "name": launch, "labels": labels}
+    names = [f"{launch}-{i}" for i in range(len(counts))]
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+    found = {"config": config_map | {"data": {"config.yml": config}}}
+    found |= {
+        name: _jobset(run, metadata | {"name": name}, nodes, last=name == names[-1])
+        for name, nodes in zip(names, counts, strict=True)
+    }
     files = {
         f"{name}.yaml": yaml.dump(one, Dumper=_Manifest, sort_keys=False, width=100)
-        for name, one in {"config": config_map, **found}.items()
+        for name, one in found.items()
     }
-    values = {
-        "NAMES": " ".join(found),
-        "NAMESPACE": shlex.quote(keys.gke_namespace),
-        "RUN": joined,
-        "LAUNCH": launch,
-    }
+    values = {"NAMES": " ".join(names), "NAMESPACE": shlex.quote(keys.gke_namespace)}
+    values |= {"RUN": joined, "LAUNCH": launch}
     return launch, files | {"run.sh": re.sub("@([A-Z]+)@", lambda m: values[m[1]], _RUN_SH)}
 
 
@@ -178,47 +165,59 @@ _Manifest.add_representer(
 
 
 def _check(run: Run) -> None:
-    keys, output = run.keys, run.config.run.base_output_directory
-    for name in ("container_image", "gke_accelerator"):
-        if not getattr(keys, name):
-            raise ConfigError(f"{name} is not given; --cluster gke needs it")
-    if keys.processes_per_node != 1:
-        raise ConfigError(
-            f"processes_per_node={keys.processes_per_node}: a pod of --cluster gke is one "
-            "process; use 1"
-        )
+    keys, output = run.config.launch, run.config.run.base_output_directory
+    mount, path = map(pathlib.PurePosixPath, (keys.gke_mount_path, output))
     far = is_object_storage(output)  # the pods need no volume for the run
     volumes = [name for name in (keys.gke_bucket, keys.gke_volume_claim) if name]
-    if len(volumes) > 1 or not (volumes or far):
-        raise ConfigError(
-            f"gke_bucket={keys.gke_bucket} and gke_volume_claim={keys.gke_volume_claim}: "
-            "give one of them, the storage that all pods share"
-            + ("" if volumes else ", or a base_output_directory such as gs://bucket/folder")
-        )
-    mount = pathlib.PurePosixPath(keys.gke_mount_path)
-    if not far and mount not in (path := pathlib.PurePosixPath(output), *path.parents):
-        raise ConfigError(
-            f"base_output_directory={output} does not lie below "
-            f"gke_mount_path={keys.gke_mount_path}, where the pods see the storage that they "
-            "share"
-        )
-    if keys.gke_accelerator.startswith("tpu") and keys.gke_accelerator not in TPUS:
-        raise ConfigError(f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(TPUS)}")
+    tpu = keys.gke_accelerator.startswith("tpu")
+    refuse(
+        [
+            *(
+                (not getattr(keys, name), f"{name} is not given; --cluster gke needs it")
+                for name in ("container_image", "gke_accelerator")
+            ),
+            (
+                keys.processes_per_node != 1,
+                f"processes_per_node={keys.processes_per_node}: a pod of --cluster gke is one "
+                "process; use 1",
+            ),
+            (
+                len(volumes) > 1 or not (volumes or far),
+                f"gke_bucket={keys.gke_bucket} and gke_volume_claim={keys.gke_volume_claim}: "
+                "give one of them, the storage that all pods share"
+                + ("" if volumes else ", or a base_output_directory such as gs://bucket/folder"),
+            ),
+            (
+                not far and mount not in (path, *path.parents),
+                f"base_output_directory={output} does not lie below gke_mount_path="
+                f"{keys.gke_mount_path}, where the pods see the storage that they share",
+            ),
+            (
+                tpu and keys.gke_accelerator not in TPUS,
+                f"gke_accelerator={keys.gke_accelerator} is not one of {', '.join(TPUS)}",
+            ),
+            (
+                tpu and not keys.gke_topology,
+                f"gke_topology is not given; gke_accelerator={keys.gke_accelerator} needs it",
+            ),
+        ]
+    )
 
 
-def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
+def _jobset(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice.
 
-    The configuration is in `config_map`; `last` says that no job follows.
+    `last` says that no job follows.
 
     Raises:
       ConfigError: the nodes are no whole slices of TPUs.
     """
-    keys, slices = run.keys, _slices(run, nodes)
-    on_exit = {"containerName": "train", "operator": "In"}
+    keys, slices = run.config.launch, _slices(run, nodes)
+    on_exit, ends = {"containerName": "train", "operator": "In"}, [EXIT_CONFIG, EXIT_STAGE_END]
+    disruption = {"type": "DisruptionTarget", "status": "True"}
     tpu = keys.gke_accelerator in TPUS
     pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    queue = {"labels": {"kueue.x-k8s.io/queue-name": keys.gke_queue}} if keys.gke_queue else {}
+    queue = {"kueue.x-k8s.io/queue-name": keys.gke_queue} if keys.gke_queue else {}
     job = {
         "parallelism": nodes // slices,
         "completions": nodes // slices,
@@ -226,20 +225,14 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
         "backoffLimit": 0,
         "podFailurePolicy": {  # which exit status ends the job, and which is only a pod to replace
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {**on_exit, "values": [EXIT_CONFIG, EXIT_STAGE_END]},
-                },
-                {"action": "Ignore", "onExitCodes": {**on_exit, "values": [EXIT_PREEMPTED]}},
-                {
-                    "action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
+                {"action": "FailJob", "onExitCodes": on_exit | {"values": ends}},
+                {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},
+                {"action": "Ignore", "onPodConditions": [disruption]},
             ]
         },
         "template": {
             "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}},
-            "spec": _pod(run, name, config_map, nodes, last),
+            "spec": _pod(run, metadata, nodes, last),
         },
     }
     wrong = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -247,10 +240,9 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {
-            "name": name,
-            "namespace": keys.gke_namespace,
-            "annotations": (pool if tpu else {}) | {"maxramp/run-name": run.name},
-            **queue,
+            **metadata,
+            "annotations": (pool if tpu else {}) | {"maxramp/run-name": run.config.run.run_name},
+            "labels": metadata["labels"] | queue,
         },
         "spec": {
             "network": {"enableDNSHostnames": True},
@@ -263,12 +255,12 @@ def _jobset(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dic
     }
 
 
-def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[str, Any]:
+def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str, Any]:
     """The pod of a node: where it runs, what it mounts, how it finds the others, and its trainer.
 
     The end of a stage is the trainer's success where a job follows.
     """
-    keys = run.keys
+    keys, name = run.config.launch, metadata["name"]
     environment = {"PYTHONUNBUFFERED": "1"}
     if keys.gke_accelerator in TPUS:  # GKE tells a slice's pods of each other, and JAX reads it
         device = "google.com/tpu"
@@ -281,7 +273,9 @@ def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[s
         selector = {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
         environment["MAXRAMP_COORDINATOR"] = f"{name}-nodes-0-0.{name}:{_PORT}"
         environment["MAXRAMP_NUM_PROCESSES"] = str(nodes)
-    volumes = {"config": ("/etc/maxramp", {"configMap": {"name": config_map}})}
+    volumes = {
+        "config": ("/etc/maxramp", {"configMap": {"name": metadata["labels"]["maxramp/launch"]}})
+    }
     if keys.gke_bucket:
         bucket = {"volumeAttributes": {"bucketName": keys.gke_bucket}}
         shared = {"csi": {"driver": "gcsfuse.csi.storage.gke.io"} | bucket}
@@ -298,7 +292,7 @@ def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[s
         "args": ["python", "-m", run.module, "/etc/maxramp/config.yml"],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": {device: run.devices_per_node}},
+        "resources": {"limits": {device: run.config.batch.devices_per_node}},
         "volumeMounts": [{"name": name, "mountPath": at} for name, (at, _) in volumes.items()],
     }
     account = keys.gke_service_account
@@ -314,22 +308,16 @@ def _pod(run: Run, name: str, config_map: str, nodes: int, last: bool) -> dict[s
 
 def _slices(run: Run, nodes: int) -> int:
     """Slices of a job on TPUs, which grow by whole ones; 1 on GPUs."""
-    keys = run.keys
-    version = TPUS.get(keys.gke_accelerator)
-    if not version:
+    keys, of_node = run.config.launch, run.config.batch.devices_per_node
+    if keys.gke_accelerator not in TPUS:
         return 1
-    if not keys.gke_topology:
-        raise ConfigError(
-            f"gke_topology is not given; gke_accelerator={keys.gke_accelerator} needs it"
-        )
-    chips = topology.parse(f"{version}:{keys.gke_topology}").chips
-    slices, rest = divmod(nodes * run.devices_per_node, chips)
-    if rest or chips % run.devices_per_node:
-        taken = nodes * run.devices_per_node
+    chips = topology.parse(f"{TPUS[keys.gke_accelerator]}:{keys.gke_topology}").chips
+    slices, rest = divmod(nodes * of_node, chips)
+    if rest or chips % of_node:
         raise ConfigError(
             f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
-            f"{count(run.devices_per_node, 'chip')} = {taken}, no whole slices of gke_topology="
+            f"{count(of_node, 'chip')} = {nodes * of_node}, no whole slices of gke_topology="
             f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or min_nodes="
-            f"{chips // run.devices_per_node}"
+            f"{chips // of_node}"
         )
     return slices

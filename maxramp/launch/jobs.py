@@ -7,7 +7,6 @@ time.
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
-from maxramp.launch.keys import LaunchKeys
+from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
 from maxramp.rampup.schedule import Stage
 
@@ -31,58 +30,43 @@ TRAINER_KEYS = {"stop_at_node_change": True, "setup_lines": []}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that is to be launched.
+    """A run that is to be launched."""
 
-    Attributes:
-      config: loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in.
-      keys: the keys of launches.
-      name: the run's name, given or its model's.
-      module: the program that the config is for.
-      arguments: its command line.
-      devices_per_node: devices of each node.
-      folder: the run's output folder, on a disk or in an object storage.
-      stages: the plan's, to the end of the run; of a run whose ramp was changed, from there on.
-      next_nodes: the nodes of the stage that the run's next step is in.
-    """
-
-    config: Config
-    keys: LaunchKeys
-    name: str
-    module: str
-    arguments: tuple[str, ...]
-    devices_per_node: int
-    folder: Place
-    stages: tuple[Stage, ...]
-    next_nodes: int
+    config: Config  # loaded, with `num_nodes`, `devices_per_node` and `run_name` filled in
+    module: str  # the program that the config is for
+    arguments: tuple[str, ...]  # its command line
+    folder: Place  # the run's output folder, on a disk or in an object storage
+    stages: tuple[Stage, ...]  # the plan's, to the end; of a run whose ramp changed, from there on
+    next_nodes: int  # the nodes of the stage that the run's next step is in
 
     @classmethod
     def of(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
-        """The run of a command line.
+        """The run of a config that was loaded from a command line's arguments.
 
-        Args:
-          config: loaded from `arguments`; `num_nodes` and `devices_per_node` are given.
-          arguments: CONFIG.yml and key=value.
-          dry_run: nothing shall be started: an object storage is not asked where the run stands.
+        For a dry run, an object storage is not asked where the run stands.
 
         Raises:
           ConfigError: the keys do not make a run, or a stage finds no nodes that hold it; or the
             newest checkpoint is one of another program.
           OSError: the folder's storage does not answer.
         """
-        name = config.run.run_name or config.run.model_name
-        config = config.replace(run_name=name)
-        nodes, devices_per_node = config.batch.num_nodes, config.batch.devices_per_node
-        processes = config.launch.processes_per_node
-        if processes not in (1, devices_per_node):
-            raise ConfigError(
-                f"processes_per_node={processes} must be 1, or devices_per_node={devices_per_node} "
-                "for one process a device"
-            )
-        if not config.checkpoints.enable_checkpointing:
-            raise ConfigError(
-                "enable_checkpointing=False: a launch hands the run on from job to job by its "
-                "checkpoints; enable checkpointing"
-            )
+        config = config.replace(run_name=config.run.run_name or config.run.model_name)
+        processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
+        ours = {"num_nodes": config.batch.num_nodes, "devices_per_node": devices} | TRAINER_KEYS
+        refuse(
+            [
+                (
+                    processes not in (1, devices),
+                    f"processes_per_node={processes} must be 1, or devices_per_node={devices} for "
+                    "one process a device",
+                ),
+                (
+                    not config.checkpoints.enable_checkpointing,
+                    "enable_checkpointing=False: a launch hands the run on from job to job by its "
+                    "checkpoints; enable checkpointing",
+                ),
+            ]
+        )
         folder = config.run.folder.absolute()
         position, decided = None, []
         if dry_run and not is_near(folder):
@@ -96,27 +80,16 @@ class Run:
             lambda batch: origin_of(batch, config.batch.num_devices, position, decided)[0],
         )
         for count in {stage.nodes for stage in planned.stages}:
-            resolve_planned(config, count * devices_per_node)
-        ours = {"num_nodes": nodes, "devices_per_node": devices_per_node} | TRAINER_KEYS
+            resolve_planned(config, count * devices)
         given = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
             config=config,
-            keys=config.launch,
-            name=name,
             module=f"maxramp.{config.run.program or 'train'}",
             arguments=(*given, *(f"{name}={value}" for name, value in ours.items())),
-            devices_per_node=devices_per_node,
             folder=folder,
             stages=planned.stages,
             next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
         )
-
-    def nodes_of_next_stage(self) -> int:
-        """The nodes that a job which ended with 75 asks for.
-
-        A run that goes on from another run's checkpoint may have no own one yet, so the job knows.
-        """
-        return json.loads((self.folder / "next_stage.json").read_bytes())["nodes"]
 
     def steps_done(self) -> int:
         """Steps done in the newest whole checkpoint; 0 before the first."""
@@ -133,7 +106,7 @@ class Run:
 
     def processes(self, nodes: int) -> int:
         """Processes of a job."""
-        return nodes * self.keys.processes_per_node
+        return nodes * self.config.launch.processes_per_node
 
     def command(self, python: str = sys.executable) -> list[str]:
         """The command line of one process."""

@@ -5,6 +5,7 @@ on Linux the kernel kills it when the launcher dies (`bound`).
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from maxramp.launch.jobs import Run
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
 _ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # the exit statuses of a trainer that has saved
+_FAKE_DEVICES = r"--xla_force_host_platform_device_count=\d+"
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
 
@@ -39,22 +41,21 @@ def run(launch: Run, dry_run: bool = False) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
     nodes, done = launch.next_nodes, launch.steps_done()
-    failures, most = 0, launch.keys.max_restarts  # since a job left a newer checkpoint
+    failures, most = 0, launch.config.launch.max_restarts  # since a job left a newer checkpoint
     while True:
         before = done
         _say(
             f"{count(launch.processes(nodes), 'process')} for {count(nodes, 'node')} of "
-            f"{count(launch.devices_per_node, 'device')}"
+            f"{count(launch.config.batch.devices_per_node, 'device')}"
         )
         status = _run_job(launch, nodes, asked)
         if status in (0, EXIT_CONFIG) or asked:
             return status
         done = launch.steps_done()
         if status == EXIT_STAGE_END:
-            nodes = launch.nodes_of_next_stage()
-        if progressed := done > before:
-            failures = 0
-        if progressed and status in _ORDERLY:
+            nodes = json.loads((launch.folder / "next_stage.json").read_bytes())["nodes"]
+        failures = 0 if done > before else failures
+        if done > before and status in _ORDERLY:
             continue
         if failures == most:
             _say(
@@ -88,10 +89,10 @@ def _run_job(launch: Run, nodes: int, asked: list[int]) -> int:
             )
             processes.append(process)
             for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                printer = threading.Thread(target=_print, args=(stream, out, place), daemon=True)
-                printer.start()
-                printers.append(printer)
-        return _wait(processes, launch.keys.grace_seconds, asked)
+                given = (stream, out, place)
+                printers.append(threading.Thread(target=_print, args=given, daemon=True))
+                printers[-1].start()
+        return _wait(processes, launch.config.launch.grace_seconds, asked)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -104,15 +105,14 @@ def _run_job(launch: Run, nodes: int, asked: list[int]) -> int:
 def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> int:
     """Waits for the end of a job, and brings it about where it does not come by itself.
 
-    Returns:
-      0 if every process ended so, else the status of the first that crashed, else of the first.
+    Returns 0 if every process ended so, else the status of the first that crashed, or the largest.
     """
     passed_on, ended, deadline = 0, [], float("inf")
     while len(ended) < len(processes):
         for process in [p for p in processes if p not in ended and p.poll() is not None]:
             ended.append(process)
-            wait = grace if process.returncode in _ORDERLY else _CRASH_GRACE
-            deadline = min(deadline, time.monotonic() + wait)
+            patience = grace if process.returncode in _ORDERLY else _CRASH_GRACE
+            deadline = min(deadline, time.monotonic() + patience)
         if len(asked) > passed_on:
             passed_on = len(asked)
             deadline = time.monotonic() + (grace if passed_on == 1 else 0)
@@ -128,13 +128,12 @@ def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> 
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:
-    count = launch.devices_per_node // launch.keys.processes_per_node
-    flags = os.environ.get("XLA_FLAGS", "")
+    count = launch.config.batch.devices_per_node // launch.config.launch.processes_per_node
     return os.environ | {
         "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
         "MAXRAMP_NUM_PROCESSES": str(launch.processes(nodes)),
         "MAXRAMP_PROCESS_ID": str(place),
-        "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags),
+        "XLA_FLAGS": re.sub(_FAKE_DEVICES, "", os.environ.get("XLA_FLAGS", "")),
         # A process's share: as many fake ones of a CPU, or those GPUs of this machine.
         "JAX_NUM_CPU_DEVICES": str(count),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(place * count, (place + 1) * count))),

@@ -17,9 +17,7 @@ from typing import Any
 
 from maxramp.commandline import count, print_table, quoted
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
-from maxramp.keys.section import is_object_storage
 from maxramp.launch.jobs import Run, write_private
-from maxramp.run.keys import RunKeys
 
 _SCRIPT = r"""#!/usr/bin/env bash
 # Stage @STAGES@ of a run, on @NODES@ of its nodes. Written by maxramp.launch.
@@ -100,21 +98,6 @@ exit "$status"
 """
 
 
-def check(keys: RunKeys) -> None:
-    """Refuses a run's folder that the scripts, which are written into it, cannot look into.
-
-    Raises:
-      ConfigError: it is in an object storage.
-    """
-    output = keys.base_output_directory
-    if is_object_storage(output):
-        raise ConfigError(
-            f"base_output_directory={output}: the scripts of --cluster slurm read the run's folder "
-            "through the file system; give a path that all nodes share, or mount the storage (GCS "
-            "FUSE, Mountpoint for S3) and give that path"
-        )
-
-
 def submit(run: Run, dry_run: bool) -> int:
     """Writes the scripts and submits the first; returns the exit status.
 
@@ -135,8 +118,8 @@ def submit(run: Run, dry_run: bool) -> int:
         )
     for job in _queue(folder):
         raise ConfigError(
-            f"run_name={run.name}: job {job} of this run is in SLURM's queue; scancel {job} ends "
-            "it, another run_name starts another run"
+            f"run_name={run.config.run.run_name}: job {job} of this run is in SLURM's queue; "
+            f"scancel {job} ends it, another run_name starts another run"
         )
     write_private(folder, scripts, mode=0o700)
     printed = _ask(f"sbatch refused {folder / first}", "sbatch", "--parsable", first, cwd=folder)
@@ -162,34 +145,31 @@ def print_status(run: Run) -> int:
     The oldest comes first, those that have not started last.
     """
     chain, metrics = run.folder / "slurm" / "chain.jsonl", run.folder / "metrics.jsonl"
-    jobs: dict[int, dict[str, Any]] = {}  # the start of each and what came then
+    jobs: dict[int, list[dict[str, Any]]] = {}  # the start of each and what came then
     for line in chain.read_bytes().splitlines() if chain.exists() else ():
         with contextlib.suppress(ValueError):  # torn, by a full disk or a node that died
             event = json.loads(line)
             if event["event"] == "start":
-                jobs[event["job"]] = {"start": event}
+                jobs[event["job"]] = [event]
             elif event["job"] in jobs:
-                jobs[event["job"]]["end"] = event
+                jobs[event["job"]].append(event)
     queue = _queue(chain.parent)
     newest = metrics.read_bytes()[-20_000:].decode(errors="replace") if metrics.exists() else ""
     now = max(map(int, re.findall(r'"consumed_samples": (\d+)', newest)), default=0)
     rows, done = [], 0
-    for job, events in jobs.items():
-        start, waiting = events["start"], queue.pop(job, None)
-        begun, since, nodes = start["samples"], start["time"], start["nodes"]
-        if end := events.get("end"):
-            status, reached = end["status"], end["samples"]
-            state = _ENDS.get(status, f"crashed, exit status {status}")
-            state = state if end["event"] == "end" else end["event"]
-        else:
-            reached = max(begun, now)
-            state = waiting[1] if waiting else "gone: killed with its node or by hand"
-        row = [str(job), str(nodes), run.stages_on(nodes), f"{begun:,} - {reached:,}"]
-        row += [time.strftime("%m-%d %H:%M:%S", time.localtime(since))]
+    for job, (start, *later) in jobs.items():
+        _, state = queue.pop(job, (0, "gone: killed with its node or by hand"))
+        reached, ran_for = max(start["samples"], now), ""
+        for end in later:
+            reached, ran_for = end["samples"], f"{end['time'] - start['time']} s"
+            ended = _ENDS.get(end["status"], f"crashed, exit status {end['status']}")
+            state = ended if end["event"] == "end" else end["event"]
+        since = time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"]))
+        cells = (f"{start['samples']:,} - {reached:,}", since, ran_for, state)
+        rows.append((job, start["nodes"], *cells))
         done = max(done, reached)
-        rows.append([*row, f"{end['time'] - since} s" if end else "", state])
-    for job, (nodes, state) in queue.items():
-        rows.append([str(job), str(nodes), run.stages_on(nodes), "", "", "", state])
+    rows += [(job, nodes, "", "", "", state) for job, (nodes, state) in queue.items()]
+    rows = [(str(job), str(nodes), run.stages_on(nodes), *cells) for job, nodes, *cells in rows]
     print_table(("job", "nodes", "stages", "samples", "started", "ran for", "state"), rows)
     stage = max((s.index for s in run.stages if 0 <= s.first_sample <= done), default=0)
     print(f"{run.folder}: {done:,} samples done, stage {stage} of 0 to {run.stages[-1].index}")
@@ -225,7 +205,7 @@ def _ask(refusal: str, *words: str, cwd: pathlib.Path | None = None) -> str:
 
 def script(run: Run, nodes: int) -> str:
     """The batch script of the jobs on so many nodes."""
-    keys, srun = run.keys, []
+    keys, srun, devices = run.config.launch, [], run.config.batch.devices_per_node
     image, mounts = keys.container_image, keys.container_mounts
     command = run.command("python" if image else sys.executable)
     if image and keys.container_runtime == "apptainer":
@@ -235,11 +215,10 @@ def script(run: Run, nodes: int) -> str:
         srun = [f"--container-image={image}", "--no-container-mount-home"]
         srun += [f"--container-mounts={mounts}"] if mounts else []
         srun += [f"--container-workdir={pathlib.Path.cwd()}"]
-    count = run.devices_per_node // keys.processes_per_node
-    environment = [f"export JAX_NUM_CPU_DEVICES={count}"]
+    environment = [f"export JAX_NUM_CPU_DEVICES={devices // keys.processes_per_node}"]
     if keys.processes_per_node == 1:  # else JAX gives every process the one of SLURM_LOCALID
-        devices = ",".join(map(str, range(run.devices_per_node)))
-        environment.append(f"export JAX_LOCAL_DEVICE_IDS={devices}")
+        ids = ",".join(map(str, range(devices)))
+        environment.append(f"export JAX_LOCAL_DEVICE_IDS={ids}")
     values = {
         "STAGES": run.stages_on(nodes),
         "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),
@@ -262,14 +241,14 @@ def script(run: Run, nodes: int) -> str:
 
 def _options(run: Run, nodes: int) -> list[str]:
     """Options of sbatch. Its own reading of quotes is not a shell's, so nothing here needs any."""
-    keys = run.keys
+    keys = run.config.launch
     if set(str(run.folder)) & {"%", "\\"}:
         raise ConfigError(
             f"{run.folder}: SLURM reads % and \\ in the path of a job's output as its own signs; "
             "take another run_name or base_output_directory"
         )
     options = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', run.name)}",
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', run.config.run.run_name)}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={keys.processes_per_node}",
         f"--signal=TERM@{keys.grace_seconds}",  # to the trainer, which saves and exits with 76
@@ -277,7 +256,6 @@ def _options(run: Run, nodes: int) -> list[str]:
         "--open-mode=append",
         "--requeue",  # when a node fails; the same script goes on from the newest checkpoint
     ]
-    for name in ("account", "partition", "qos", "time"):
-        value = getattr(keys, f"slurm_{name}")
-        options += [f"--{name}={value}"] if value else []
-    return options + list(keys.slurm_options)
+    names = ("account", "partition", "qos", "time")
+    given = [f"--{name}={value}" for name in names if (value := getattr(keys, f"slurm_{name}"))]
+    return [*options, *given, *keys.slurm_options]

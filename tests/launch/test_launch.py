@@ -269,8 +269,6 @@ def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
     assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes == 2
     saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
     assert Run.of(config, line).next_nodes == 2
-    (tmp_path / "x" / "next_stage.json").write_text('{"nodes": 4}')  # by a job that knows more
-    assert launch.nodes_of_next_stage() == 4
     alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
     assert Run.of(load(alone), alone).next_nodes == 4
 
