@@ -22,12 +22,9 @@ def compile_stages(
 
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
-      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`,
-      `flops_per_device`, `compute_seconds`, `collective_seconds`, `step_seconds`, `mfu`,
+      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`,
       `tokens_per_second`, `hours`, `device_hours`, `price` (None without price_per_device_hour),
-      `collective_gib` (inside a slice, or a node of GPUs), `network_gib` (between slices, or nodes
-      of GPUs), `compile_seconds`; and `totals`. For TPUs also `attention_seconds` (of
-      `compute_seconds`) and `network_seconds`.
+      `compile_seconds`, and the work of a step (`hlo.Work.to_json`); and `totals`.
 
     Raises:
       ConfigError: as `Pod.of`; or a stage does not fill the pod.
@@ -154,13 +151,12 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     for entry in plan["stages"]:
         made = entry["compiled"] = kept.get(_shape(entry, plan["max_target_length"]))
         if made is None:
-            warning = (
+            fixed = f", on {devices:,}; node_schedule=fixed plans every stage on all of them"
+            plan["warnings"].append(
                 f"stage {entry['index']}, a batch of {entry['global_batch_size']:,} on "
                 f"{count(entry['devices'], 'device')}, is not one that {path} compiled"
+                f"{fixed if entry['devices'] < devices else ''}"
             )
-            if entry["devices"] < devices:
-                warning += f", on {devices:,}; node_schedule=fixed plans every stage on all of them"
-            plan["warnings"].append(warning)
         elif made["fits"]:
             hours = entry["run_steps"] * made["step_seconds"] / 3600
             made |= {"hours": hours, "device_hours": hours * entry["devices"]}

@@ -5,9 +5,7 @@ NVLink) and of its DGX system (one network adapter a GPU), and the CUDA programm
 compute capabilities. Memory is what the driver leaves of it.
 """
 
-import collections
 import dataclasses
-import functools
 import math
 import pathlib
 import re
@@ -15,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.keys.section import refuse
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.planning import hlo
 
@@ -58,7 +57,7 @@ class Cluster:
     nodes: int
     gpus: int  # of a node
 
-    compiler, plugin, extra = "GPU", "jax_plugins.xla_cuda13", "cuda13-compiler"
+    compiler, plugin, extra = "GPU", "jax_cuda13_plugin", "cuda13-compiler"
 
     def description(self, num_slices: int) -> dict[str, Any]:
         """What JAX's `get_topology_desc` takes; GPUs are one slice."""
@@ -89,19 +88,18 @@ def parse(name: str) -> Cluster:
 
 
 def _read(path: pathlib.Path) -> Gpu:
-    """The GPU that a file describes, one line a field."""
-    values = read_yaml(path)
-    fields = [field.name for field in dataclasses.fields(Gpu)]
+    values, fields = read_yaml(path), [field.name for field in dataclasses.fields(Gpu)]
     if wrong := {*fields} ^ values.keys():
         raise ConfigError(
             f"{path}: a GPU is described by {', '.join(fields)}; "
             f"{', '.join(sorted(wrong))} {'is' if len(wrong) == 1 else 'are'} missing or unknown"
         )
-    values |= {name: str(values[name]) for name in ("name", "compute_capability")}
-    for name, value in values.items():
-        if not isinstance(value, str) and (type(value) not in (int, float) or value <= 0):
-            raise ConfigError(f"{path}: {name}: {value} must be a number above 0")
-    return Gpu(**values)
+    texts = {name: str(values.pop(name)) for name in ("name", "compute_capability")}
+    refuse(
+        (type(n) not in (int, float) or n <= 0, f"{path}: {name}: {n} must be a number above 0")
+        for name, n in values.items()
+    )
+    return Gpu(**texts, **values)
 
 
 def _target_config(gpu: Gpu) -> str:
@@ -110,35 +108,27 @@ def _target_config(gpu: Gpu) -> str:
     shared = gpu.shared_memory_kib * 1024
     return f"""
       gpu_device_info {{
-        threads_per_block_limit: 1024
-        threads_per_warp: 32
-        shared_memory_per_block: 49152
-        shared_memory_per_core: {shared}
-        shared_memory_per_block_optin: {shared - 1024}
-        threads_per_core_limit: 2048
-        core_count: {gpu.cores}
-        fpus_per_core: {gpu.float32_lanes}
-        block_dim_limit_x: 2147483647
-        block_dim_limit_y: 65535
-        block_dim_limit_z: 65535
-        registers_per_core_limit: 65536
-        registers_per_block_limit: 65536
-        l2_cache_size: {gpu.cache_mib * 2**20:.0f}
-        clock_rate_ghz: {gpu.clock_ghz}
+        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+        shared_memory_per_core: {shared} l2_cache_size: {gpu.cache_mib * 2**20:.0f}
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        core_count: {gpu.cores} fpus_per_core: {gpu.float32_lanes} clock_rate_ghz: {gpu.clock_ghz}
         memory_bandwidth: {gpu.memory_gbytes * 1e9:.0f}
         device_memory_size: {gpu.memory_gib * 2**30:.0f}
         cuda_compute_capability {{ major: {major} minor: {minor or 0} }}
       }}
       platform_name: "CUDA"
-      dnn_version_info {{ major: 9 minor: 10 }}
-      runtime_version {{ major: 13 }}
+      dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }}
       device_description_str: "{gpu.name}"
     """
 
 
 # No kernel of their own: they name memory, or run others.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
-_FREE |= {"conditional", "partition-id", "replica-id", "after-all", "opt-barrier"}
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"),
+    *("conditional", "partition-id", "replica-id", "after-all", "opt-barrier"),
+}
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 # Products of cuDNN's flash attention, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
@@ -146,121 +136,88 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 
-@dataclasses.dataclass
-class Work:
-    """What one run of a program does on one GPU.
-
-    Attributes:
-      seconds: from start to end.
-      compute_seconds: of its kernels alone; the rest of `seconds` waits for transfers.
-      flops: of matrix products and attention.
-      nvlink_bytes: kind -> bytes that a GPU receives from GPUs of its node.
-      network_bytes: kind -> bytes that it receives from other nodes.
-    """
-
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    flops: float = 0.0
-    nvlink_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
-    network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, other: "Work", times: int) -> None:
-        """Adds what another program does, so many times."""
-        for name, value in vars(other).items():
-            if isinstance(value, collections.Counter):
-                getattr(self, name).update({kind: times * n for kind, n in value.items()})
-            else:
-                setattr(self, name, getattr(self, name) + times * value)
-
-
-def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]) -> Work:
+def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]) -> hlo.Work:
     """A roofline of a compiled program: the least time that its kernels and transfers can take.
 
-    A GPU's compiler gives no times. What it does give is a scheduled program: which kernels run in
-    which order, what each of them reads and writes, and where every transfer starts and has to be
-    done. Two clocks follow the schedule. Kernels run one after another, each at the rate of its
-    arithmetic or of its memory, whichever is slower. Transfers run beside them, one after another
-    over the links. Where a transfer has to be done, the kernels wait for it.
+    A GPU's compiler gives no times, but a scheduled program, which two clocks follow. Kernels run
+    one after another, each at the rate of its arithmetic or of its memory, whichever is slower.
+    Transfers run beside them, one after another over the links. Where a transfer has to be done,
+    the kernels wait for it.
 
     Args:
       text: `jax.stages.Compiled.as_text()` of a program for GPUs.
       nodes: the node of every device, in the order of the program's device assignment.
-      rates: what a program can count on in a second: products, bytes to and from the memory, bytes
-        into a GPU from those of its node, and from other nodes.
+      rates: in a second: products, bytes to and from the memory, bytes into a GPU from those of its
+        node, and from other nodes.
 
     Raises:
       ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
     """
-    computations, entry = hlo.parse(text)
     flop_rate, memory_rate, nvlink_rate, network_rate = rates
+    work = hlo.Work()
 
-    @functools.cache
-    def work_of(name: str) -> Work:
-        work, link = Work(), 0.0  # `link`: when the transfers that have started are done
-        done: dict[str, float] = {}
-        table = computations[name]
-        for i in table.values():
+    def run(computation: hlo.Computation, times: int) -> float:
+        """Adds the work of a computation that runs so often; returns the seconds of one run."""
+        now, link = 0.0, 0.0  # `link`: when the transfers that have started are done
+        done: dict[hlo.Instruction, float] = {}
+        for i in computation.values():
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
-                work.add(work_of(i.attribute("body")), hlo.turns(i, table, computations))
-                link = max(link, work.seconds)
+                turns = hlo.turns(i)
+                now += turns * run(i.called("body"), times * turns)
             elif i.opcode == "call":
-                work.add(work_of(i.attribute("to_apply")), 1)
+                now += run(i.called("to_apply"), times)
             elif kind in hlo.COLLECTIVES:
-                nvlink, network = _moved(i, kind, table, nodes)
-                work.nvlink_bytes[kind] += nvlink
-                work.network_bytes[kind] += network
+                nvlink, network = _moved(i, kind, nodes)
+                work.collective_bytes[kind] += times * nvlink
+                work.network_bytes[kind] += times * network
                 taken = max(nvlink / nvlink_rate, network / network_rate)
-                link = done[i.name] = max(link, work.seconds) + taken
+                link = done[i] = max(link, now) + taken
                 if i.opcode == kind:  # nothing runs beside it
-                    work.seconds = link
+                    now = link
             elif i.opcode.endswith("-done"):
-                work.seconds = max([work.seconds, *(done.get(o, 0.0) for o in i.operands)])
+                now = max([now, *(done.get(operand, 0.0) for operand in i.operands)])
             elif i.opcode not in _FREE:
-                flops = _flops(i, table, computations)
-                touched = _touched(i, table, computations)
-                taken = max(flops / flop_rate, touched / memory_rate)
-                work.flops += flops
-                work.seconds += taken
-                work.compute_seconds += taken
-        return work
+                flops = _flops(i)
+                taken = max(flops / flop_rate, _touched(i) / memory_rate)
+                work.flops += times * flops
+                work.compute_seconds += times * taken
+                now += taken
+        return now
 
-    return work_of(entry)
+    work.collective_seconds = run(hlo.parse(text), 1) - work.compute_seconds
+    return work
 
 
-def _flops(i: hlo.Instruction, table: hlo.Computation, computations: dict) -> float:
+def _flops(i: hlo.Instruction) -> float:
     """Of a kernel's matrix products, those of a fusion's computation included."""
     if i.opcode == "dot":
-        return hlo.dot_flops(i, table)
+        return hlo.dot_flops(i)
     if i.opcode != "custom-call":
-        inner = computations.get(i.attribute("calls"), {})
-        return sum(_flops(j, inner, computations) for j in inner.values())
+        return sum(map(_flops, i.called("calls").values()))
     target = re.search(r'custom_call_target="([^"]*)"', i.rest)[1]
-    shapes = [table[o].shape for o in i.operands if o in table]
     if target.startswith("__cublas"):
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
-        return 2.0 * math.prod(i.shape) * math.prod(shapes[0][d] for d in hlo.numbers(dims))
+        lhs = i.operands[0].shape
+        return 2.0 * math.prod(i.shape) * math.prod(lhs[d] for d in hlo.numbers(dims))
     if target in _ATTENTION:
-        (B, T, H, h), (_, S, _, _) = shapes[:2]
+        (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
         causal = 0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0  # half is never made
         return _ATTENTION[target] * 2.0 * B * H * T * S * h * causal
     return 0.0
 
 
-def _touched(i: hlo.Instruction, table: hlo.Computation, computations: dict) -> float:
+def _touched(i: hlo.Instruction) -> float:
     """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
-    inner = computations.get(i.attribute("calls"))
-    if inner:
-        kernel, names, root = list(inner.values()), inner, inner[inner.root]
+    kernel, operands, root = [i], i.operands, i
+    if inner := i.called("calls"):
+        kernel, root = list(inner.values()), inner.root
         operands = [j for j in kernel if j.opcode == "parameter"]
-    else:
-        kernel, names, root = [i], table, i
-        operands = [table[o] for o in i.operands if o in table]
 
     def read(operand: hlo.Instruction) -> float:
         parts = 0.0
-        for user in (j for j in kernel if operand.name in j.operands):
-            first = user.operands[0] == operand.name
+        for user in (j for j in kernel if operand in j.operands):
+            first = user.operands[0] is operand
             if user.opcode == "bitcast":
                 parts += read(user)
             elif first and user.opcode in _SLICES:
@@ -271,23 +228,21 @@ def _touched(i: hlo.Instruction, table: hlo.Computation, computations: dict) -> 
 
     def written(result: hlo.Instruction) -> float:
         if result.opcode in ("bitcast", "tuple"):
-            return sum(written(names[o]) for o in result.operands if o in names)
-        if result.opcode == "dynamic-update-slice" and result.operands[1] in names:
-            return names[result.operands[1]].bytes
+            return sum(map(written, filter(None, result.operands)))
+        if result.opcode == "dynamic-update-slice":
+            return result.operands[1].bytes
         return result.bytes
 
-    return sum(map(read, operands)) + written(root)
+    return sum(map(read, filter(None, operands))) + written(root)
 
 
-def _moved(
-    i: hlo.Instruction, kind: str, table: hlo.Computation, nodes: Sequence[int]
-) -> tuple[float, float]:
+def _moved(i: hlo.Instruction, kind: str, nodes: Sequence[int]) -> tuple[float, float]:
     """Bytes that a GPU receives over NVLink and over the network.
 
     Each GPU of a group fetches its share of what the other nodes have, and passes it on inside its
     own node, so that what a node receives crosses the network once.
     """
-    size = sum(table[o].bytes for o in i.operands if o in table)
+    size = i.operand_bytes
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", i.rest.partition("source_target_pairs=")[2])
         crosses = any(nodes[int(a)] != nodes[int(b)] for a, b in pairs)

@@ -15,9 +15,13 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+from maxramp.planning.topology import Chip
+from maxramp.training.device_memory import GIB
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(")
@@ -26,10 +30,12 @@ _SHAPE = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 _CALLS = ("calls", "to_apply", "true_computation", "false_computation")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of a computation."""
+    """One instruction of a computation of a program."""
 
+    program: dict[str, "Computation"]
+    computation: "Computation"
     name: str
     types: list[tuple[str, tuple[int, ...]]]
     opcode: str
@@ -40,10 +46,15 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
+    def called(self, name: str) -> "Computation":
+        """The computation that an attribute names; an empty one if there is none."""
+        return self.program.get(self.attribute(name), Computation())
+
     @functools.cached_property
-    def operands(self) -> list[str]:
-        """Names of the instructions whose results it takes."""
-        return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
+    def operands(self) -> list["Instruction | None"]:
+        """The instructions whose results it takes; None for one that is not in the text."""
+        names = re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
+        return [self.computation.get(name) for name in names]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,11 +67,17 @@ class Instruction:
         bits = (8 if kind == "pred" else sum(numbers(kind)[:1]) for kind, _ in self.types)
         return sum(n / 8 * math.prod(shape) for n, (_, shape) in zip(bits, self.types, strict=True))
 
+    @property
+    def operand_bytes(self) -> float:
+        """Of all that it takes."""
+        return sum(operand.bytes for operand in filter(None, self.operands))
+
 
 class Computation(dict[str, Instruction]):
     """Instructions by name, in the order of their texts; `root` makes the result."""
 
-    root: str
+    name: str
+    root: Instruction
 
 
 # What the text says of a result: an integer, the elements of a tuple, or nothing.
@@ -71,93 +88,105 @@ _COMPUTED = {
     **{"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge},
     **{"EQ": operator.eq, "NE": operator.ne},
 }
-_PASSED_ON = ("copy", "bitcast", "convert", "opt-barrier")
-_MOST_TURNS = 10_000  # that are followed; of a loop that never ends as well
+_PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier")
 
 
 @dataclasses.dataclass
 class Work:
-    """What one run of a program does on one device.
+    """What one run of a program does on one device, and how long that takes.
 
-    Attributes:
-      flops: of matrix products, those of kernels included.
-      cycles: the compiler's estimate of everything but collectives and kernels.
-      kernel_flops: of attention kernels, which the compiler does not look into.
-      collective_bytes: kind -> bytes that a device receives, by a ring over its group, from devices
-        of its slice.
-      waited_bytes: those of them that nothing else runs beside.
-      network_bytes: kind -> bytes that a device receives from other slices.
+    Bytes are those that a device receives, by the kind of transfer.
     """
 
-    flops: float = 0.0
-    cycles: float = 0.0
-    kernel_flops: float = 0.0
+    flops: float = 0.0  # of matrix products, those of attention kernels included
+    compute_seconds: float = 0.0  # of everything but transfers
+    collective_seconds: float = 0.0  # that wait for transfers; of TPUs for those of a slice alone
+    # On TPUs: of `compute_seconds`, in kernels that the compiler does not look into; and of
+    # transfers between slices, as if nothing ran beside them.
+    attention_seconds: float | None = None
+    network_seconds: float | None = None
+    # From devices of the same slice or node, and from others.
     collective_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
-    waited_bytes: float = 0.0
     network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
 
+    def to_json(self) -> dict[str, Any]:
+        """The entries from `flops_per_device` on of `compiled.compile_stages`."""
+        waited = self.collective_seconds + (self.network_seconds or 0.0)
+        return {
+            "flops_per_device": self.flops,
+            "compute_seconds": self.compute_seconds,
+            "attention_seconds": self.attention_seconds,
+            "collective_seconds": self.collective_seconds,
+            "network_seconds": self.network_seconds,
+            "step_seconds": self.compute_seconds + waited,
+            "collective_gib": {k: n / GIB for k, n in sorted(self.collective_bytes.items()) if n},
+            "network_gib": {k: n / GIB for k, n in sorted(self.network_bytes.items()) if n},
+        }
 
-def count(text: str) -> Work:
-    """Adds up the work of a compiled program.
 
-    Args:
-      text: `jax.stages.Compiled.as_text()`.
+def count(text: str, chip: Chip) -> Work:
+    """The work of a TPU program (`jax.stages.Compiled.as_text()`) on chips of a kind.
+
+    Times follow from the compiler's cycles and the chip's rates, bytes from a ring over each group.
 
     Raises:
       ValueError: a loop's number of turns cannot be read.
     """
-    computations, entry = parse(text)
-    work = Work()
+    work, total = Work(), collections.Counter()
 
-    def add(name: str, times: float) -> None:
-        table = computations[name]
-        for i in table.values():
+    def add(computation: Computation, times: float) -> None:
+        for i in computation.values():
             if cycles := re.search(r'"estimated_cycles":"(\d+)"', i.rest):
-                work.cycles += times * int(cycles[1])
+                total["cycles"] += times * int(cycles[1])
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "dot":
-                work.flops += times * dot_flops(i, table)
+                work.flops += times * dot_flops(i)
             elif i.opcode == "convolution":
-                work.flops += times * _convolution_flops(i, table)
+                work.flops += times * _convolution_flops(i)
             elif i.opcode == "custom-call":
-                work.flops += times * (flops := _kernel_flops(i))
-                work.kernel_flops += times * flops
+                total["attention"] += times * _kernel_flops(i)
             elif kind in COLLECTIVES:
-                if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
-                moved = times * _received(kind, i, table)
+                moved = times * _received(kind, i)
                 work.collective_bytes[kind] += moved
-                if i.opcode in COLLECTIVES and "async" not in name:
-                    work.waited_bytes += moved
+                if i.opcode in COLLECTIVES and "async" not in computation.name:
+                    total["waited"] += moved  # nothing else runs beside it
             elif i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
-                kind, moved = _sent(i, table)
+                kind, moved = _sent(i)
                 work.network_bytes[kind] += times * moved
             elif i.opcode == "while":
-                add(i.attribute("body"), times * turns(i, table, computations))
+                add(i.called("body"), times * turns(i))
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
-                for called in filter(None, map(i.attribute, _CALLS)):
+                for called in map(i.called, _CALLS):
                     add(called, times)
 
-    add(entry, 1.0)
+    add(parse(text), 1.0)
+    work.flops += total["attention"]
+    work.attention_seconds = total["attention"] / (chip.peak_tflops * 1e12)
+    work.compute_seconds = total["cycles"] / (chip.clock_ghz * 1e9) + work.attention_seconds
+    work.collective_seconds = total["waited"] / (chip.interconnect_gbytes * 1e9)
+    work.network_seconds = sum(work.network_bytes.values()) / (chip.network_gbytes * 1e9)
     return work
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a compiled program in the order of their texts, and the entry's name."""
-    computations: dict[str, Computation] = {}
-    entry = ""
+def parse(text: str) -> Computation:
+    """The entry of a compiled program."""
+    program: dict[str, Computation] = {}
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
-            current = computations[head[2]] = Computation()
-            entry = head[2] if head[1] else entry
+            current = program[head[2]] = Computation()
+            current.name = head[2]
+            if head[1]:
+                entry = current
         elif found := _INSTRUCTION.match(line):
             root, name, kind, opcode, rest = found.groups()
             shapes = _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
             types = [(element, tuple(numbers(dims))) for element, dims in shapes]
-            current[name] = Instruction(name, types, opcode, rest)
+            current[name] = Instruction(program, current, name, types, opcode, rest)
             if root:
-                current.root = name
-    return computations, entry
+                current.root = current[name]
+    return entry
 
 
 def numbers(text: str) -> list[int]:
@@ -165,7 +194,7 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def turns(loop: Instruction, table: Computation, computations: Mapping[str, Computation]) -> int:
+def turns(loop: Instruction) -> int:
     """How often a `while` runs: the integers of its state are followed until its condition fails.
 
     The number that a compiler writes beside a loop counts only where the text does not tell: a loop
@@ -174,34 +203,24 @@ def turns(loop: Instruction, table: Computation, computations: Mapping[str, Comp
     Raises:
       ValueError: neither says it.
     """
-    condition, body = (computations[loop.attribute(name)] for name in ("condition", "body"))
-    state = _value(table, loop.operands[0], lambda number: None, computations)
-    for count in range(_MOST_TURNS):
-        goes_on = _value(condition, condition.root, lambda number: state, computations)  # noqa: B023
+    state = _value(loop.operands[0], {})
+    for count in range(10_000):  # of a loop that never ends as well
+        goes_on = _value(loop.called("condition").root, {0: state})
         if goes_on is None:
             break
         if not goes_on:
             return count
-        before = state
-        state = _value(body, body.root, lambda number: before, computations)  # noqa: B023
-        if state == before:  # and so for ever
-            break
+        state = _value(loop.called("body").root, {0: state})
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     raise ValueError(f"the loop {loop.name} does not say how often it runs")
 
 
-def _value(
-    table: Computation,
-    name: str,
-    argument: Callable[[int], Known],
-    computations: Mapping[str, Computation],
-) -> Known:
-    """What is known of an instruction's result; `argument` knows the parameters, by number."""
+def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
+    """What is known of a result; `arguments` are its computation's parameters by number."""
 
     @functools.cache
-    def value(name: str) -> Known:
-        i = table.get(name)
+    def value(i: Instruction | None) -> Known:
         if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
             return None
         of = i.operands
@@ -209,42 +228,39 @@ def _value(
             found = re.match(r"(-?\d+|true|false)\)", i.rest)
             return json.loads(found[1]) if found else None
         if i.opcode == "parameter":
-            return argument(int(i.rest.partition(")")[0]))
+            return arguments.get(int(i.rest.partition(")")[0]))
         if i.opcode == "tuple":
             return tuple(map(value, of))
-        if i.opcode == "copy-start":
-            return value(of[0]), value(of[0])
-        if i.opcode in ("get-tuple-element", "copy-done"):
+        if i.opcode == "get-tuple-element":
             elements = value(of[0])
-            return elements and elements[int(i.attribute("index") or 0)]
+            return elements and elements[int(i.attribute("index"))]
         if i.opcode in _PASSED_ON:
             return value(of[0])
         if i.opcode in ("fusion", "call"):
-            inner = computations[i.attribute("calls") or i.attribute("to_apply")]
-            return _value(inner, inner.root, lambda number: value(of[number]), computations)
+            inner = i.called("calls") or i.called("to_apply")
+            return _value(inner.root, dict(enumerate(map(value, of))))
         compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
         known = [value(operand) for operand in of] if compute else [None]
         return None if None in known else compute(*known)
 
-    return value(name)
+    return value(result)
 
 
-def dot_flops(i: Instruction, table: Computation) -> float:
+def dot_flops(i: Instruction) -> float:
     """2 for each product of elements of a `dot`, from the shapes of its operands."""
     dims = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.rest)
-    lhs = table[i.operands[0]].shape
-    contracted = math.prod(lhs[d] for d in numbers(dims[1])) if dims else 1
+    contracted = math.prod(i.operands[0].shape[d] for d in numbers(dims[1])) if dims else 1
     return 2.0 * math.prod(i.shape) * contracted
 
 
-def _convolution_flops(i: Instruction, table: Computation) -> float:
+def _convolution_flops(i: Instruction) -> float:
     """2 for each product of an input and a kernel element; padding and holes are no products.
 
     TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
     meets one element at a time.
     """
     inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
-    lhs, rhs = (table[operand].shape for operand in i.operands[:2])
+    lhs, rhs = (operand.shape for operand in i.operands[:2])
     of_window = i.rest.partition("window={")[2].partition("}")[0]
     window = dict(re.findall(r"(\w+)=([0-9x_-]+)", of_window))
     flops = 2.0 * i.shape[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
@@ -275,21 +291,17 @@ def _kernel_flops(i: Instruction) -> float:
     """
     products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
     found = re.search(r"\b(?:b?f\d+)\[([0-9,]+)\]", i.rest.partition("constraints=")[2])
-    if not products or not found:
-        return 0.0
-    *heads, length, width = numbers(found[1])
+    *heads, length, width = numbers(found[1]) if products and found else (0, 0)
     return products * 2.0 * math.prod(heads) * length * length * width / 2
 
 
-def _received(kind: str, i: Instruction, table: Computation) -> float:
-    """Bytes that a device receives in a collective of its slice."""
-    sizes = [table[o].bytes for o in i.operands if o in table]
+def _received(kind: str, i: Instruction) -> float:
     if kind == "collective-permute":  # its other operands are where the result goes
-        return sizes[0]
-    return sum(sizes) * _share(kind, groups(i.rest, 1).shape[1])
+        return i.operands[0].bytes
+    return i.operand_bytes * _share(kind, groups(i.rest, 1).shape[1])
 
 
-def _sent(i: Instruction, table: Computation) -> tuple[str, float]:
+def _sent(i: Instruction) -> tuple[str, float]:
     """What a send to other slices stands for: a collective among one chip of each, and its bytes.
 
     Its target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`.
@@ -297,7 +309,7 @@ def _sent(i: Instruction, table: Computation) -> tuple[str, float]:
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)[1]
     kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
     group = re.search(r"_xla_megascale_target=[^0-9]*([0-9,]*)", i.rest)[1].count(",") + 1
-    return kind, table[i.operands[0]].bytes * _share(kind, group)
+    return kind, i.operands[0].bytes * _share(kind, group)
 
 
 def _share(kind: str, group: int) -> float:

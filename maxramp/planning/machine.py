@@ -1,7 +1,6 @@
 """The machine that a preflight compiles for: a TPU pod or a GPU cluster, by its name."""
 
 import dataclasses
-import functools
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from maxramp.errors import ConfigError, install, reason_of
+from maxramp.keys.section import refuse
 from maxramp.parallel import mesh
 from maxramp.planning import gpu, hlo, topology
 from maxramp.planning.keys import PlanKeys
@@ -19,52 +19,26 @@ from maxramp.training.device_memory import GIB, device_memory
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a preflight needs to know of the devices that are not there.
+    """What a preflight needs to know of the devices that are not there."""
 
-    Attributes:
-      name: as in compile_topology.
-      device: what its users call one: "chip" or "GPU".
-      devices: abstract ones of JAX, for a mesh.
-      slices: groups that the slow network joins, for the mesh; GPUs are one.
-      groups: what the network joins: "slices" or "nodes".
-      memory_gib: that a program can use of a device.
-      peak_tflops: of a device, bfloat16.
-      work: a compiled program's text -> what it does and how long that takes, the entries from
-        `flops_per_device` on of `compiled.compile_stages`.
-      platforms: to lower for, where these are not those of the devices' own backend.
-      options: of the compiler, beyond those of a run.
-      times: where the times come from, in one line for people.
-    """
-
-    name: str
-    device: str
-    devices: Sequence[Any]
-    slices: int
-    groups: str
-    memory_gib: float
-    peak_tflops: float
-    work: Callable[[str], dict[str, Any]]
-    platforms: tuple[str, ...] | None
-    options: Mapping[str, Any]
-    times: str
+    name: str  # as in compile_topology
+    devices: Sequence[Any]  # abstract ones of JAX, for a mesh
+    memory_gib: float  # that a program can use of a device
+    peak_tflops: float = 0.0  # of a device, bfloat16
+    device: str = "device"  # what its users call one: "chip" or "GPU"
+    slices: int = 1  # groups that the slow network joins, for the mesh; GPUs are one
+    groups: str = "slices"  # what the network joins: "slices" or "nodes"
+    # A compiled program's text -> what it does and how long that takes, as `hlo.Work.to_json`.
+    work: Callable[[str], dict[str, Any]] = lambda text: {}
+    platforms: tuple[str, ...] | None = None  # to lower for, if not the devices' own backend's
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler alone
+    times: str = ""  # where the times come from, in one line for people
 
 
 def here() -> Machine:
     """The devices of this machine, on the backend that has started; their times are not known."""
-    devices = jax.devices()
-    return Machine(
-        name=devices[0].device_kind,
-        device="device",
-        devices=devices,
-        slices=mesh.num_slices(),
-        groups="slices",
-        memory_gib=device_memory(-1) / GIB,
-        peak_tflops=0.0,
-        work=lambda compiled: {},
-        platforms=None,
-        options={},
-        times="",
-    )
+    devices, memory = jax.devices(), device_memory(-1) / GIB
+    return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 
 
 def find(keys: PlanKeys) -> Machine:
@@ -74,24 +48,22 @@ def find(keys: PlanKeys) -> Machine:
       ConfigError: there is none of that name, or its compiler is not installed.
     """
     found, slices = _parse(keys), keys.compile_topology_num_slices
-    devices = describe(found, slices)
+    name, devices = str(found), describe(found, slices)
     if isinstance(found, topology.Topology):
+        chip = found.chip
         return Machine(
-            name=str(found),
-            device="chip",
+            name=name,
             devices=devices,
+            memory_gib=chip.memory_gib,
+            peak_tflops=chip.peak_tflops,
+            device="chip",
             slices=slices,
-            groups="slices",
-            memory_gib=found.chip.memory_gib,
-            peak_tflops=found.chip.peak_tflops,
-            work=functools.partial(_work_of_chip, found.chip),
-            platforms=None,
-            options={},
+            work=lambda text: hlo.count(text, chip).to_json(),
             times="the compiler's cycles at the chip's clock, attention kernels at its peak, and "
             "the waits and what travels between slices at its published rates: a pod is slower, "
             "not faster",
         )
-    kind = found.gpu
+    kind, nodes = found.gpu, [device.id // found.gpus for device in devices]
     rates = (
         keys.planned_flops_share * kind.peak_tflops * 1e12,
         keys.planned_memory_share * kind.memory_gbytes * 1e9,
@@ -99,14 +71,13 @@ def find(keys: PlanKeys) -> Machine:
         keys.planned_link_share * kind.network_gbytes * 1e9,
     )
     return Machine(
-        name=str(found),
-        device="GPU",
+        name=name,
         devices=devices,
-        slices=1,
-        groups="nodes",
         memory_gib=gpu.JAX_SHARE * kind.memory_gib,
         peak_tflops=kind.peak_tflops,
-        work=functools.partial(_work_of_gpu, [x.id // found.gpus for x in devices], rates),
+        device="GPU",
+        groups="nodes",
+        work=lambda text: gpu.count(text, nodes, rates).to_json(),
         platforms=("cuda",),
         options={"xla_gpu_autotune_level": 0},  # trying kernels takes a GPU
         times=f"a roofline, not a measurement: kernels at {keys.planned_flops_share:.0%} of the "
@@ -123,7 +94,7 @@ def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Seq
       ConfigError: the compiler is not installed, or does not know such a machine.
     """
     shown, what = f"compile_topology={found}", f"the {found.compiler} compiler"
-    if not is_installed(found.plugin):
+    if importlib.util.find_spec(found.plugin) is None:
         raise ConfigError(
             f"{shown}: {what} is not installed; {install(found.extra)} (no {found.compiler} is "
             "needed)"
@@ -134,74 +105,33 @@ def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Seq
         raise ConfigError(f"{shown}: {what} does not make it: {reason_of(error)}") from None
 
 
-def is_installed(plugin: str) -> bool:
-    """Whether a plugin of JAX's is there, by the name of its module."""
-    try:
-        return importlib.util.find_spec(plugin) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
-
-
 def nodes(keys: PlanKeys) -> tuple[int, int]:
     """What compile_topology has several of, and the devices of each: slices, or nodes of GPUs.
 
     Raises:
       ConfigError: there is no machine of that name.
     """
-    found = _parse(keys)
-    if isinstance(found, gpu.Cluster):
-        return found.nodes, found.gpus
-    return keys.compile_topology_num_slices, found.chips
+    found, slices = _parse(keys), keys.compile_topology_num_slices
+    return (found.nodes, found.gpus) if isinstance(found, gpu.Cluster) else (slices, found.chips)
 
 
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
     name, slices = keys.compile_topology, keys.compile_topology_num_slices
     kind = name.partition(":")[0]
-    if kind in gpu.GPUS or kind.endswith((".yml", ".yaml")):
-        if slices != 1:
-            raise ConfigError(
+    of_gpus = kind in gpu.GPUS or kind.endswith((".yml", ".yaml"))
+    refuse(
+        [
+            (
+                of_gpus and slices != 1,
                 f"compile_topology_num_slices={slices}: compile_topology={name} gives its nodes "
-                "itself; use 1"
-            )
-        return gpu.parse(name)
-    if not re.match(r"v\d", name):
-        raise ConfigError(
-            f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such as "
-            f"v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
-            f"{', '.join(gpu.GPUS)} or FILE.yml"
-        )
-    return topology.parse(name)
-
-
-def _work_of_chip(chip: topology.Chip, text: str) -> dict[str, Any]:
-    work = hlo.count(text)
-    attention = work.kernel_flops / (chip.peak_tflops * 1e12)
-    compute = work.cycles / (chip.clock_ghz * 1e9) + attention
-    waited = work.waited_bytes / (chip.interconnect_gbytes * 1e9)
-    network = sum(work.network_bytes.values()) / (chip.network_gbytes * 1e9)
-    return {
-        "flops_per_device": work.flops,
-        "compute_seconds": compute,
-        "attention_seconds": attention,
-        "collective_seconds": waited,
-        "network_seconds": network,
-        "step_seconds": compute + waited + network,
-        "collective_gib": _gib(work.collective_bytes),
-        "network_gib": _gib(work.network_bytes),
-    }
-
-
-def _work_of_gpu(nodes: Sequence[int], rates: tuple[float, ...], text: str) -> dict[str, Any]:
-    work = gpu.count(text, nodes, rates)
-    return {
-        "flops_per_device": work.flops,
-        "compute_seconds": work.compute_seconds,
-        "collective_seconds": work.seconds - work.compute_seconds,
-        "step_seconds": work.seconds,
-        "collective_gib": _gib(work.nvlink_bytes),
-        "network_gib": _gib(work.network_bytes),
-    }
-
-
-def _gib(moved: Mapping[str, float]) -> dict[str, float]:
-    return {kind: size / GIB for kind, size in sorted(moved.items()) if size}
+                "itself; use 1",
+            ),
+            (
+                not of_gpus and not re.match(r"v\d", name),
+                f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such "
+                "as v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
+                f"{', '.join(gpu.GPUS)} or FILE.yml",
+            ),
+        ]
+    )
+    return gpu.parse(name) if of_gpus else topology.parse(name)

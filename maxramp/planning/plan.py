@@ -138,9 +138,8 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
 
 def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
     """What so much time of nodes comes to; None where it is not known."""
-    hours = run.cost.hours(node_time)
-    devices = None if hours is None else hours * run.config.batch.devices_per_node
-    return {"node_hours": hours, "price": price(run.config.planning, devices)}
+    hours, devices = run.cost.hours(node_time), run.config.batch.devices_per_node
+    return {"node_hours": hours, "price": price(run.config.planning, hours and hours * devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
@@ -197,9 +196,6 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
     from matplotlib.figure import Figure
 
-    def shown(number: float, position: int) -> str:
-        return short(number)
-
     stages, rate = plan["stages"], plan["learning_rate"]
     x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
     ratios = (2, 1, 1) if rate else (2, 1)
@@ -218,13 +214,13 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
         panels[2].set(ylim=(0, None), ylabel="learning rate")
         panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     panels[-1].set(xlabel="consumed samples", xlim=(0, plan["total_samples"]))
-    panels[-1].xaxis.set_major_formatter(shown)
+    panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
     length = plan["max_target_length"]
     tokens = panels[0].secondary_xaxis(
         "top", functions=(lambda n: n * length, lambda n: n / length)
     )
     tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(shown)
+    tokens.xaxis.set_major_formatter(lambda number, place: short(number))
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)

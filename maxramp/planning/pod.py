@@ -32,19 +32,12 @@ POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pod:
-    """The compiler of a machine, which may be this one, for the steps of a config.
+    """The compiler of a machine, which may be this one, for the steps of a config."""
 
-    Attributes:
-      config: resolved for the machine.
-      ramp: its stages on the machine's devices.
-      machine: whose compiler it is.
-      say: takes a line of progress, before and after each compile.
-    """
-
-    config: Config
-    ramp: RampupBatchManager
+    config: Config  # resolved for the machine
+    ramp: RampupBatchManager  # its stages on the machine's devices
     machine: Machine
-    say: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None] = lambda line: None  # before and after each compile
 
     @classmethod
     def of(cls, config: Config, say: Callable[[str], None]) -> "Pod":
@@ -83,42 +76,36 @@ class Pod:
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
         machine, start, work = self.machine, time.perf_counter(), {}
-        memory = {"arguments": None, "temporaries": None, "peak": 0.0, "limit": self.limit}
-        shown = f"compile_topology={machine.name}"
+        memory = {"arguments": None, "temporaries": None, "limit": self.limit}
         rate = LearningRate.of(self.config.learning_rate, self.ramp)
         options = compiler_options(machine.devices[0].platform) | machine.options
         try:
             lowered = lower_step(self.config.recipe, rate, spec, machine.devices, machine.platforms)
         except RuntimeError as error:  # a library that a kernel needs is not installed
-            raise ConfigError(
-                f"{shown}: {reason_of(error)} docs/pods.md says what to install"
-            ) from None
+            reason = f"{reason_of(error)} docs/pods.md says what to install"
+            raise ConfigError(f"compile_topology={machine.name}: {reason}") from None
         try:
             compiled = lowered.compile(options or None)
-        except jax.errors.JaxRuntimeError as error:
-            if not (sizes := _too_big(str(error))):
-                raise
-            memory |= {"peak": sizes[0], "limit": min(sizes[1], self.limit)}
-            fits, seconds = False, time.perf_counter() - start
-        else:
             seconds = time.perf_counter() - start
             peak = compiled_bytes(compiled) / GIB
             arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
-            memory |= {"arguments": arguments, "temporaries": peak - arguments, "peak": peak}
+            memory |= {"arguments": arguments, "temporaries": peak - arguments}
             fits = peak <= self.limit
-            try:
-                work = machine.work(compiled.as_text())
-            except ValueError as error:
-                raise ConfigError(
-                    f"{shown}: the step compiles, but what its program does cannot be counted: "
-                    f"{error}; try another version of jax"
-                ) from None
-        self.say(
-            f"compiled in {seconds:.0f} s, needs {memory['peak']:.3g} of {memory['limit']:.3g} GiB"
-        )
+            work = machine.work(compiled.as_text())
+        except jax.errors.JaxRuntimeError as error:
+            if not (sizes := _too_big(str(error))):
+                raise
+            fits, peak, seconds = False, sizes[0], time.perf_counter() - start
+            memory["limit"] = min(sizes[1], self.limit)
+        except ValueError as error:
+            raise ConfigError(
+                f"compile_topology={machine.name}: the step compiles, but what its program does "
+                f"cannot be counted: {error}; try another version of jax"
+            ) from None
+        self.say(f"compiled in {seconds:.0f} s, needs {peak:.3g} of {memory['limit']:.3g} GiB")
         return {
             "peak_tflops_per_device": machine.peak_tflops,
-            "memory_gib": memory,
+            "memory_gib": memory | {"peak": peak},
             "fits": fits,
             "compile_seconds": seconds,
             **work,
@@ -127,14 +114,14 @@ class Pod:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A stage's global batch in micro batches that fit, by bisection: the largest ones.
+        """A stage's global batch in the largest micro batches that fit, by bisection.
 
         At most so many rows a group of devices at a time; None = all of its own.
         """
         ranks, multiple = spec.ranks, spec.rows_multiple
         rows = spec.samples // ranks
-        sizes = range(multiple, (rows if most is None else most) + 1, multiple)
-        sizes = [size for size in sizes if rows % size == 0]
+        upto = (rows if most is None else most) + 1
+        sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
 
         def step(size: int) -> dict[str, Any]:
             return self.step(spec.of_size(rows // size, size * ranks))
@@ -181,36 +168,36 @@ class Pod:
             )
         parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
         least = least_rows(multiple)
-        lines: list[str] = []
-        others: list[str] = []
+
+        def needed(policy: str, shares: int) -> float:
+            of_size = spec.of_size(passes, shares * multiple * spec.ranks)
+            found = self.step(dataclasses.replace(of_size, remat_policy=policy))
+            return found["memory_gib"]["peak"]
+
+        fitting, others = "", []
         for policy in POLICIES:
-
-            def needed(shares: int, policy: str = policy) -> float:
-                of_size = spec.of_size(passes, shares * multiple * spec.ranks)
-                found = self.step(dataclasses.replace(of_size, remat_policy=policy))
-                return found["memory_gib"]["peak"]
-
-            if needed(1) > limit:
-                others.append(f"{policy} needs {needed(1):.3g} GiB for {least}")
+            ask = functools.partial(needed, policy)
+            if ask(1) > limit:
+                others.append(f"{policy} needs {ask(1):.3g} GiB for {least}")
                 continue
-            found = edge(needed, limit)
+            found = edge(ask, limit)
             size, above = (plain_number(Fraction(n * multiple, parallel)) for n in found)
-            if lines:
+            if fitting:
                 others.append(f"{policy} fits {size}")
                 continue
-            fits, too_much = map(needed, found)
-            lines = [
+            fits, too_much = map(ask, found)
+            fitting = (
                 f"per_device_batch_size: {size}  # {fits:.3g} of {limit:.3g} GiB; "
-                f"{above} would need {too_much:.3g}",
-                f"remat_policy: {policy}  # the cheapest that fits",
-            ]
-        if not lines:
+                f"{above} would need {too_much:.3g}\n"
+                f"remat_policy: {policy}  # the cheapest that fits"
+            )
+        if not fitting:
             raise ConfigError(
-                f"{least} per {count(parallel, 'device')} needs {needed(1):.3g} "
+                f"{least} per {count(parallel, 'device')} needs {ask(1):.3g} "
                 f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
                 "max_target_length, or more devices"
             )
-        return "\n".join([lines[0], "; ".join([lines[1], *others])])
+        return "; ".join([fitting, *others])
 
 
 def least_rows(multiple: int) -> str:
@@ -222,11 +209,8 @@ def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
     """The most rows that fit, and the one more that do not, with few questions.
 
     A step's memory grows almost evenly with its rows: the line through one row and the last try
-    says where the limit is. Where that is wrong, every second try halves what is left.
-
-    Args:
-      needed: memory of a step by its rows, never less for more; one row fits.
-      limit: memory that there is, in the same unit.
+    says where the limit is. Where that is wrong, every second try halves what is left. `needed` is
+    never less for more rows, and one row fits.
     """
     fits, too_much, rows, halve = 1, None, 2, False
     while True:
@@ -246,5 +230,5 @@ def _too_big(error: str) -> tuple[float, float] | None:
     used = re.search(
         rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}\)", error
     )
-    sizes = [n for n in used.groups() if n] if used else ()
+    sizes = filter(None, used.groups() if used else ())
     return tuple(float(n[:-1]) * 1024.0 ** ("KMGT".index(n[-1]) - 2) for n in sizes) or None

@@ -39,8 +39,7 @@ def price(keys: PlanKeys, device_hours: float | None) -> float | None:
 class PassCost:
     """What a forward and backward pass takes, in passes of the largest micro batch.
 
-    Attributes:
-      restart: how long a change of nodes takes (restart_minutes), in such passes.
+    `restart` is how long a change of nodes takes (restart_minutes), in such passes.
     """
 
     def __init__(self, config: Config):
@@ -48,10 +47,9 @@ class PassCost:
         self._limit = rows_per_device_limit(self._batch)
         tokens = self._batch.max_target_length
         flops = float(self._limit) * tokens * training_flops_per_token(config.model, tokens)
-        known = plan.planned_tflops_per_device != -1
-        tflops = plan.planned_tflops_per_device if known else _ASSUMED_TFLOPS
-        hours = flops / (tflops * 1e12) / 3600
-        self._full_hours = hours if known else None
+        given = plan.planned_tflops_per_device
+        hours = flops / ((_ASSUMED_TFLOPS if given == -1 else given) * 1e12) / 3600
+        self._full_hours = None if given == -1 else hours
         self.restart = plan.restart_minutes / 60 / hours
 
     def of(self, rows_per_device: float | Fraction) -> float:
@@ -69,9 +67,7 @@ class PassCost:
 
 
 def with_nodes(config: Config) -> Config:
-    """A loaded config with the nodes that its job will have.
-
-    They are those of num_nodes and devices_per_node, else of compile_topology, else this machine.
+    """A loaded config with its nodes: as the keys say, else compile_topology, else this machine.
 
     Raises:
       ConfigError: compile_topology names no machine, or another one than the two keys; this machine
@@ -88,11 +84,10 @@ def with_nodes(config: Config) -> Config:
     # As the keys count them, or slices of TPUs, nodes of GPUs.
     nodes, per_node = machine.nodes(planning)
     total = nodes * per_node
-    if batch.devices_per_node != -1:
-        nodes, per_node = total // batch.devices_per_node, batch.devices_per_node
-    if batch.num_nodes != -1:
-        nodes = batch.num_nodes
-        per_node = total // nodes if batch.devices_per_node == -1 else per_node
+    if batch.devices_per_node != -1 or batch.num_nodes != -1:
+        per_node = batch.devices_per_node
+        per_node = total // batch.num_nodes if per_node == -1 else per_node
+        nodes = total // per_node if batch.num_nodes == -1 else batch.num_nodes
     if nodes * per_node != total:
         raise ConfigError(
             f"compile_topology={planning.compile_topology} has {count(total, 'device')}, which "
@@ -104,28 +99,18 @@ def with_nodes(config: Config) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run with every stage on the nodes that are planned for it.
+    """A run with every stage on the nodes that are planned for it."""
 
-    Attributes:
-      config: resolved for all nodes.
-      cost: of its passes.
-      ramp: as expected, where it is decided while the run goes on.
-      stages: those that the run reaches.
-    """
-
-    config: Config
+    config: Config  # resolved for all nodes
     cost: PassCost
-    ramp: RampupBatchManager
-    stages: tuple[Stage, ...]
+    ramp: RampupBatchManager  # as expected, where it is decided while the run goes on
+    stages: tuple[Stage, ...]  # those that the run reaches
 
     @classmethod
     def of(cls, config: Config, meshes: Meshes, origin: Origin | None = None) -> "PlannedRun":
-        """Plans a run.
+        """Plans a run of a loaded config with its nodes (`with_nodes`).
 
-        Args:
-          config: loaded, with its nodes (`with_nodes`).
-          meshes: the mesh by the number of devices (`meshes_of`).
-          origin: where a run stands that has begun.
+        Meshes are those of `meshes_of`; `origin` says where a run stands that has begun.
 
         Raises:
           ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.

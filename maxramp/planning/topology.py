@@ -91,10 +91,11 @@ class Topology:
     def description(self, num_slices: int) -> dict[str, Any]:
         """What JAX's `get_topology_desc` takes for so many slices, once libtpu may be loaded."""
         # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken
-        os.environ["TPU_ACCELERATOR_TYPE"] = self.name
-        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+        os.environ |= {
+            **{"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"},
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is taken
+            "TPU_ACCELERATOR_TYPE": self.name,
+        }
         return {
             "platform": "tpu",
             "topology_name": str(self),
@@ -123,17 +124,14 @@ def parse(name: str) -> Topology:
         )
     version, sides, cores = found.groups()
     chip = CHIPS[version]
-    shape = tuple(map(int, sides.split("x"))) if sides else ()
+    shape, shapes = tuple(map(int, sides.split("x"))) if sides else (), _SHAPES[chip.dimensions]
     chips = math.prod(shape) if sides else int(cores) / chip.cores
-    shapes = _SHAPES[chip.dimensions]
     # Of as many chips, the one nearest to a cube or square, shorter sides first.
     near = min(shapes, key=lambda shape: (abs(math.prod(shape) - chips), sum(shape), shape))
-    if cores and math.prod(near) == chips:
-        shape = near
-    if shape not in shapes:
-        nearest = Topology(version, near)
+    nearest = Topology(version, near)
+    if shape not in shapes and (sides or nearest.chips != chips):
         raise ConfigError(
             f"compile_topology={name} is no slice: {version} has {_SIDES[chip.dimensions]}; the "
             f"nearest is {nearest} ({nearest.name})"
         )
-    return Topology(version, shape)
+    return Topology(version, shape or near)

@@ -20,6 +20,10 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
+# A FLOP, a cycle and a byte in a second each.
+UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 3, 1)
+
+
 def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
     """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
     sizes = (sizes[0], 1, *sizes[1:])  # one stage
@@ -38,7 +42,8 @@ def on(mesh: Mesh, shape: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDtyp
 
 def count(mesh: Mesh, function, *arguments, options=None) -> hlo.Work:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return hlo.count(jax.jit(function).lower(*arguments).compile(options).as_text())
+        text = jax.jit(function).lower(*arguments).compile(options).as_text()
+        return hlo.count(text, UNIT)
 
 
 def sent(mesh: Mesh, function, shape: tuple[int, int] = (512, 512)) -> hlo.Work:
@@ -128,7 +133,8 @@ def test_attention_kernels(rows):
         return attend(q, k, v, Rule(), "splash").astype(jnp.float32).sum()
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
-    assert work.kernel_flops == (2 + 4 + 3) * 2 * rows * H * T * T * h / 2 == work.flops
+    assert work.flops == (2 + 4 + 3) * 2 * rows * H * T * T * h / 2
+    assert work.attention_seconds == pytest.approx(work.flops)
 
 
 PROGRAM = """
@@ -176,11 +182,11 @@ def changed(*changes: tuple[str, str]) -> str:
 
 def test_the_reader_of_programs():
     """Five turns of a product of 8 x 4 x 4 and of an all-reduce over groups of 4."""
-    work = hlo.count(PROGRAM)
-    assert work.flops == 5 * 2 * 8 * 4 * 4 and work.cycles == 7 * 5
+    work = hlo.count(PROGRAM, UNIT)
+    assert work.flops == 5 * 2 * 8 * 4 * 4 and work.compute_seconds == pytest.approx(7 * 5)
     reduced = 5 * 2 * 128 * 3 / 4
     assert work.collective_bytes == {"all-reduce": reduced, "all-gather": 128 * 3}
-    assert work.waited_bytes == reduced
+    assert work.collective_seconds == pytest.approx(reduced)
 
 
 SAYS_9 = ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
@@ -210,7 +216,8 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_how_often_loops_run(loop):
     turns, *changes = LOOPS[loop]
-    assert hlo.count(changed(*changes)).cycles == 7 * turns
+    work = hlo.count(changed(*changes), UNIT)
+    assert work.compute_seconds == pytest.approx(7 * turns)
 
 
 SAYS_NOT = {
@@ -228,4 +235,4 @@ def test_a_loop_that_does_not_say_how_often_it_runs(change):
     if change == "no end":  # from 5 up
         changes += [("constant(0)", "constant(7)")]
     with pytest.raises(ValueError, match="loop l.4 does not say how often"):
-        hlo.count(changed(*changes))
+        hlo.count(changed(*changes), UNIT)

@@ -57,16 +57,20 @@ def test_work_and_time_of_a_program():
     assert work.compute_seconds == pytest.approx(4 * max(product, touched) / 1e6)
     # Eight devices gather 64 bytes of each other: 7 shares, one of them from the other node.
     # Inside a node, four reduce and gather 64 bytes: 3/4 of them twice.
-    assert work.nvlink_bytes == {"all-gather": 4 * 6 * 64, "all-reduce": 2 * 48}
+    assert work.collective_bytes == {"all-gather": 4 * 6 * 64, "all-reduce": 2 * 48}
     assert work.network_bytes == {"all-gather": 4 * 64, "all-reduce": 0}
     # The gathering takes longer than the product beside it: each turn lasts as long as it.
-    assert work.seconds == pytest.approx(4 * 64 / 1e3 + 2 * 48 / 1e4)
+    assert work.compute_seconds + work.collective_seconds == pytest.approx(
+        4 * 64 / 1e3 + 2 * 48 / 1e4
+    )
 
 
 def test_a_slow_product_hides_a_transfer():
     slow = (1e3, 1e6, 1e4, 1e3)
     work = gpu.count(PROGRAM, TWO_NODES, slow)
-    assert work.seconds == pytest.approx(4 * 2 * 8 * 16 * 8 / 1e3 + 2 * 48 / 1e4)
+    assert work.compute_seconds + work.collective_seconds == pytest.approx(
+        4 * 2 * 8 * 16 * 8 / 1e3 + 2 * 48 / 1e4
+    )
 
 
 def test_a_loop_whose_turns_follow_from_its_counter():
@@ -95,7 +99,7 @@ def test_a_loop_whose_turns_follow_from_its_counter():
     )
     found, expected = (gpu.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
     assert found.flops == expected.flops
-    assert found.nvlink_bytes == expected.nvlink_bytes
+    assert found.collective_bytes == expected.collective_bytes
     with pytest.raises(ValueError, match="the loop l.4 does not say how often it runs"):
         gpu.count(counted.replace("constant(8)", "custom-call()"), TWO_NODES, RATES)
 
@@ -103,7 +107,7 @@ def test_a_loop_whose_turns_follow_from_its_counter():
 def test_one_node_has_no_network():
     work = gpu.count(PROGRAM, [0] * 8, RATES)
     assert sum(work.network_bytes.values()) == 0
-    assert work.nvlink_bytes == {"all-gather": 4 * 7 * 64, "all-reduce": 2 * 48}
+    assert work.collective_bytes == {"all-gather": 4 * 7 * 64, "all-reduce": 2 * 48}
 
 
 @pytest.mark.parametrize(
@@ -124,14 +128,14 @@ ENTRY %main (a: f32[16]) -> f32[16] {{
 }}
 """
     work = gpu.count(text, TWO_NODES, RATES)
-    assert (work.nvlink_bytes[kind], work.network_bytes[kind]) == received
+    assert (work.collective_bytes[kind], work.network_bytes[kind]) == received
 
 
 def test_a_permutation_crosses_where_one_of_its_pairs_does():
     def moved(pairs):
         text = PROGRAM.replace("all-reduce(%a.4), replica_groups={{0,1,2,3},{4,5,6,7}}", pairs)
         work = gpu.count(text, TWO_NODES, RATES)
-        return work.nvlink_bytes["collective-permute"], work.network_bytes["collective-permute"]
+        return work.collective_bytes["collective-permute"], work.network_bytes["collective-permute"]
 
     inside = "collective-permute(%a.4), source_target_pairs={{0,1},{1,0}}"
     assert moved(inside) == (64, 0)

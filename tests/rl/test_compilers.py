@@ -24,7 +24,7 @@ KEYS = (
     *("num_generations=4", "max_completion_length=6", "global_batch_size=4", "num_iterations=2"),
 )
 NO_TPU = importlib.util.find_spec("libtpu") is None
-NO_GPU = not machine.is_installed("jax_plugins.xla_cuda13")
+NO_GPU = importlib.util.find_spec("jax_cuda13_plugin") is None
 
 
 @pytest.mark.slow
