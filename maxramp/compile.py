@@ -45,15 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
                 "v5p-2048 or h200:16x8"
             )
-        folder, shown = pathlib.Path(), _print_ways
-        if not best:  # what can fail is tried before minutes of compiling
-            shown, folder = _print_stages, _put(config.run.folder, ".writable", "")
-            (folder / ".writable").unlink()
+        path = None if best else _path(config.run.folder)  # tried before minutes of compiling
         result = (compile_ways if best else compile_stages)(config, print_progress)
-        text = json.dumps(result, indent=2)
+        text, shown = json.dumps(result, indent=2), _print_ways if best else _print_stages
         print(text) if as_json else shown(result)
-        if not best:
-            path = _put(folder, _FILE, text + "\n") / _FILE
+        if path:
+            write_whole(path, f"{text}\n".encode())
             if not as_json:
                 line = quoted([*arguments, "--compiled", path])
                 print(f"see       {path}; python -m maxramp.plan {line}")
@@ -62,20 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report(error)
 
 
-def _put(folder: Place, name: str, text: str) -> Place:
-    """Writes a file into a folder, or into this one if that cannot be had; returns the folder."""
+def _path(folder: Place) -> Place:
+    """Where the result goes: into a folder, or into this one if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / name, text.encode())
+        write_whole(folder / ".writable", b"")
+        (folder / ".writable").unlink()
     except (ConfigError, OSError) as error:
         print_note(f"{reason_of(error)}; {_FILE} goes into the folder that you are in")
         folder = pathlib.Path()
-        write_whole(folder / name, text.encode())
-    return folder
+    return folder / _FILE
 
 
 def _cells_of_batch(s: dict[str, Any]) -> list[str]:
-    """How a stage's batch lies on the devices, and what its step needs."""
     memory = [s["memory_gib"][name] for name in ("peak", "temporaries")]
     shape = [f"{s['per_device_batch_size']:g}", str(s["gradient_accumulation_steps"])]
     return shape + ["-" if gib is None else f"{gib:.2f} GiB" for gib in memory]
@@ -86,30 +82,26 @@ def _cells_of_step(s: dict[str, Any]) -> list[str]:
 
 
 def _print_ways(result: dict[str, Any]) -> None:
-    """What fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
-    print_table(
-        columns.split("|"),
-        ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"]),
-    )
+    rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"])
+    print_table(columns.split("|"), rows)
     print(f"times     {result['times']}")
 
 
 def _print_stages(result: dict[str, Any]) -> None:
-    """The result as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
     columns += f"|MFU|tokens/s|hours|{result['device']}-hours"
-    rows = []
-    for s in result["stages"]:
+
+    def row(s: dict[str, Any]) -> list[str]:
         left = s["memory_gib"]["limit"] - s["memory_gib"]["peak"]
-        row = [str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"]
-        row += _cells_of_batch(s)
-        if s["fits"]:
-            row += [f"{left:.1f} GiB left", *_cells_of_step(s)]
-            rows.append([*row, amount(s["hours"]), amount(s["device_hours"])])
-        else:
-            rows.append([*row, f"no, {-left:.1f} over"])
-    print_table(columns.split("|"), rows)
+        cells = [str(s["index"]), f"{s['run_steps']:,}", f"{s['global_batch_size']:,}"]
+        cells += _cells_of_batch(s)
+        if not s["fits"]:
+            return [*cells, f"no, {-left:.1f} over"]
+        cells += [f"{left:.1f} GiB left", *_cells_of_step(s)]
+        return [*cells, amount(s["hours"]), amount(s["device_hours"])]
+
+    print_table(columns.split("|"), map(row, result["stages"]))
     for label, text in _remarks(result):
         print(f"{label:<10}{text}")
 
@@ -145,9 +137,9 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"stage {s['index']}: {inside} GiB a step into each {device}, "
             f"{s['collective_seconds']:.3g} s of the step wait for transfers",
         )
-        seconds = s.get("network_seconds")
-        beside = "" if seconds is None else f", {seconds:.3g} s if nothing runs beside it"
         if s["network_gib"]:
+            seconds = s["network_seconds"]
+            beside = "" if seconds is None else f", {seconds:.3g} s if nothing runs beside it"
             yield (
                 "network",
                 f"stage {s['index']}: {outside} GiB a step into each {device} from other "
@@ -165,7 +157,6 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _paid(totals: dict[str, Any], device: str) -> str:
-    """The hours of a run, and their price if it is known."""
     price = "" if totals["price"] is None else f", a price of {amount(totals['price'])}"
     hours = f"{amount(totals['hours'])} hours, {amount(totals['device_hours'])} {device}-hours"
     return hours + price

@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
-        plot = take_value(arguments, "--plot")
-        compiled = take_value(arguments, "--compiled")
+        plot, compiled = (take_value(arguments, flag) for flag in ("--plot", "--compiled"))
         config = load(arguments, "plan", __doc__)
         if fit:
             print(Pod.of(config, print_progress).largest_batch())
@@ -67,9 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as a table and a few lines."""
     several_nodes = plan["num_nodes"] > 1
+    time = "node-time" if several_nodes else "time"
     several = several_nodes or plan["devices_per_node"] > 1
     passes = several or any(s["gradient_accumulation_steps"] > 1 for s in plan["stages"])
     idle = any(s["pipeline_bubble"] for s in plan["stages"])
+
+    def against_all(s: dict[str, Any]) -> str:
+        cost, time = s["node_hours_against_all_nodes"], s["hours_against_all_nodes"]
+        return "-" if s["nodes"] == plan["num_nodes"] else f"{cost:.2f}x, {time:.2f}x"
+
     columns = [  # those that say the same of every plan are not shown
         (True, "stage", lambda s: str(s["index"])),
         (True, "first\nstep", lambda s: f"{s['first_step']:,}"),
@@ -81,18 +86,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
         (several, "devices", lambda s: str(s["devices"])),
-        (not several_nodes, "share of\ntime", lambda s: f"{s['share_of_node_time']:.1%}"),
-        (several_nodes, "share of\nnode-time", lambda s: f"{s['share_of_node_time']:.1%}"),
-        (
-            several_nodes,
-            "cost, time of\nall nodes",
-            lambda s: (
-                "-"
-                if s["nodes"] == plan["num_nodes"]
-                else f"{s['node_hours_against_all_nodes']:.2f}x, "
-                f"{s['hours_against_all_nodes']:.2f}x"
-            ),
-        ),
+        (True, f"share of\n{time}", lambda s: f"{s['share_of_node_time']:.1%}"),
+        (several_nodes, "cost, time of\nall nodes", against_all),
         (True, "GiB per\ndevice", lambda s: f"{s['memory_gib']['total']:.3g}"),
         (idle, "pipeline\nidle", lambda s: f"{s['pipeline_bubble']:.1%}"),
     ]
@@ -116,77 +111,78 @@ _BOUNDS = {
 }
 
 
-def _of_run(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
     """How long the run is and on what; what its ramp saves against constant batches; its price."""
     stages, totals, nodes = plan["stages"], plan["totals"], plan["num_nodes"]
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
+    size, ramp = f"{final['global_batch_size']:,}", len(stages) > 1
     most = max(stage["nodes"] for stage in stages)
-    unknown = "planned_tflops_per_device=N gives hours"
-    hours = (
-        f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
-        if totals["hours"]
-        else ""
-    )
-    yield (
-        "run",
-        f"{plan['total_steps']:,} steps, {plan['total_samples']:,} samples, "
-        f"{short(plan['total_tokens'])} tokens on up to {count(nodes, 'node')} of "
-        f"{count(plan['devices_per_node'], 'device')}",
-    )
-    if most < nodes:
-        yield (
+    unknown, hours, price = "planned_tflops_per_device=N gives hours", "", ""
+    if totals["hours"]:
+        hours = f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
+    if totals["price"]:
+        constant = f"; {amount(final['price'])} for a constant batch of {size}" if ramp else ""
+        price = f"{amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
+        price += f"(price_per_device_hour){constant}"
+
+    def ramped(bound: dict[str, Any]) -> str:
+        sizes = " ".join(f"{short(sample)}:{size}" for sample, size in bound["batches"])
+        return f"{bound['steps']:,} steps, {sizes} (samples)"
+
+    lines = [
+        (
+            True,
+            "run",
+            f"{plan['total_steps']:,} steps, {plan['total_samples']:,} samples, "
+            f"{short(plan['total_tokens'])} tokens on up to {count(nodes, 'node')} of "
+            f"{count(plan['devices_per_node'], 'device')}",
+        ),
+        (
+            most < nodes,
             "nodes",
             f"{most} of {nodes} at most: more do not divide the batches or the model, or "
             "node_schedule finds too little gain in them",
-        )
-    for name, what in _BOUNDS.items() if plan["adaptive"] else ():
-        bound = plan["adaptive"][name]
-        sizes = " ".join(f"{short(sample)}:{size}" for sample, size in bound["batches"])
-        yield name, f"{bound['steps']:,} steps, {sizes} (samples): {what}"
-    if len(stages) == 1:  # a constant batch: there is nothing to compare
-        yield "time", hours or unknown
-    else:
-        yield (
+        ),
+        *(
+            (True, name, f"{ramped(plan['adaptive'][name])}: {what}")
+            for name, what in (_BOUNDS.items() if plan["adaptive"] else ())
+        ),
+        (not ramp, "time", hours or unknown),  # a constant batch: there is nothing to compare
+        (
+            ramp,
             "steps",
             f"{_change(plan['total_steps'], first['steps'])} than a constant batch of "
             f"{first['global_batch_size']:,} takes ({first['steps']:,}); "
-            f"{_change(plan['total_steps'], final['steps'])} than one of "
-            f"{final['global_batch_size']:,} ({final['steps']:,})",
-        )
-        yield (
+            f"{_change(plan['total_steps'], final['steps'])} than one of {size} "
+            f"({final['steps']:,})",
+        ),
+        (
+            ramp,
             "node-time" if nodes > 1 else "time",
             f"{_change(totals['node_time'], final['node_time'], 'less')} than a constant batch of "
-            f"{final['global_batch_size']:,} {'on all nodes ' * (nodes > 1)}takes"
+            f"{size} {'on all nodes ' * (nodes > 1)}takes"
             + (f": {hours}" if hours else f" ({unknown})"),
-        )
-    if changes := totals["node_changes"]:
-        yield (
+        ),
+        (
+            totals["node_changes"],
             "restarts",
-            f"{changes}, where the number of nodes changes, {plan['restart_minutes']:g} minutes "
-            "each (restart_minutes), not counted above",
-        )
-    if totals["price"]:
-        size = f"{final['global_batch_size']:,}"
-        constant = f"; {amount(final['price'])} for a constant batch of {size}"
-        yield (
-            "price",
-            f"{amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
-            f"(price_per_device_hour){constant if len(stages) > 1 else ''}",
-        )
+            f"{totals['node_changes']}, where the number of nodes changes, "
+            f"{plan['restart_minutes']:g} minutes each (restart_minutes), not counted above",
+        ),
+        (price, "price", price),
+    ]
+    return [(label, text) for shown, label, text in lines if shown]
 
 
 def _of_compiled(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What maxramp.compile found for the stages and for the run."""
-    for stage in plan["stages"]:
-        if not (made := stage.get("compiled")):
-            continue
-        memory, what = made["memory_gib"], ", which does not fit"
+    for stage in (s for s in plan["stages"] if s.get("compiled")):
+        made, what = stage["compiled"], ", which does not fit"
         if made["fits"]:
             what = (
                 f", {made['step_seconds']:.3g} s a step, {amount(made['hours'])} hours, "
                 f"{amount(made['device_hours'])} {made['device']}-hours on {made['machine']}"
             )
-        needs = f"{memory['peak']:.1f} of {memory['limit']:.1f} GiB"
+        needs = "{peak:.1f} of {limit:.1f} GiB".format(**made["memory_gib"])
         yield "compiled", f"stage {stage['index']}: {needs}{what}"
     if run := plan["totals"].get("compiled"):
         price, known = run["price"], plan["totals"]["hours"]
@@ -206,8 +202,7 @@ def _of_compiled(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What is to be looked at: an idle pipeline, warnings, and the memory of the last stage."""
-    last = plan["stages"][-1]
-    memory = last["memory_gib"]
+    last, memory = plan["stages"][-1], plan["stages"][-1]["memory_gib"]
     if smaller := plan["smaller_bubble"]:
         others = ", ".join(map(str, smaller["not_in_stages"]))
         needs = (
@@ -220,8 +215,7 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"num_pipeline_microbatches={smaller['num_pipeline_microbatches']} makes it at most "
             f"{SMALL_BUBBLE:.0%}{needs if others else ''}",
         )
-    for warning in plan["warnings"]:
-        yield "warning", warning
+    yield from (("warning", warning) for warning in plan["warnings"])
     yield (
         "memory",
         f"per device in the last stage, estimated: weights {memory['weights']:.3g}, "
