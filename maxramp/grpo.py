@@ -35,8 +35,7 @@ from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.scoring import Scorer, policy_fields, writing
-from maxramp.rl.trainer import PolicyTrainer
+from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate

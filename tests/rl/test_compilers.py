@@ -13,7 +13,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.scoring import policy_fields, writing
+from maxramp.rl.trainer import policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options

@@ -17,8 +17,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.scoring import Scorer, policy_fields, writing
-from maxramp.rl.trainer import PolicyTrainer
+from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
