@@ -10,8 +10,7 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.parallel.axes import BATCH_AXES, NAME_IN_KEYS
-from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.keys import BATCH_AXES, NAME_IN_KEYS, MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show

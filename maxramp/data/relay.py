@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.errors import ConfigError
-from maxramp.parallel.axes import AXES, BATCH_AXES
+from maxramp.parallel.keys import AXES, BATCH_AXES
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.rampup.spec import StageSpec
 

@@ -24,7 +24,7 @@ from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
-from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, CACHE_BKSh, without_axis
 

@@ -1,4 +1,9 @@
-"""The section of the mesh. Imports no JAX."""
+"""The names of the mesh's axes, and their sizes.
+
+`data` holds whole copies of the weights, `stage` consecutive layers of each copy, `fsdp` shards of
+them, `tensor` shards of each layer's heads and MLP. Rows of a batch are spread over data x stage x
+fsdp: outside the layers, stages share the work as copies do. This module imports no JAX.
+"""
 
 import dataclasses
 import math
@@ -6,7 +11,13 @@ import math
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, positive_or_open
-from maxramp.parallel.axes import AXES, NAME_IN_KEYS
+
+AXES = ("data", "stage", "fsdp", "tensor")
+BATCH_AXES = ("data", "stage", "fsdp")
+COPY_AXES = ("data", "stage")  # those that share the weights outside the layers
+
+# What stands in a key for an axis: ici_pipeline_parallelism is the size of `stage`.
+NAME_IN_KEYS = {axis: axis for axis in AXES} | {"stage": "pipeline"}
 
 _OPEN = "to be filled in"
 

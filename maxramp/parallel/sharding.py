@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES
+from maxramp.parallel.keys import AXES, BATCH_AXES, COPY_AXES
 
 Spec = P  # the type, for annotations in other modules
 

@@ -13,8 +13,7 @@ from typing import NamedTuple, Self
 
 from maxramp.errors import ConfigError
 from maxramp.keys.section import at_least, positive_or_open
-from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.keys import BATCH_AXES, MeshKeys
 
 
 class Field(NamedTuple):

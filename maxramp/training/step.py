@@ -15,8 +15,8 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
+from maxramp.parallel.keys import COPY_AXES
 from maxramp.parallel.sharding import of_gradient
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe

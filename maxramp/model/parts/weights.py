@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
-from maxramp.parallel.axes import COPY_AXES
+from maxramp.parallel.keys import COPY_AXES
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     Spec,
