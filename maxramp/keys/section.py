@@ -5,12 +5,20 @@ together. Every field has its line, its default and its reason in configs/base.y
 """
 
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from maxramp.errors import ConfigError
+
+
+def _key(
+    holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
+) -> Any:
+    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
+    return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
 
 
 def one_of(*choices: str, **refused: str) -> Any:
@@ -29,29 +37,14 @@ def positive_or_open(meaning: str = "see --help-keys") -> Any:
     return _key(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
 
 
-def above_zero() -> Any:
-    """A number above 0."""
-    return _key(lambda value: value > 0, "must be above 0")
-
-
-def above_zero_or_open() -> Any:
-    """A number above 0, or -1, which leaves it open."""
-    return _key(lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)")
-
-
-def fraction() -> Any:
-    """A number from 0 to 1."""
-    return _key(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
-
-
-def share() -> Any:
-    """A number above 0 up to 1."""
-    return _key(lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
-
-
-def below_one() -> Any:
-    """A number from 0 to below 1."""
-    return _key(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+# Numbers within bounds: each makes the field of a key.
+above_zero = functools.partial(_key, lambda value: value > 0, "must be above 0")
+above_zero_or_open = functools.partial(
+    _key, lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)"
+)
+fraction = functools.partial(_key, lambda value: 0 <= value <= 1, "must lie between 0 and 1")
+share = functools.partial(_key, lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
+below_one = functools.partial(_key, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
 def path_or_storage() -> Any:
@@ -90,13 +83,6 @@ def uint32(least: int = 0) -> Any:
     """An integer of 32 bits, such as a seed, from `least` up."""
     text = f"must be {least} or more and below 2^32 = {2**32}"
     return _key(lambda value: least <= value < 2**32, text)
-
-
-def _key(
-    holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
-) -> Any:
-    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
-    return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
 
 
 # Whether a relation between keys is broken, and what the error says.

@@ -43,7 +43,8 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
     if keys.rampup_batch_size is not None:
         return _nemo(keys)
     if keys.step_batch_size_schedule:
-        return _megatron(keys)
+        # A step uses the last pair whose threshold is not above the consumed samples.
+        return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
         return [Threshold(samples, batch) for samples, batch in ladder.seesaw_sizes(keys)]
     if keys.rampup_policy:  # the first size; the others are decided as the run goes on
@@ -272,11 +273,6 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
             )
         pairs.append((samples, int(batch_text)))
     return pairs
-
-
-def _megatron(keys: BatchKeys) -> list[Threshold]:
-    """Megatron's list: a step uses the last pair whose threshold is not above consumed samples."""
-    return [Threshold(samples, batch) for samples, batch in _parse_schedule(keys)]
 
 
 _MOST_STAGES = 100_000
