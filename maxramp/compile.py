@@ -19,14 +19,20 @@ if __name__ == "__main__":  # before the imports that take a second
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-
-from maxramp.commandline import amount, print_note, print_progress, print_table, quoted, take_flag
+from maxramp.commandline import (
+    amount,
+    command,
+    print_note,
+    print_progress,
+    print_table,
+    quoted,
+    take_flag,
+)
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, reason_of, report
+from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, write_whole
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.pod import least_rows
@@ -34,29 +40,26 @@ from maxramp.planning.pod import least_rows
 _FILE = "compiled.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
-        config = load(arguments, "compile", __doc__)
-        if not config.planning.compile_topology:
-            raise ConfigError(
-                "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
-                "v5p-2048 or h200:16x8"
-            )
-        path = None if best else _path(config.run.folder)  # tried before minutes of compiling
-        result = (compile_ways if best else compile_stages)(config, print_progress)
-        text, shown = json.dumps(result, indent=2), _print_ways if best else _print_stages
-        print(text) if as_json else shown(result)
-        if path:
-            write_whole(path, f"{text}\n".encode())
-            if not as_json:
-                line = quoted([*arguments, "--compiled", path])
-                print(f"see       {path}; python -m maxramp.plan {line}")
-        return 0
-    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
-        return report(error)
+    as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
+    config = load(arguments, "compile", __doc__)
+    if not config.planning.compile_topology:
+        raise ConfigError(
+            "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
+            "v5p-2048 or h200:16x8"
+        )
+    path = None if best else _path(config.run.folder)  # tried before minutes of compiling
+    result = (compile_ways if best else compile_stages)(config, print_progress)
+    text, shown = json.dumps(result, indent=2), _print_ways if best else _print_stages
+    print(text) if as_json else shown(result)
+    if path:
+        write_whole(path, f"{text}\n".encode())
+        if not as_json:
+            line = quoted([*arguments, "--compiled", path])
+            print(f"see       {path}; python -m maxramp.plan {line}")
+    return 0
 
 
 def _path(folder: Place) -> Place:

@@ -17,13 +17,12 @@ if __name__ == "__main__":  # before the imports that take a second
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-
-import jax
 
 from maxramp.commandline import (
     amount,
+    command,
     count,
     print_progress,
     print_table,
@@ -32,35 +31,32 @@ from maxramp.commandline import (
     take_value,
 )
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, report
+from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
-        plot, compiled = (take_value(arguments, flag) for flag in ("--plot", "--compiled"))
-        config = load(arguments, "plan", __doc__)
-        if fit:
-            print(Pod.of(config, print_progress).largest_batch())
-            return 0
-        plan = make_plan(config)
-        if compiled:
-            add_compiled(plan, place(compiled), config.planning)
-        if plot:
-            try:
-                draw_plan(plan, pathlib.Path(plot))
-            except (OSError, ValueError) as error:  # no such folder; a format that is none
-                raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
-        print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
+    as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
+    plot, compiled = (take_value(arguments, flag) for flag in ("--plot", "--compiled"))
+    config = load(arguments, "plan", __doc__)
+    if fit:
+        print(Pod.of(config, print_progress).largest_batch())
         return 0
-    except (ConfigError, jax.errors.JaxRuntimeError, MemoryError, OSError) as error:
-        return report(error)
+    plan = make_plan(config)
+    if compiled:
+        add_compiled(plan, place(compiled), config.planning)
+    if plot:
+        try:
+            draw_plan(plan, pathlib.Path(plot))
+        except (OSError, ValueError) as error:  # no such folder; a format that is none
+            raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
+    print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
+    return 0
 
 
 def print_plan(plan: dict[str, Any]) -> None:

@@ -17,12 +17,11 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import subprocess
 import sys
-from collections.abc import Sequence
 
-from maxramp.commandline import take_flag, take_value
+from maxramp.commandline import command, take_flag, take_value
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.errors import ConfigError, TrainingError, report
+from maxramp.errors import ConfigError
 from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
@@ -30,43 +29,40 @@ from maxramp.launch.jobs import Run
 _CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
-        cluster = take_value(arguments, "--cluster")
-        config = load(arguments, "launch", __doc__)
-        devices, output = config.batch.devices_per_node, config.run.base_output_directory
-        refuse(
-            [
-                (
-                    cluster not in _CLUSTERS,
-                    f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}",
-                ),
-                (
-                    devices == -1 and cluster != "local",
-                    f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
-                    "node; give devices_per_node",
-                ),
-                (
-                    status and cluster != "slurm",
-                    f"--status works with --cluster slurm, not {cluster}",
-                ),
-                (
-                    cluster == "slurm" and is_object_storage(output),
-                    f"base_output_directory={output}: the scripts of --cluster slurm read the "
-                    "run's folder through the file system; give a path that all nodes share, or "
-                    "mount the storage (GCS FUSE, Mountpoint for S3) and give that path",
-                ),
-            ]
-        )
-        devices = _local_devices(config) if devices == -1 else devices
-        config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
-        run = Run.of(config, arguments, dry_run)
-        return slurm.print_status(run) if status else _CLUSTERS[cluster](run, dry_run)
-    except (ConfigError, TrainingError, OSError) as error:
-        return report(error)
+    dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
+    cluster = take_value(arguments, "--cluster")
+    config = load(arguments, "launch", __doc__)
+    devices, output = config.batch.devices_per_node, config.run.base_output_directory
+    refuse(
+        [
+            (
+                cluster not in _CLUSTERS,
+                f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}",
+            ),
+            (
+                devices == -1 and cluster != "local",
+                f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
+                "node; give devices_per_node",
+            ),
+            (
+                status and cluster != "slurm",
+                f"--status works with --cluster slurm, not {cluster}",
+            ),
+            (
+                cluster == "slurm" and is_object_storage(output),
+                f"base_output_directory={output}: the scripts of --cluster slurm read the "
+                "run's folder through the file system; give a path that all nodes share, or "
+                "mount the storage (GCS FUSE, Mountpoint for S3) and give that path",
+            ),
+        ]
+    )
+    devices = _local_devices(config) if devices == -1 else devices
+    config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
+    run = Run.of(config, arguments, dry_run)
+    return slurm.print_status(run) if status else _CLUSTERS[cluster](run, dry_run)
 
 
 def _local_devices(config: Config) -> int:
