@@ -23,7 +23,7 @@ from maxramp.training import programs
 {patch}
 end_process(main(sys.argv[1:]))
 """
-WAYS = {"ahead": "", "when reached": "programs.Programs.lower_ahead = lambda self: None"}
+WAYS = {"ahead": "", "when reached": "programs.Programs.lower = lambda self: None"}
 
 
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:

@@ -125,7 +125,7 @@ class Pretrainer:
         batch, data_seconds = self._loader.batch(step)
         train_step, compile_seconds = self._programs.train_step(stage)
         self._held.arrays, shown = train_step(self._held.arrays, batch)
-        self._programs.lower_ahead()
+        self._programs.lower()
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.tokens

@@ -32,12 +32,12 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, of_stages
 from maxramp.model.parts.weights import Weight, map_products, map_weights
 from maxramp.model.size import pipeline_turns
+from maxramp.parallel.collectives import on_devices
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
     SEGMENTS_mBT,
-    Spec,
     by_repeat,
     by_stage,
     by_turn,
@@ -104,10 +104,7 @@ def run(
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 
     def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> tuple[jax.Array, Aux]:
-        def read(weight: jax.Array, sums: jax.Array) -> jax.Array:
-            return _read(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
-
-        layers = jax.tree.map(read, weights, sums)
+        layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
         x_BTD, aux = run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
         counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
         return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
@@ -179,14 +176,16 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
     return map_products(read, jax.lax.stop_gradient(layers)), map_products(apart, sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _read(
-    weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int, spec: Spec
-) -> jax.Array:
+def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
     """Of a weight [R, l, S, ...] the repeat that each stage is at in turn t: [l, S, ...].
 
-    Its gradient goes to `sums` instead, in float32 and with `spec`, the one of sums.
+    Its gradient goes to `sums` instead, in float32.
     """
+    return _of_repeat(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _of_repeat(weight, sums, t, S, R, spec):
     if R == 1:
         return weight
 
@@ -194,17 +193,10 @@ def _read(
         return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
 
     whole = jax.typeof(weight).sharding.spec
-    move = jax.shard_map(
-        local, in_specs=(whole, REPLICATED), out_specs=unstacked(whole), check_vma=False
-    )
-    return move(weight, t)
+    return on_devices(local, (whole, REPLICATED), unstacked(whole))(weight, t)
 
 
-def _read_forward(weight, sums, t, S, R, spec):
-    return _read(weight, sums, t, S, R, spec), t
-
-
-def _read_backward(S, R, spec, t, gradient):
+def _of_repeat_backward(S, R, spec, t, gradient):
     whole = of_gradient(spec)
     if R == 1:
         return None, jax.reshard(gradient, whole).astype(jnp.float32), None
@@ -215,11 +207,13 @@ def _read_backward(S, R, spec, t, gradient):
         zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat(t, S, R), 0)
 
-    move = jax.shard_map(local, in_specs=(one, REPLICATED), out_specs=whole, check_vma=False)
-    return None, move(gradient, t), None
+    return None, on_devices(local, (one, REPLICATED), whole)(gradient, t), None
 
 
-_read.defvjp(_read_forward, _read_backward)
+_of_repeat.defvjp(
+    lambda weight, sums, t, *static: (_of_repeat(weight, sums, t, *static), t),
+    _of_repeat_backward,
+)
 
 
 def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
@@ -230,21 +224,17 @@ def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
 def _to_slots(x_BTD: jax.Array, k: int) -> jax.Array:
     """[k, B, T, D]: slot i holds the i-th of k equal parts of every device's rows."""
     spec = jax.typeof(x_BTD).sharding.spec
-    return jax.shard_map(
-        lambda x: x.reshape(k, -1, *x.shape[1:]),
-        in_specs=spec,
-        out_specs=stacked(spec),
-    )(x_BTD)
+    return on_devices(lambda x: x.reshape(k, -1, *x.shape[1:]), spec, stacked(spec))(x_BTD)
 
 
 def _from_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
     """Back to rows. Results lie S - 1 slots behind the inputs that they belong to."""
+
+    def local(slots_kBTD: jax.Array) -> jax.Array:
+        return jnp.roll(slots_kBTD, 1 - S, axis=0).reshape(-1, *slots_kBTD.shape[2:])
+
     spec_kBTD = jax.typeof(slots_kBTD).sharding.spec
-    return jax.shard_map(
-        lambda x: jnp.roll(x, 1 - S, axis=0).reshape(-1, *x.shape[2:]),
-        in_specs=spec_kBTD,
-        out_specs=unstacked(spec_kBTD),
-    )(slots_kBTD)
+    return on_devices(local, spec_kBTD, unstacked(spec_kBTD))(slots_kBTD)
 
 
 def _all_segments(segments_BT: jax.Array, k: int) -> jax.Array:
@@ -254,9 +244,7 @@ def _all_segments(segments_BT: jax.Array, k: int) -> jax.Array:
         every = jax.lax.all_gather(segments_BT.reshape(k, -1, segments_BT.shape[-1]), "stage")
         return every.reshape(-1, *every.shape[2:])
 
-    return jax.shard_map(local, in_specs=TOKENS_BT, out_specs=SEGMENTS_mBT, check_vma=False)(
-        segments_BT
-    )
+    return on_devices(local, TOKENS_BT, SEGMENTS_mBT)(segments_BT)
 
 
 def _segments_of(segments_mBT: jax.Array | None, t: jax.Array, S: int, R: int) -> jax.Array | None:
@@ -269,10 +257,7 @@ def _segments_of(segments_mBT: jax.Array | None, t: jax.Array, S: int, R: int) -
         micro_batch = since // (S * R) * S + since % S
         return jax.lax.dynamic_index_in_dim(segments_mBT, micro_batch, 0, False)
 
-    in_specs = SEGMENTS_mBT, REPLICATED
-    return jax.shard_map(local, in_specs=in_specs, out_specs=TOKENS_BT, check_vma=False)(
-        segments_mBT, t
-    )
+    return on_devices(local, (SEGMENTS_mBT, REPLICATED), TOKENS_BT)(segments_mBT, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -291,29 +276,18 @@ def _exchange(
     Returns:
       The next slots, and the next x.
     """
-    return _on_devices(_move, slots_kBTD, y_BTD, t, S, R)
+    return _moved(_move, S, R, slots_kBTD, y_BTD, t)
 
 
-def _exchange_forward(slots_kBTD, y_BTD, t, S, R):
-    return _exchange(slots_kBTD, y_BTD, t, S, R), t
+_exchange.defvjp(
+    lambda slots_kBTD, y_BTD, t, S, R: (_exchange(slots_kBTD, y_BTD, t, S, R), t),
+    lambda S, R, t, cotangents: (*_moved(_move_back, S, R, *cotangents, t), None),
+)
 
 
-def _exchange_backward(S, R, t, cotangents):
-    return (*_on_devices(_move_back, *cotangents, t, S, R), None)
-
-
-_exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
-def _on_devices(move: Callable, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array, S, R):
-    spec = jax.typeof(x_BTD).sharding.spec
-    specs = stacked(spec), spec
-    move = jax.shard_map(
-        functools.partial(move, S=S, R=R),
-        in_specs=(*specs, REPLICATED),
-        out_specs=specs,
-        check_vma=False,
-    )
+def _moved(move: Callable, S: int, R: int, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array):
+    specs = stacked(jax.typeof(x_BTD).sharding.spec), jax.typeof(x_BTD).sharding.spec
+    move = on_devices(functools.partial(move, S=S, R=R), (*specs, REPLICATED), specs)
     return move(slots_kBTD, x_BTD, t)
 
 

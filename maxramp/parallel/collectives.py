@@ -1,11 +1,18 @@
-"""The collectives of `jax.lax` for use inside `jax.shard_map`, left out along axes of one device.
+"""What every device computes of its parts of arrays, and the collectives for use inside it.
 
-XLA for CPUs keeps a collective of one device, and copies arrays to do nothing: up to 3% of a step.
+Along axes of one device they are left out: XLA for CPUs keeps a collective of one device, and
+copies arrays to do nothing: up to 3% of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+
+
+def on_devices(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` of every device's parts of arrays, to its parts of results, sharded so."""
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def psum(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
@@ -35,9 +42,7 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dimension: int = 0) -> j
 
 def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
     """What the devices along `axis` cut for this one at dimension `split`, joined at `join`."""
-    if not _of_several(axis):
-        return x
-    return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
+    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if _of_several(axis) else x
 
 
 def _of_several(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,9 +7,6 @@ background thread does it, in the order of use, which is the same on every host.
 
 import collections
 import concurrent.futures
-import dataclasses
-import queue
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -20,16 +17,6 @@ from jax.sharding import Mesh
 from maxramp.errors import StepError, reason_of
 from maxramp.parallel import cpu
 from maxramp.training.device_memory import GIB, compiled_bytes
-
-
-@dataclasses.dataclass
-class _Program:
-    """A program on its way: lowered, then compiled."""
-
-    name: str
-    mesh: Mesh
-    lower: Callable[[], jax.stages.Lowered]
-    compiled: concurrent.futures.Future
 
 
 class Ahead:
@@ -52,12 +39,10 @@ class Ahead:
         self._options, self._memory_limit = dict(options), memory_limit
         self._say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
-        self._programs: dict[Hashable, _Program] = {}
-        self._waiting: collections.deque[_Program] = collections.deque()  # not yet lowered
-        self._work: queue.SimpleQueue = queue.SimpleQueue()  # lowered, not yet compiled
+        self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
+        self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
-        self._thread = threading.Thread(target=self._compile_all, name="compile", daemon=True)
-        self._thread.start()
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def announce(
         self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], jax.stages.Lowered]
@@ -71,12 +56,11 @@ class Ahead:
           lower: called in the main thread, where the mesh is set.
         """
         if key not in self:
-            self._programs[key] = _Program(name, mesh, lower, concurrent.futures.Future())
-            self._waiting.append(self._programs[key])
+            self._waiting[key] = name, mesh, lower
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a program of that key is announced."""
-        return key in self._programs
+        return key in self._waiting or key in self._compiled
 
     def get(self, key: Hashable) -> tuple[jax.stages.Compiled, float]:
         """A program, and the seconds spent waiting for it.
@@ -84,13 +68,12 @@ class Ahead:
         Raises:
           StepError: it does not compile.
         """
-        program = self._programs[key]
-        if program.compiled.done():
-            return program.compiled.result(), 0.0
+        if key in self._compiled and self._compiled[key].done():
+            return self._compiled[key].result(), 0.0
         start = time.perf_counter()
-        while program in self._waiting:
+        while key in self._waiting:
             self._lower_next()
-        return program.compiled.result(), time.perf_counter() - start
+        return self._compiled[key].result(), time.perf_counter() - start
 
     def lower(self) -> None:
         """Lowers one program more, or prepares the memory of one: what to do between two steps."""
@@ -111,44 +94,35 @@ class Ahead:
     def close(self) -> None:
         """Compiles nothing more, and gives the program in work a second to be done."""
         self._waiting.clear()
-        self._work.put(None)
-        for program in self._programs.values():
-            program.compiled.cancel()
-        self._thread.join(1.0)
+        for compiled in self._compiled.values():
+            compiled.cancel()
+        concurrent.futures.wait(self._compiled.values(), timeout=1.0)
 
     def _lower_next(self) -> None:
-        program = self._waiting.popleft()
-        with jax.set_mesh(program.mesh):
-            self._work.put((program, program.lower()))
+        key = next(iter(self._waiting))
+        name, mesh, lower = self._waiting.pop(key)
+        with jax.set_mesh(mesh):
+            self._compiled[key] = self._compiler.submit(self._compile, name, lower())
 
-    def _compile_all(self) -> None:
-        while item := self._work.get():
-            program, lowered = item
-            if not program.compiled.set_running_or_notify_cancel():
-                continue
-            start = time.perf_counter()
-            try:
-                compiled = lowered.compile(self._options or None)
-                self._report(program.name, compiled, time.perf_counter() - start)
-                self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-            except Exception as error:  # whatever the compiler raises is the answer to who asks
-                failure = StepError(
-                    f"the program of {program.name} did not compile: {reason_of(error)}"
-                )
-                self._failure = self._failure or failure
-                self._on_failure()
-                program.compiled.set_exception(failure)
-            else:
-                program.compiled.set_result(compiled)
-
-    def _report(self, name: str, compiled: jax.stages.Compiled, seconds: float) -> None:
-        needed, limit = compiled_bytes(compiled), self._memory_limit
-        self._say(
-            f"ready    {name}: compiled in {seconds:.1f} s, needs {needed / GIB:.3g} GiB a device"
-        )
-        if limit and needed > limit:
+    def _compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        try:
+            compiled = lowered.compile(self._options or None)
+            seconds, needed = time.perf_counter() - start, compiled_bytes(compiled) / GIB
             self._say(
-                f"warning  {name} needs {needed / GIB:.3g} GiB a device, which has "
-                f"{limit / GIB:.3g}: it will not run; start again with a smaller "
-                "per_device_batch_size and more gradient_accumulation_steps, or remat_policy=full"
+                f"ready    {name}: compiled in {seconds:.1f} s, needs {needed:.3g} GiB a device"
             )
+            if 0 < self._memory_limit < needed * GIB:
+                self._say(
+                    f"warning  {name} needs {needed:.3g} GiB a device, which has "
+                    f"{self._memory_limit / GIB:.3g}: it will not run; start again with a smaller "
+                    "per_device_batch_size and more gradient_accumulation_steps, or "
+                    "remat_policy=full"
+                )
+            self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+        except Exception as error:  # whatever the compiler raises is the answer to who asks
+            failure = StepError(f"the program of {name} did not compile: {reason_of(error)}")
+            self._failure = self._failure or failure
+            self._on_failure()
+            raise failure from None
+        return compiled

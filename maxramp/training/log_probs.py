@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.collectives import all_gather, pmax, psum, psum_scatter
+from maxramp.parallel.collectives import all_gather, on_devices, pmax, psum, psum_scatter
 from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, of_gradient, summed_at_once
 
@@ -67,18 +67,13 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
         return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
 
     head_spec = jax.typeof(head_DV).sharding.spec
-    log_p_BT, entropy_BT, log_z_BT = jax.shard_map(
-        local,
-        in_specs=(X_BTD, head_spec, TOKENS_BT),
-        out_specs=(TOKENS_BT,) * 3,
-        check_vma=False,
-    )(x_BTD, head_DV, targets_BT)
-    return (log_p_BT, entropy_BT), (x_BTD, head_DV, targets_BT, log_z_BT)
+    specs, arrays = (X_BTD, head_spec, TOKENS_BT), (x_BTD, head_DV, targets_BT)
+    log_p_BT, entropy_BT, log_z_BT = on_devices(local, specs, (TOKENS_BT,) * 3)(*arrays)
+    return (log_p_BT, entropy_BT), (*arrays, log_z_BT)
 
 
 def _backward(temperature, block_tokens, kept, cotangents):
-    x_BTD, head_DV, targets_BT, log_z_BT = kept
-    head_spec = jax.typeof(head_DV).sharding.spec
+    head_spec = jax.typeof(kept[1]).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT, log_z_BT, dlog_p_BT):
         shape, dtype = x_BTD.shape, head_DV.dtype
@@ -100,13 +95,9 @@ def _backward(temperature, block_tokens, kept, cotangents):
         dx_BTD = psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
         return dx_BTD.astype(x_BTD.dtype), dhead_DV
 
-    dx_BTD, dhead_DV = jax.shard_map(
-        local,
-        in_specs=(X_BTD, head_spec, *(TOKENS_BT,) * 3),
-        out_specs=(X_BTD, of_gradient(head_spec)),
-        check_vma=False,
-    )(x_BTD, head_DV, targets_BT, log_z_BT, jax.reshard(cotangents[0], TOKENS_BT))
-    return dx_BTD, dhead_DV, None
+    specs = X_BTD, head_spec, *(TOKENS_BT,) * 3
+    local = on_devices(local, specs, (X_BTD, of_gradient(head_spec)))
+    return *local(*kept, jax.reshard(cotangents[0], TOKENS_BT)), None
 
 
 _log_probs.defvjp(_forward, _backward)

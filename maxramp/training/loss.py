@@ -19,7 +19,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
-from maxramp.parallel.collectives import all_gather, pmax, psum, psum_scatter
+from maxramp.parallel.collectives import all_gather, on_devices, pmax, psum, psum_scatter
 from maxramp.parallel.cpu import after
 from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.sharding import (
@@ -101,12 +101,8 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
 
     specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
-    return jax.shard_map(
-        local,
-        in_specs=specs,
-        out_specs=((REPLICATED,) * 3, (X_BTD, of_gradient(head_spec)) if with_gradients else ()),
-        check_vma=False,
-    )(*arrays)
+    of_gradients = (X_BTD, of_gradient(head_spec)) if with_gradients else ()
+    return on_devices(local, specs, ((REPLICATED,) * 3, of_gradients))(*arrays)
 
 
 def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.collectives import all_gather
+from maxramp.parallel.collectives import all_gather, on_devices
 from maxramp.parallel.keys import AXES
 from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stacked
 
@@ -39,8 +39,7 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
         held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
         return held[None]
 
-    in_specs = tuple(specs)
-    return jax.shard_map(local, in_specs=in_specs, out_specs=BY_DEVICE, check_vma=False)(*trees)
+    return on_devices(local, tuple(specs), BY_DEVICE)(*trees)
 
 
 def add_up(parts: jax.Array) -> jax.Array:
@@ -50,5 +49,4 @@ def add_up(parts: jax.Array) -> jax.Array:
     def local(held: jax.Array) -> jax.Array:
         return all_gather(held, AXES, dimension=held.ndim - 1)
 
-    gathered = jax.shard_map(local, in_specs=spec, out_specs=REPLICATED, check_vma=False)(parts)
-    return gathered.sum(-1)
+    return on_devices(local, spec, REPLICATED)(parts).sum(-1)

@@ -72,7 +72,7 @@ def lower_step(
         return traced.lower(lowering_platforms=platforms)
 
 
-class Programs:
+class Programs(Ahead):
     """The compiled train step of every stage, and the evaluation step."""
 
     def __init__(
@@ -104,10 +104,10 @@ class Programs:
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows = eval_rows
         options = compiler_options(expansion.mesh.devices.flat[0].platform)
-        self._ahead = Ahead(options, memory_limit, say, on_failure)
+        super().__init__(options, memory_limit, say, on_failure)
         for stage in stages:
             self.add(stage)
-        self._ahead.lower()
+        self.lower()
 
     def add(self, stage: Stage) -> None:
         """Has the step of one more stage compiled, after those that wait to be, and its evaluation.
@@ -116,12 +116,11 @@ class Programs:
         process after the same step. Stages that are the same share their programs.
         """
         name, mesh = f"stage {stage.index} (batch {stage.global_batch_size})", self._expansion.mesh
-        lower = functools.partial(self._lower_step, stage.spec)
-        self._ahead.announce(stage.spec, name, mesh, lower)
+        self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
         if self._eval_rows:  # an evaluation may come before the next stage
-            spec = self._of_evaluation(stage)
+            key, spec = self._evaluation(stage)
             lower = functools.partial(self._lower_evaluation, spec)
-            self._ahead.announce(("evaluation", spec), "evaluation", mesh, lower)
+            self.announce((key, spec), key, mesh, lower)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -132,16 +131,16 @@ class Programs:
         Raises:
           StepError: it does not compile.
         """
-        if stage.spec not in self._ahead:
+        if stage.spec not in self:
             self.add(stage)
-        return self._ahead.get(stage.spec)
+        return self.get(stage.spec)
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
-        return self._ahead.get(("evaluation", self._of_evaluation(stage)))
+        return self.get(self._evaluation(stage))
 
-    def _of_evaluation(self, stage: Stage) -> StageSpec:
-        return stage.spec.of_size(1, self._eval_rows)
+    def _evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
+        return "evaluation", stage.spec.of_size(1, self._eval_rows)
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
         train_step = make_train_step(self._recipe.of(spec), self._rate)
@@ -164,19 +163,3 @@ class Programs:
         sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
         model = self._structure.unflatten(self._arrays).model
         return jax.jit(evaluate).lower(model, sums, self._expansion.abstract_batch(spec))
-
-    def lower_ahead(self) -> None:
-        """Lowers one program more, or prepares the memory of one: what to do between two steps."""
-        self._ahead.lower()
-
-    def raise_failure(self) -> None:
-        """Says why a program that was compiled ahead did not compile, if there is one.
-
-        Raises:
-          TrainingError: there is one.
-        """
-        self._ahead.raise_failure()
-
-    def close(self) -> None:
-        """Compiles nothing more, and gives the program in work a second to be done."""
-        self._ahead.close()

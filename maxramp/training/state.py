@@ -16,11 +16,7 @@ from maxramp.training.keys import Recipe
 from maxramp.training.optimizers import Optimizer
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("consumed_samples", "trained", "frozen", "buffers", "opt_state", "bad_steps"),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """What a step takes, and what it gives to the next.

@@ -46,7 +46,7 @@ COMPILER_FAILS = """
 compile_program, count = jax.stages.Lowered.compile, 0
 def fail(self, *options):
     global count
-    if threading.current_thread().name == "compile":
+    if threading.current_thread().name == "compile_0":
         count += 1
         if count == {which}:
             {when}
@@ -97,7 +97,7 @@ def test_every_program_is_announced_once_in_order_of_use(undisturbed):
 
 def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     """Against a run that lowers and compiles each stage when it is reached."""
-    patch = "programs.Programs.lower_ahead = lambda self: None"
+    patch = "programs.Programs.lower = lambda self: None"
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(undisturbed[0])
@@ -265,7 +265,7 @@ def test_a_stage_is_added_while_others_run():
         first, _ = programs.train_step(ramp.stages[0])
         for stage in ramp.stages[1:3]:
             programs.add(stage)
-        programs.lower_ahead()
+        programs.lower()
         second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
         programs.close()
     assert third is first and len({first, second, fourth}) == 3

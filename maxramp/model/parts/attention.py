@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
+from maxramp.parallel.collectives import on_devices
 from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
 _LANES = 128  # what a splash block is a multiple of
@@ -89,17 +90,31 @@ def select(
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
     """
+    there = f"{platform or 'unknown'} devices"
     obstacles = {
-        "cudnn_flash": _cudnn_obstacle(platform, dtype, head_dim, window),
-        "splash": _splash_obstacle(platform, tokens),
-        "dot_product": None,
+        "cudnn_flash": {
+            f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
+            f"needs dtype=bfloat16, not {dtype}": dtype != "bfloat16",
+            f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}": (
+                head_dim % 8 or head_dim > 256
+            ),
+            f"sees all tokens, and cannot sliding_window_size={window}": window,
+        },
+        "splash": {
+            f"needs TPUs, not {there}": platform != "tpu",
+            f"needs a max_target_length that is a multiple of {_LANES}, not {tokens}": (
+                tokens % _LANES
+            ),
+        },
+        "dot_product": {},
     }
     if asked == "autoselected":
-        return next(name for name, obstacle in obstacles.items() if not obstacle)
-    if obstacle := obstacles[asked]:
-        raise ConfigError(
-            f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
-        )
+        return next(name for name, found in obstacles.items() if not any(found.values()))
+    for obstacle, stands in obstacles[asked].items():
+        if stands:
+            raise ConfigError(
+                f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
+            )
     return asked
 
 
@@ -107,26 +122,6 @@ def select_for(keys: ModelKeys, platform: str | None) -> str:
     """`select` for the rows of resolved keys."""
     sizes = keys.dtype, keys.head_dim, keys.max_target_length, keys.sliding_window_size
     return select(keys.attention, platform, *sizes)
-
-
-def _cudnn_obstacle(platform: str | None, dtype: str, head_dim: int, window: int) -> str | None:
-    if platform not in ("gpu", "cuda"):
-        return f"needs NVIDIA GPUs, not {platform or 'unknown'} devices"
-    if dtype != "bfloat16":
-        return f"needs dtype=bfloat16, not {dtype}"
-    if head_dim % 8 or head_dim > 256:
-        return f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
-    if window:
-        return f"sees all tokens, and cannot sliding_window_size={window}"
-    return None
-
-
-def _splash_obstacle(platform: str | None, tokens: int) -> str | None:
-    if platform != "tpu":
-        return f"needs TPUs, not {platform or 'unknown'} devices"
-    if tokens % _LANES:
-        return f"needs a max_target_length that is a multiple of {_LANES}, not {tokens}"
-    return None
 
 
 def for_length(asked: str, length: int) -> str:
@@ -174,9 +169,8 @@ def attend(
         return _dot_product(*arrays)
     # A kernel sees the rows and heads of one device; attention needs no others.
     specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: TOKENS_BT, rule))
-    return jax.shard_map(_KERNELS[kernel], in_specs=specs, out_specs=X_BTHh, check_vma=False)(
-        *jax.tree.map(jax.reshard, arrays, specs)
-    )
+    arrays = jax.tree.map(jax.reshard, arrays, specs)
+    return on_devices(_KERNELS[kernel], specs, X_BTHh)(*arrays)
 
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
@@ -261,11 +255,7 @@ _KERNELS = {
 }
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("keys_BKSh", "values_BKSh", "positions_B"),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
     """What a layer remembers of every row.
@@ -303,12 +293,10 @@ class Cache:
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
             return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-        specs = (X_BTHh,) * 3 + (CACHE_BKSh,) * 2 + (ROWS_B,)
-        a_BTHh, self.keys_BKSh, self.values_BKSh = jax.shard_map(
+        a_BTHh, self.keys_BKSh, self.values_BKSh = on_devices(
             functools.partial(_write_and_attend, rule=rule),
-            in_specs=specs,
-            out_specs=(X_BTHh, CACHE_BKSh, CACHE_BKSh),
-            check_vma=False,
+            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
+            (X_BTHh, CACHE_BKSh, CACHE_BKSh),
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, self.positions_B)
         return a_BTHh
 

@@ -4,8 +4,7 @@ Shapes: B rows, L layers, S stages of a pipeline, d copies of the weights.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,7 @@ from maxramp.parallel.cpu import after
 from maxramp.parallel.sharding import staged
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("minimized", "shown", "counts"),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
     """Sums by name, in float32. A block gives those of every row, [B, ...]; a pass adds them up.
@@ -42,16 +37,12 @@ class Aux:
 def joined(found: Sequence[Aux]) -> Aux:
     """Of layers behind each other: counts stand side by side, other sums are added."""
 
-    def by_name(parts: Iterable[dict], join: Callable) -> dict[str, jax.Array]:
-        parts = list(parts)
+    def by_name(kind: str, join: Callable) -> dict[str, jax.Array]:
+        parts = [getattr(aux, kind) for aux in found]
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: join([part[name] for part in parts if name in part]) for name in names}
 
-    return Aux(
-        by_name((aux.minimized for aux in found), sum),
-        by_name((aux.shown for aux in found), sum),
-        by_name((aux.counts for aux in found), jnp.concatenate),
-    )
+    return Aux(by_name("minimized", sum), by_name("shown", sum), by_name("counts", jnp.concatenate))
 
 
 def of_stages(x_B: jax.Array) -> jax.Array:

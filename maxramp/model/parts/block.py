@@ -54,9 +54,7 @@ class RMSNorm(nnx.Module):
         return y.astype(x_BTD.dtype)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("scale", "rows_BD"), meta_fields=()
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowScale:
     """A norm's scale whose gradient is wanted for each row as well: as that of `rows_BD`, zeros."""
@@ -74,11 +72,10 @@ def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Arra
     return y_BTD
 
 
-def _by_rows_backward(x_BTD, dy_BTD):
-    return dy_BTD, None, (dy_BTD * x_BTD).sum(1)
-
-
-_by_rows.defvjp(lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD), _by_rows_backward)
+_by_rows.defvjp(
+    lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD),
+    lambda x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(1)),
+)
 
 
 _ACTIVATIONS = {
@@ -150,10 +147,8 @@ class Attention(nnx.Module):
         if cache is not None:
             kernel = for_length(kernel, T)
         kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.window)
-        if cache is None:
-            a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-        else:
-            a_BTHh = cache.attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
+        attend_to = attend if cache is None else cache.attend
+        a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
 
 

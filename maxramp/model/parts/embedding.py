@@ -8,7 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.collectives import all_gather, all_to_all, psum, psum_scatter
+from maxramp.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    on_devices,
+    psum,
+    psum_scatter,
+)
 from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.sharding import (
     STREAM_BTD,
@@ -46,19 +52,14 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
             x_BTD = all_to_all(x_BTD, "fsdp", split=0, join=2)
         return psum_scatter(x_BTD, "tensor", dimension=2)
 
-    return jax.shard_map(local, in_specs=(spec, TOKENS_BT), out_specs=STREAM_BTD, check_vma=False)(
-        jax.reshard(table_VD, spec), jax.reshard(tokens_BT, TOKENS_BT)
-    )
+    specs = spec, TOKENS_BT
+    return on_devices(local, specs, STREAM_BTD)(*map(jax.reshard, (table_VD, tokens_BT), specs))
 
 
 def _own_index(tokens_BT: jax.Array, V: int) -> jax.Array:
     """Where tokens are among the V rows of this device's part of the table; V: in another part."""
     index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
     return jnp.where(index_BT < 0, V, index_BT)
-
-
-def _look_up_forward(table_VD, tokens_BT):
-    return look_up(table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _look_up_backward(residuals, dx_BTD):
@@ -77,13 +78,9 @@ def _look_up_backward(residuals, dx_BTD):
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
         return jax.lax.optimization_barrier(dtable_VD)
 
-    dtable_VD = jax.shard_map(
-        local,
-        in_specs=(X_BTD, TOKENS_BT),
-        out_specs=of_gradient(spec),
-        check_vma=False,
-    )(jax.reshard(dx_BTD, X_BTD), jax.reshard(tokens_BT, TOKENS_BT))
-    return dtable_VD, None
+    specs = X_BTD, TOKENS_BT
+    arrays = map(jax.reshard, (dx_BTD, tokens_BT), specs)
+    return on_devices(local, specs, of_gradient(spec))(*arrays), None
 
 
-look_up.defvjp(_look_up_forward, _look_up_backward)
+look_up.defvjp(lambda *arrays: (look_up(*arrays), arrays), _look_up_backward)

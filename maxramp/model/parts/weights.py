@@ -185,10 +185,6 @@ def _confuses_rows(spec: Spec) -> bool:
 _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
 
-def _product_apart_forward(subscripts, out_sharding, x, weight):
-    return _product(subscripts, out_sharding, x, weight), (x, weight)
-
-
 def _product_apart_backward(subscripts, out_sharding, residuals, dy):
     x, weight = residuals
     x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
@@ -201,4 +197,7 @@ def _product_apart_backward(subscripts, out_sharding, residuals, dy):
     return dx, jax.reshard(dweight, of_gradient(spec))
 
 
-_product_apart.defvjp(_product_apart_forward, _product_apart_backward)
+_product_apart.defvjp(
+    lambda subscripts, out_sharding, *arrays: (_product(subscripts, out_sharding, *arrays), arrays),
+    _product_apart_backward,
+)
