@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +57,8 @@ def plan_of(*arguments, config=BASE):
 
 
 def test_the_plan_of_an_8b_model_on_16_nodes():
-    """In under 10 s, with NeMo's node table, every stage's memory and the totals."""
-    start = time.perf_counter()
+    """With NeMo's node table, every stage's memory and the totals."""
     plan = plan_of(*NEMO_8B, "planned_tflops_per_device=400")
-    assert time.perf_counter() - start < 10
     stages = plan["stages"]
     assert [s["nodes"] for s in stages] == [8, 8, 8, 8, 10, 12, 14, 16]
     assert [s["devices"] for s in stages] == [64, 64, 64, 64, 80, 96, 112, 128]
