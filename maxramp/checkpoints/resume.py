@@ -125,26 +125,18 @@ def _listed(pairs: dict[str, tuple]) -> str:
 
 @dataclasses.dataclass
 class Span:
-    """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`.
+    """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`."""
 
-    Attributes:
-      position: the checkpoint that the job goes on from; None for a run that begins.
-      ramp: the stages on this job's devices.
-      planned: the same stages on the nodes that the plan gives them.
-      last_step: the end of this job: of the run, or of a stage under `stop_at_stage_end` or
-        `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its
-        stage ends where it starts.
-      change: what changed in the batch sizes since the checkpoint, in one line; "" if nothing.
-      keys: where a job ends before its run does.
-      num_devices: of this job.
-    """
-
+    # the checkpoint that the job goes on from; None for a run that begins
     position: Checkpoint | None
-    ramp: RampupBatchManager
-    planned: RampupBatchManager
-    change: str
-    keys: CheckpointKeys
-    num_devices: int
+    ramp: RampupBatchManager  # the stages on this job's devices
+    planned: RampupBatchManager  # the same stages on the nodes that the plan gives them
+    change: str  # what changed in the batch sizes since the checkpoint, in one line; "" if nothing
+    keys: CheckpointKeys  # where a job ends before its run does
+    num_devices: int  # of this job
+    # the end of this job: of the run, or of a stage under `stop_at_stage_end` or
+    # `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its stage
+    # ends where it starts.
     last_step: int = dataclasses.field(init=False)
 
     def __post_init__(self):

@@ -40,13 +40,9 @@ OF_ONE_PROGRAM = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config:
-    """Every section, for the commands, which hand each room its own.
+    """Every section, for the commands, which hand each room its own."""
 
-    Attributes:
-      values: all keys by their name, in the order of base.yml.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # all keys by their name, in the order of base.yml
     batch: BatchKeys
     backend: BackendKeys
     mesh: MeshKeys

@@ -23,15 +23,10 @@ from maxramp.run.keys import PROGRAMS
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What one config file or the command line gives.
+    """What one config file or the command line gives."""
 
-    Attributes:
-      where: the beginning of an error about it: "FILE: ", "" for the command line.
-      values: by key of base.yml, each of the type of its default.
-    """
-
-    where: str
-    values: dict[str, Any]
+    where: str  # the beginning of an error about it: "FILE: ", "" for the command line
+    values: dict[str, Any]  # by key of base.yml, each of the type of its default
 
 
 # Ways to say something: the keys that choose one -> the keys that only it uses.

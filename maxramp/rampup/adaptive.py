@@ -34,24 +34,15 @@ _NAMES = "norms_noise_signal", "norms_noise_variance"
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A rung that was taken.
+    """A rung that was taken."""
 
-    Attributes:
-      first_step, first_sample: from which on.
-      global_batch_size: rows of the rung.
-      previous_batch_size: rows of the rung below it.
-      after_step: steps done when it was taken.
-      reason: noise, or latest where the rung's latest sample was reached.
-      lower: the smaller of the two lower bounds, in rows.
-    """
-
-    first_step: int
-    first_sample: int
-    global_batch_size: int
-    previous_batch_size: int
-    after_step: int
-    reason: str
-    lower: float
+    first_step: int  # from which on
+    first_sample: int  # from which on
+    global_batch_size: int  # rows of the rung
+    previous_batch_size: int  # rows of the rung below it
+    after_step: int  # steps done when it was taken
+    reason: str  # noise, or latest where the rung's latest sample was reached
+    lower: float  # the smaller of the two lower bounds, in rows
 
     def to_json(self) -> dict[str, Any]:
         """As it is recorded: the bound to the last bit, and as a person reads it."""

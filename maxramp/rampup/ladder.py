@@ -20,17 +20,11 @@ DELAY = 8
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A size above the first, under rampup_policy=noise.
+    """A size above the first, under rampup_policy=noise."""
 
-    Attributes:
-      global_batch_size: its rows.
-      earliest: samples consumed before which it is not taken.
-      latest: samples from which on it is taken whatever was measured; None = never.
-    """
-
-    global_batch_size: int
-    earliest: int
-    latest: int | None
+    global_batch_size: int  # its rows
+    earliest: int  # samples consumed before which it is not taken
+    latest: int | None  # samples from which on it is taken whatever was measured; None = never
 
 
 def rungs(keys: BatchKeys) -> list[Rung]:

@@ -108,25 +108,16 @@ class ShapeKeys(MeshKeys):
 
 @dataclasses.dataclass(frozen=True)
 class StageSpec:
-    """What the steps of a stage are. Programs are keyed by it.
+    """What the steps of a stage are. Programs are keyed by it."""
 
-    Attributes:
-      accumulation: A.
-      rows: B.
-      tokens: T.
-      fields: the arrays of a batch.
-      mesh: the sizes of its axes; None where the devices make no such mesh, so nothing can run.
-      remat_policy: what a layer keeps for its backward pass.
-      pipeline_microbatches: into how many a pipeline cuts a pass; 1 without one.
-    """
-
-    accumulation: int
-    rows: int
-    tokens: int
-    fields: tuple[Field, ...]
+    accumulation: int  # A
+    rows: int  # B
+    tokens: int  # T
+    fields: tuple[Field, ...]  # the arrays of a batch
+    # the sizes of its axes; None where the devices make no such mesh, so nothing can run
     mesh: MeshKeys | None
-    remat_policy: str
-    pipeline_microbatches: int
+    remat_policy: str  # what a layer keeps for its backward pass
+    pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
 
     @property
     def samples(self) -> int:
