@@ -15,15 +15,10 @@ from maxramp.model.parts.rotary import Rope
 
 
 class Family(NamedTuple):
-    """What a model of a family is made of.
+    """What a model of a family is made of."""
 
-    Attributes:
-      pattern: the layers, by the keys.
-      blocks: the module of each kind of layer.
-    """
-
-    pattern: Callable[[ModelKeys], Pattern]
-    blocks: Mapping[str, Callable[..., Any]]
+    pattern: Callable[[ModelKeys], Pattern]  # the layers, by the keys
+    blocks: Mapping[str, Callable[..., Any]]  # the module of each kind of layer
 
 
 def _all_alike(keys: ModelKeys) -> Pattern:

@@ -21,37 +21,24 @@ from maxramp.parallel.sharding import X_BTD
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer is.
+    """What a layer is."""
 
-    Attributes:
-      kind: of its weights: layers of one kind are one stack.
-      rope: how its queries and keys turn.
-      window: tokens that each token sees, itself included; 0 = all before it.
-      sums: names of those that its block minimizes or shows (`Aux`).
-      counts: names and shapes of what its block counts of a row.
-    """
-
-    kind: str
-    rope: Rope
-    window: int = 0
-    sums: tuple[str, ...] = ()
+    kind: str  # of its weights: layers of one kind are one stack
+    rope: Rope  # how its queries and keys turn
+    window: int = 0  # tokens that each token sees, itself included; 0 = all before it
+    sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
+    # names and shapes of what its block counts of a row
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Layers in the order in which a row meets them.
+    """Layers in the order in which a row meets them."""
 
-    Attributes:
-      period: layers that come again and again, as one loop.
-      repeats: how often.
-      prefix, remainder: layers before and behind them.
-    """
-
-    period: tuple[Layer, ...]
-    repeats: int
-    prefix: tuple[Layer, ...] = ()
-    remainder: tuple[Layer, ...] = ()
+    period: tuple[Layer, ...]  # layers that come again and again, as one loop
+    repeats: int  # how often
+    prefix: tuple[Layer, ...] = ()  # layers before them
+    remainder: tuple[Layer, ...] = ()  # layers behind them
 
     def __iter__(self) -> Iterator[Layer]:
         yield from (*self.prefix, *self.period * self.repeats, *self.remainder)

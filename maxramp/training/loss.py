@@ -158,16 +158,13 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a step minimizes.
+    """What a step minimizes."""
 
-    Attributes:
-      sums: (model, micro batch) -> (what is minimized, what is shown and counted), each a sum over
-        tokens in float32: sums of any split of the rows add up to the same.
-      shown: its own names: "loss", "tokens", and whatever else. All the others, and what is
-        minimized, are divided by "tokens" once the whole batch is added up.
-    """
-
+    # (model, micro batch) -> (what is minimized, what is shown and counted), each a sum over tokens
+    # in float32: sums of any split of the rows add up to the same
     sums: Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
+    # its own names: "loss", "tokens", and whatever else. All the others, and what is minimized, are
+    # divided by "tokens" once the whole batch is added up.
     shown: tuple[str, ...] = ("loss", "tokens")
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:

@@ -19,25 +19,18 @@ from maxramp.training.optimizers import Optimizer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step takes, and what it gives to the next.
+    """What a step takes, and what it gives to the next."""
 
-    Attributes:
-      consumed_samples: the clock: uint32[2], low and high word, because a long run passes 2^32
-        samples and JAX has no 64-bit integers by default.
-      trained: the weights that have a gradient; a model in which the others are None.
-      frozen: the others, likewise.
-      buffers: what layers counted since the first step, by name: uint32 [L, ...], modulo 2^32. No
-        optimizer sees them.
-      opt_state: of the optimizers, by name (`optimizers.table`).
-      bad_steps: uint32, how many of the last steps in a row were skipped.
-    """
-
+    # the clock: uint32[2], low and high word, because a long run passes 2^32 samples and JAX has no
+    # 64-bit integers by default
     consumed_samples: jax.Array
-    trained: Decoder
-    frozen: Decoder
+    trained: Decoder  # the weights that have a gradient; a model in which the others are None
+    frozen: Decoder  # the others, likewise
+    # what layers counted since the first step, by name: uint32 [L, ...], modulo 2^32. No optimizer
+    # sees them.
     buffers: dict[str, jax.Array]
-    opt_state: dict[str, Any]
-    bad_steps: jax.Array
+    opt_state: dict[str, Any]  # of the optimizers, by name (`optimizers.table`)
+    bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped
 
     @property
     def model(self) -> Decoder:

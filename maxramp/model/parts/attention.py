@@ -35,19 +35,15 @@ CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's 
 )
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which tokens a token sees, of those up to its own, and what its scores are.
+    """Which tokens a token sees, of those up to its own, and what its scores are."""
 
-    Attributes:
-      segments_BT: integers, rising along a row; tokens of different ones do not see each other.
-        None where a row is one text.
-      window: tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825).
-      scale: what products of queries and keys are multiplied by; 0 = 1 / sqrt(h).
-      cap: scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118).
-    """
-
+    # integers, rising along a row; tokens of different ones do not see each other. None where a row
+    # is one text.
     segments_BT: jax.Array | None = None
+    # tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
     window: int = 0
-    scale: float = 0.0
+    scale: float = 0.0  # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
+    # scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118)
     cap: float = 0.0
 
     def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
@@ -258,17 +254,11 @@ _KERNELS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
-    """What a layer remembers of every row.
+    """What a layer remembers of every row."""
 
-    Attributes:
-      keys_BKSh: turned by their positions.
-      values_BKSh: in the dtype of the arithmetic, as the keys are.
-      positions_B: int32, of the next token of each row.
-    """
-
-    keys_BKSh: jax.Array
-    values_BKSh: jax.Array
-    positions_B: jax.Array
+    keys_BKSh: jax.Array  # turned by their positions
+    values_BKSh: jax.Array  # in the dtype of the arithmetic, as the keys are
+    positions_B: jax.Array  # int32, of the next token of each row
 
     def attend(
         self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, rule: Rule, kernel: str

@@ -22,15 +22,13 @@ class Aux:
     A sum is over a row's tokens, so that any split of the rows adds up to the same, and the turns
     in which a stage of a pipeline has no rows are left out. The names are those that the layers
     announce (`layers.Layer`).
-
-    Attributes:
-      minimized: added to what training minimizes, and shown; over all layers.
-      shown: in the metrics, divided by the number of target tokens; over all layers.
-      counts: of each layer [L, ...], added to the train state's buffers.
     """
 
+    # added to what training minimizes, and shown; over all layers
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # in the metrics, divided by the number of target tokens; over all layers
     shown: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # of each layer [L, ...], added to the train state's buffers
     counts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 

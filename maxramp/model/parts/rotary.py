@@ -14,21 +14,18 @@ from maxramp.model.keys import ModelKeys
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
 class Rope:
-    """How fast pairs turn.
+    """How fast pairs turn."""
 
-    Attributes:
-      max_timescale: pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864).
-      factor: how much slower the slowest pairs turn; 1 = as above.
-      low, high: turns in `length` tokens; pairs with fewer than `low` are `factor` times slower,
-        those with more than `high` as fast as ever, and in between it goes from one to the other.
-      length: tokens of the texts that a model read before it was given longer ones.
-    """
-
+    # pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864)
     max_timescale: float
-    factor: float = 1.0
+    factor: float = 1.0  # how much slower the slowest pairs turn; 1 = as above
+    # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
+    # more than `high` as fast as ever, and in between it goes from one to the other
     low: float = 1.0
+    # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
+    # more than `high` as fast as ever, and in between it goes from one to the other
     high: float = 4.0
-    length: int = 1
+    length: int = 1  # tokens of the texts that a model read before it was given longer ones
 
     @classmethod
     def of(cls, keys: ModelKeys) -> "Rope":

@@ -27,15 +27,11 @@ from maxramp.parallel.sharding import (
 
 
 class Weight(nnx.Param):
-    """An array that training may change.
+    """An array that training may change."""
 
-    Attributes:
-      role: one of `keys.ROLES`; decay, cast, optimizer and noise scale ask it.
-      axes: a letter for each axis, as in the name ("DHh"). What an array has in front of them are
-        layers of a stack.
-    """
-
-    role: str
+    role: str  # one of `keys.ROLES`; decay, cast, optimizer and noise scale ask it
+    # a letter for each axis, as in the name ("DHh"). What an array has in front of them are layers
+    # of a stack.
     axes: str
 
     @property
