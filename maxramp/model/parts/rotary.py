@@ -22,8 +22,6 @@ class Rope:
     # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
     # more than `high` as fast as ever, and in between it goes from one to the other
     low: float = 1.0
-    # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
-    # more than `high` as fast as ever, and in between it goes from one to the other
     high: float = 4.0
     length: int = 1  # tokens of the texts that a model read before it was given longer ones
 
