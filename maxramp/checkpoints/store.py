@@ -35,225 +35,7 @@ from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, initial_state
 
 
-class Checkpoints:
-    """The checkpoints of a run's folder.
-
-    Attributes:
-      reference: fingerprint of the weights that the run stays near to, "" for none; every
-        checkpoint keeps it.
-    """
-
-    def __init__(
-        self,
-        keys: CheckpointKeys,
-        folder: Place,
-        corpus_hash: str,
-        values: Mapping[str, Any],
-        warn: Callable[[str], None],
-    ):
-        """
-        Args:
-          keys: when to save, what to keep, where to start.
-          folder: of the checkpoints; every process of the job sees it.
-          corpus_hash: what identifies the data.
-          values: of all keys, resolved; every checkpoint keeps them.
-          warn: takes a line about what went wrong and is no reason to stop.
-        """
-        self._keys, self._folder, self._warn = keys, folder.absolute(), warn
-        self._corpus_hash, self._values = corpus_hash, values
-        self.reference = ""
-        self._is_first = jax.process_index() == 0
-        self._torn: list[Place] = []
-        self._saves = Saves(self._folder, keys, warn)
-
-    def latest(self) -> Checkpoint | None:
-        """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
-
-        The first process chooses, the others follow. Nothing in the folder is changed.
-
-        Raises:
-          ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
-            off: a start from nothing would overwrite what belongs to them.
-        """
-        chosen = agreement.all_gather_json(agreement.raise_everywhere(self._choose))[0]
-        if not chosen:
-            return None
-        position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
-        if position.path.parent == self._folder:
-            self._saves.newest = position.step
-        return position
-
-    def _choose(self) -> str:
-        """The checkpoint to go on from, "" for none and on all processes but the first."""
-        if not self._is_first:
-            return ""
-        if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
-            raise ConfigError(
-                f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
-                f"after {steps[-1]:,} steps, and this start would overwrite that run's metrics; "
-                "give another run_name, or enable_checkpointing=True to continue the run"
-            )
-        position, torn = folder_lib.newest(self._folder)
-        if torn:
-            self._torn = [error.path for error in torn]
-            reason = f"{torn[0].path} is torn ({torn[0].what})"
-            if not position:
-                raise ConfigError(
-                    f"{reason}, and no checkpoint before it is whole; put the file back, or take "
-                    "another run_name"
-                )
-            before = f"going on from the checkpoint before it, {position.step}"
-            self._warn(f"{reason}; {before}")
-        elsewhere = self._keys.load_full_state_path
-        if not position and elsewhere:
-            return str(folder_lib.find(place(elsewhere)))
-        return str(position.path) if position else ""
-
-    def changes_since(self, checkpoint: Checkpoint) -> str:
-        """What this start changes against a checkpoint, as `resume.changes_since`."""
-        allowed = self._keys.allow_changed
-        return changes_since(checkpoint, self._values, allowed, self._corpus_hash, versions())
-
-    def first_state(
-        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
-    ) -> TrainState:
-        """The state that a job begins with: of a checkpoint, or a new one.
-
-        A new one has the weights of load_parameters_path, where that is given.
-
-        Raises:
-          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
-        """
-        if position:
-            return arrays.restore(position, abstract)
-        with jax.set_mesh(mesh_of(abstract)):
-            state = initial_state(recipe)
-        if path := self._keys.load_parameters_path:
-            model = arrays.load_parameters(place(path), abstract.model, self._values)
-            state = state.with_model(model)
-        return state
-
-    def start_saving(self) -> None:
-        """Removes what killed saves left behind and moves torn checkpoints aside."""
-        self._saves.restart_clock()
-        if self._keys.enable_checkpointing and self._is_first:
-            for path in self._torn:
-                folder_lib.set_aside(path)
-            folder_lib.discard(self._folder)
-
-    def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
-        """Whether to save after `step` steps: the same answer on every process."""
-        keys = self._keys
-        if not keys.enable_checkpointing:
-            return False
-        before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
-        steps, samples = keys.checkpoint_period, keys.checkpoint_period_samples
-        return (
-            (steps != -1 and step % steps == 0)
-            or (samples != -1 and after // samples > before // samples)
-            or (keys.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
-            or self._saves.is_time()
-        )
-
-    def save(
-        self,
-        step: int,
-        state: TrainState,
-        consumed_samples: int,
-        stages: list[dict[str, Any]],
-        prepare: Callable[[], Callable[[], None]],
-        last: bool,
-    ) -> None:
-        """Saves the state after `step` steps, unless that was the last save.
-
-        Returns when the state is copied; files are written in the background if
-        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
-
-        Args:
-          step: steps done.
-          state: after them.
-          consumed_samples: in them.
-          stages: of the schedule, as in plan.json.
-          prepare: writes what must be there before the checkpoint counts, and returns what waits
-            until it is there, for the first process; where either raises, nothing counts.
-          last: nothing is trained after it: returns when it is written.
-
-        Raises:
-          TrainingError: max_failed_saves saves in a row have failed, or the last one.
-        """
-        if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
-            return
-        self._saves.settle()
-        if step == self._saves.newest:
-            return
-        checkpoint = Checkpoint(
-            path=self._folder / str(step),
-            step=step,
-            consumed_samples=consumed_samples,
-            stages=stages,
-            corpus_hash=self._corpus_hash,
-            config=dict(self._values),
-            versions=versions(),
-            reference=self.reference,
-        )
-        self._saves.begin(step, self._writer(checkpoint, state, prepare))
-        if last or not self._keys.async_checkpointing:
-            self._saves.settle(last)
-
-    def _writer(
-        self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
-    ) -> Callable[[], None]:
-        """Copies a state, and returns what writes it and makes the checkpoint count."""
-        written = _begun(lambda: arrays.save(checkpoint.path, state))
-        prepared = _begun(prepare)
-
-        def write() -> None:
-            try:
-                written()
-                if self._is_first:
-                    prepared()
-                    folder_lib.commit(checkpoint)
-                    self._tidy()
-            except BaseException:
-                if self._is_first and is_near(self._folder):  # else it may be another run's by now
-                    with contextlib.suppress(OSError):
-                        folder_lib.discard(self._folder)  # for room
-                raise
-
-        return write
-
-    def _tidy(self) -> None:
-        """Removes what no restart needs; where that fails, the next save tries it again.
-
-        The newest max_num_checkpoints_to_keep stay, and the first of every keep_period.
-        """
-        newest, period = self._keys.max_num_checkpoints_to_keep, self._keys.checkpoint_keep_period
-        try:
-            folder_lib.discard(self._folder)
-            steps = folder_lib.steps_in(self._folder)
-            first = {step // period: step for step in reversed(steps) if step >= period > 0}
-            for step in steps[:-newest] if newest else []:
-                if step not in first.values():
-                    folder_lib.remove(self._folder / str(step))
-        except OSError as error:
-            self._warn(f"old checkpoints could not be removed: {arrays.reason_of(error)}")
-
-    def check(self) -> None:
-        """Notices a save that has failed by now, where one process can tell.
-
-        Raises:
-          TrainingError: max_failed_saves saves in a row have failed.
-        """
-        self._saves.check()
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self._saves.close(error)
-
-
-class Saves:
+class Saves(contextlib.AbstractContextManager):
     """Writes checkpoints in the background, and counts the minutes between them.
 
     Attributes:
@@ -381,7 +163,7 @@ class Saves:
             )
         self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of {most})")
 
-    def close(self, error: BaseException | None) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         """Waits until this process has written; with a lost peer it never would have."""
         if self._current is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
@@ -389,6 +171,209 @@ class Saves:
         concurrent.futures.wait([saving])
         if reason := _state_of(saving):
             self._warn(f"{self._folder / str(step)} was not saved: {reason}")
+
+
+class Checkpoints(Saves):
+    """The checkpoints of a run's folder.
+
+    Attributes:
+      reference: fingerprint of the weights that the run stays near to, "" for none; every
+        checkpoint keeps it.
+    """
+
+    def __init__(
+        self,
+        keys: CheckpointKeys,
+        folder: Place,
+        corpus_hash: str,
+        values: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ):
+        """
+        Args:
+          keys: when to save, what to keep, where to start.
+          folder: of the checkpoints; every process of the job sees it.
+          corpus_hash: what identifies the data.
+          values: of all keys, resolved; every checkpoint keeps them.
+          warn: takes a line about what went wrong and is no reason to stop.
+        """
+        super().__init__(folder.absolute(), keys, warn)
+        self._corpus_hash, self._values = corpus_hash, values
+        self.reference = ""
+        self._is_first = jax.process_index() == 0
+        self._torn: list[Place] = []
+
+    def latest(self) -> Checkpoint | None:
+        """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
+
+        The first process chooses, the others follow. Nothing in the folder is changed.
+
+        Raises:
+          ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
+            off: a start from nothing would overwrite what belongs to them.
+        """
+        chosen = agreement.all_gather_json(agreement.raise_everywhere(self._choose))[0]
+        if not chosen:
+            return None
+        position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
+        if position.path.parent == self._folder:
+            self.newest = position.step
+        return position
+
+    def _choose(self) -> str:
+        """The checkpoint to go on from, "" for none and on all processes but the first."""
+        if not self._is_first:
+            return ""
+        if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
+            raise ConfigError(
+                f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
+                f"after {steps[-1]:,} steps, and this start would overwrite that run's metrics; "
+                "give another run_name, or enable_checkpointing=True to continue the run"
+            )
+        position, torn = folder_lib.newest(self._folder)
+        if torn:
+            self._torn = [error.path for error in torn]
+            reason = f"{torn[0].path} is torn ({torn[0].what})"
+            if not position:
+                raise ConfigError(
+                    f"{reason}, and no checkpoint before it is whole; put the file back, or take "
+                    "another run_name"
+                )
+            before = f"going on from the checkpoint before it, {position.step}"
+            self._warn(f"{reason}; {before}")
+        elsewhere = self._keys.load_full_state_path
+        if not position and elsewhere:
+            return str(folder_lib.find(place(elsewhere)))
+        return str(position.path) if position else ""
+
+    def changes_since(self, checkpoint: Checkpoint) -> str:
+        """What this start changes against a checkpoint, as `resume.changes_since`."""
+        allowed = self._keys.allow_changed
+        return changes_since(checkpoint, self._values, allowed, self._corpus_hash, versions())
+
+    def first_state(
+        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
+    ) -> TrainState:
+        """The state that a job begins with: of a checkpoint, or a new one.
+
+        A new one has the weights of load_parameters_path, where that is given.
+
+        Raises:
+          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
+        """
+        if position:
+            return arrays.restore(position, abstract)
+        with jax.set_mesh(mesh_of(abstract)):
+            state = initial_state(recipe)
+        if path := self._keys.load_parameters_path:
+            model = arrays.load_parameters(place(path), abstract.model, self._values)
+            state = state.with_model(model)
+        return state
+
+    def start_saving(self) -> None:
+        """Removes what killed saves left behind and moves torn checkpoints aside."""
+        self.restart_clock()
+        if self._keys.enable_checkpointing and self._is_first:
+            for path in self._torn:
+                folder_lib.set_aside(path)
+            folder_lib.discard(self._folder)
+
+    def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
+        """Whether to save after `step` steps: the same answer on every process."""
+        keys = self._keys
+        if not keys.enable_checkpointing:
+            return False
+        before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
+        steps, samples = keys.checkpoint_period, keys.checkpoint_period_samples
+        return (
+            (steps != -1 and step % steps == 0)
+            or (samples != -1 and after // samples > before // samples)
+            or (keys.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
+            or self.is_time()
+        )
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        consumed_samples: int,
+        stages: list[dict[str, Any]],
+        prepare: Callable[[], Callable[[], None]],
+        last: bool,
+    ) -> None:
+        """Saves the state after `step` steps, unless that was the last save.
+
+        Returns when the state is copied; files are written in the background if
+        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
+
+        Args:
+          step: steps done.
+          state: after them.
+          consumed_samples: in them.
+          stages: of the schedule, as in plan.json.
+          prepare: writes what must be there before the checkpoint counts, and returns what waits
+            until it is there, for the first process; where either raises, nothing counts.
+          last: nothing is trained after it: returns when it is written.
+
+        Raises:
+          TrainingError: max_failed_saves saves in a row have failed, or the last one.
+        """
+        if not self._keys.enable_checkpointing or (not last and self.is_late(step)):
+            return
+        self.settle()
+        if step == self.newest:
+            return
+        checkpoint = Checkpoint(
+            path=self._folder / str(step),
+            step=step,
+            consumed_samples=consumed_samples,
+            stages=stages,
+            corpus_hash=self._corpus_hash,
+            config=dict(self._values),
+            versions=versions(),
+            reference=self.reference,
+        )
+        self.begin(step, self._writer(checkpoint, state, prepare))
+        if last or not self._keys.async_checkpointing:
+            self.settle(last)
+
+    def _writer(
+        self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
+        """Copies a state, and returns what writes it and makes the checkpoint count."""
+        written = _begun(lambda: arrays.save(checkpoint.path, state))
+        prepared = _begun(prepare)
+
+        def write() -> None:
+            try:
+                written()
+                if self._is_first:
+                    prepared()
+                    folder_lib.commit(checkpoint)
+                    self._tidy()
+            except BaseException:
+                if self._is_first and is_near(self._folder):  # else it may be another run's by now
+                    with contextlib.suppress(OSError):
+                        folder_lib.discard(self._folder)  # for room
+                raise
+
+        return write
+
+    def _tidy(self) -> None:
+        """Removes what no restart needs; where that fails, the next save tries it again.
+
+        The newest max_num_checkpoints_to_keep stay, and the first of every keep_period.
+        """
+        newest, period = self._keys.max_num_checkpoints_to_keep, self._keys.checkpoint_keep_period
+        try:
+            folder_lib.discard(self._folder)
+            steps = folder_lib.steps_in(self._folder)
+            first = {step // period: step for step in reversed(steps) if step >= period > 0}
+            for step in steps[:-newest] if newest else []:
+                if step not in first.values():
+                    folder_lib.remove(self._folder / str(step))
+        except OSError as error:
+            self._warn(f"old checkpoints could not be removed: {arrays.reason_of(error)}")
 
 
 def _state_of(saving: concurrent.futures.Future) -> str | None:
