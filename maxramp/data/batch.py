@@ -19,17 +19,11 @@ PADDING = -1  # no token: never a target
 
 
 class Row(NamedTuple):
-    """What a file holds of a row.
+    """What a file holds of a row."""
 
-    Attributes:
-      tokens: int32 ids [S]; PADDING is no token.
-      begins: where documents begin, ascending; None where the row is read as one text.
-      is_target: bool [S], which tokens are to be predicted; None = all.
-    """
-
-    tokens: np.ndarray
-    begins: np.ndarray | None = None
-    is_target: np.ndarray | None = None
+    tokens: np.ndarray  # int32 ids [S]; PADDING is no token
+    begins: np.ndarray | None = None  # of documents, ascending; None: the row is read as one text
+    is_target: np.ndarray | None = None  # bool [S], which tokens are to be predicted; None = all
 
 
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token

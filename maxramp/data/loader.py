@@ -39,19 +39,7 @@ class Loader:
         expansion: Expansion,
         first_step: int,
     ):
-        """
-        Args:
-          data: the epochs and the order.
-          reading: how to read ahead.
-          evaluation: how many rows an evaluation takes.
-          corpus: the rows.
-          ramp: which of them a step takes.
-          expansion: which processes read them.
-          first_step: the step whose batch comes first.
-
-        Raises:
-          ConfigError: the run needs more rows than there are.
-        """
+        """Starts to read; a ConfigError says that the run needs more rows than there are."""
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         rows = RunRows(corpus.train, data.num_epoch, seed)
         self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)

@@ -19,17 +19,12 @@ from maxramp.data.batch import PADDING, Row
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order.
+    """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order."""
 
-    Attributes:
-      document, start, size: of every piece: int64, and in tokens int32.
-      first: int64 [rows + 1].
-    """
-
-    document: np.ndarray
-    start: np.ndarray
-    size: np.ndarray
-    first: np.ndarray
+    document: np.ndarray  # of every piece, int64
+    start: np.ndarray  # of every piece in its document, in tokens, int32
+    size: np.ndarray  # of every piece, in tokens, int32
+    first: np.ndarray  # int64 [rows + 1]
 
     @classmethod
     def of(cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray):

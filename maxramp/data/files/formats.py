@@ -326,9 +326,8 @@ def _kept(key: Any, read: Callable[[], Any]) -> Any:
     with _recent_lock:
         there = key in _recent
         _recent[key] = _recent.pop(key) if there else read()
-        while not there and sum(column.nbytes for column in _recent.values()) > _MOST_KEPT:
-            if len(_recent) == 1:
-                break
+        kept = _recent.values()
+        while not there and len(kept) > 1 and sum(column.nbytes for column in kept) > _MOST_KEPT:
             del _recent[next(iter(_recent))]
         return _recent[key]
 
