@@ -29,7 +29,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -41,7 +40,7 @@ from maxramp.data.keys import DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.keys.base import CONFIGS
-from maxramp.keys.section import is_address
+from maxramp.keys.section import is_address, refuse
 
 KEYS = (
     "tokenizer_type",
@@ -106,16 +105,18 @@ def main(arguments: list[str]) -> int:
 
 def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuses what a preparation cannot do."""
-    for flag, value in (("INPUT", names), ("--output DIR", given.output)):
-        if not value:
-            raise ConfigError(f"no {flag} given: python -m maxramp.prepare INPUT... --output DIR")
-    for flag, value, least in (
+    needed = (("INPUT", names), ("--output DIR", given.output))
+    usage = "given: python -m maxramp.prepare INPUT... --output DIR"
+    refuse((not value, f"no {flag} {usage}") for flag, value in needed)
+    above_zero = (
         ("workers", given.workers, "above 0"),
         ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),
         ("max_bad_records", given.max_bad_records + 1, "0 or more"),
-    ):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"--{flag} {getattr(given, flag)} must be {least} and finite")
+    )
+    refuse(
+        (not 0 < value < math.inf, f"--{flag} {getattr(given, flag)} must be {least} and finite")
+        for flag, value, least in above_zero
+    )
     if is_address(given.output):
         raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
     mixture.entry_of("--output", given.output)
@@ -126,13 +127,16 @@ def _is_key(text: str) -> bool:
 
 
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
-    base = [str(CONFIGS / "base.yml"), "dataset_type=hf"]
-    if not any(argument.startswith("hf_path=") for argument in arguments):
-        base[1:] = ["dataset_type=grain", "grain_train_files=INPUT"]
-    config = load([*base, *arguments], "prepare")
-    for argument in arguments:
-        if argument.partition("=")[0] not in taken:
-            raise ConfigError(f"{argument}: {doing} takes only {', '.join(taken)}")
+    from_hub = any(argument.startswith("hf_path=") for argument in arguments)
+    source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
+    config, listed = (
+        load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare"),
+        ", ".join(taken),
+    )
+    refuse(
+        (argument.partition("=")[0] not in taken, f"{argument}: {doing} takes only {listed}")
+        for argument in arguments
+    )
     return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
 
 
@@ -154,7 +158,21 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         planned = shards.plan(files, how, size, given.deduplicate)
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
-            _check_prepared(given, shards.source_of(planned), manifest)
+            lacks = manifest.get("bad_records", 0)
+            refuse(
+                [
+                    (
+                        manifest["source"] != shards.source_of(planned),
+                        f"--output {given.output} holds a set of other inputs, or read in another "
+                        "way; give another folder, or remove it",
+                    ),
+                    (
+                        lacks > given.max_bad_records,
+                        f"--output {given.output} is prepared already and leaves out "
+                        f"{count(lacks, 'bad record')}, which --max_bad_records {lacks} allows",
+                    ),
+                ]
+            )
             _say(f"{output} is prepared already")
         else:
             if trained:
@@ -188,25 +206,6 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
         f"grain_train_files={shlex.quote(entry)} vocab_size={prepared.vocab_size_for(manifest)}"
     )
-
-
-def _check_prepared(given: argparse.Namespace, source: str, manifest: dict[str, Any]) -> None:
-    """Whether a set that is there already is the one that is asked for.
-
-    Raises:
-      ConfigError: it is another, or lacks more bad records than are allowed today.
-    """
-    if manifest["source"] != source:
-        raise ConfigError(
-            f"--output {given.output} holds a set of other inputs, or read in another way; give "
-            "another folder, or remove it"
-        )
-    left_out = manifest.get("bad_records", 0)
-    if left_out > given.max_bad_records:
-        raise ConfigError(
-            f"--output {given.output} is prepared already and leaves out "
-            f"{count(left_out, 'bad record')}, which --max_bad_records {left_out} allows"
-        )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     is_target: np.ndarray | None = None  # bool [S], which tokens are to be predicted; None = all
 
 
+_Array = jax.Array | np.ndarray
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token
 _NOWHERE = np.empty(0, np.int64)
 _BLOCK = 1 << 16  # tokens that are hashed together: they stay in a core's cache
@@ -38,27 +39,16 @@ class Batch:
 
     One that is None is in no program. All but `hashes` have T numbers a row; what stands at a token
     is about the one that it predicts.
-
-    Attributes:
-      tokens: int32 ids; PADDING (-1) is no token.
-      targets: int32, the id that each token predicts; PADDING where that is nothing.
-      segments: int32, the number of each token's document in its row; None where rows are read as
-        one text.
-      hashes: uint32 [..., 2], of each row at its place in the step (`hash_rows`).
-      weights: float32, what an objective multiplies a target's term by; None = 1.
-      shares: float32, what a target adds to the divisor of all terms; None = 1.
-      sampled_log_probs: float32, of the target when it was sampled; None where none was.
-      reference_log_probs: float32, of the target under a policy to stay near; None without one.
     """
 
-    tokens: jax.Array | np.ndarray
-    targets: jax.Array | np.ndarray
-    segments: jax.Array | np.ndarray | None = None
-    hashes: jax.Array | np.ndarray | None = None
-    weights: jax.Array | np.ndarray | None = None
-    shares: jax.Array | np.ndarray | None = None
-    sampled_log_probs: jax.Array | np.ndarray | None = None
-    reference_log_probs: jax.Array | np.ndarray | None = None
+    tokens: _Array  # int32 ids; PADDING (-1) is no token
+    targets: _Array  # int32, the id that each token predicts; PADDING where that is nothing
+    segments: _Array | None = None  # int32, each token's document in its row; None: rows are texts
+    hashes: _Array | None = None  # uint32 [..., 2], of each row at its place in the step
+    weights: _Array | None = None  # float32, what multiplies a target's term; None = 1
+    shares: _Array | None = None  # float32, what a target adds to the divisor of terms; None = 1
+    sampled_log_probs: _Array | None = None  # float32, of the target when it was sampled
+    reference_log_probs: _Array | None = None  # float32, under a policy to stay near
 
 
 def abstract_batch(

@@ -69,9 +69,7 @@ class DataKeys(Keys):
           ConfigError: the name says nothing.
         """
         kind, path = self.tokenizer_type, self.tokenizer_path
-        if self.dataset_type == "synthetic":
-            return kind or "bytes"  # of no use; the start of the run says so
-        if kind or not path:
+        if kind or not path or self.dataset_type == "synthetic":  # which uses none, and says so
             return kind or "bytes"
         local = os.path.expanduser(path)
         kind = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
@@ -116,6 +114,5 @@ class EvalKeys(Keys):
 
     def rows(self, num_devices: int) -> int:
         """Rows of an evaluation batch on all devices; 0 = the run never evaluates."""
-        if self.eval_interval < 1:
-            return 0
-        return int(exact(self.eval_per_device_batch_size) * num_devices)
+        evaluates = self.eval_interval > 0
+        return int(exact(self.eval_per_device_batch_size) * num_devices) if evaluates else 0

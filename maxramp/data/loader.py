@@ -21,13 +21,7 @@ from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 
 class Loader:
-    """Hands out the batch of each step, in order from `first_step`, and whole evaluations.
-
-    Attributes:
-      corpus: the rows.
-      expansion: which processes read them.
-      eval_rows: rows of an evaluation batch; 0 = the run never evaluates.
-    """
+    """Hands out the batch of each step, in order from `first_step`, and whole evaluations."""
 
     def __init__(
         self,
@@ -47,7 +41,7 @@ class Loader:
         self._reading, self._ramp = reading, ramp
         self.corpus, self.expansion = corpus, expansion
         self._eval_steps = evaluation.eval_steps
-        self.eval_rows = evaluation.rows(expansion.mesh.size)
+        self.eval_rows = evaluation.rows(expansion.mesh.size)  # of a batch; 0 = never evaluates
         # In random order, so that the first eval_steps batches are a fair sample of all.
         self._held_out = RunRows([Part("held out", 1.0, corpus.held_out)], 1, seed=0)
         self._shared_ramp = SharedRamp(ramp)
@@ -90,9 +84,8 @@ class Loader:
         return batch, waited
 
     def _place_next(self) -> concurrent.futures.Future | None:
-        if self._next_step < self._ramp.settled_steps:
-            return self._placer.submit(self._place, self._next_step)
-        return None
+        settled = self._next_step < self._ramp.settled_steps
+        return self._placer.submit(self._place, self._next_step) if settled else None
 
     def _place(self, step: int) -> Batch:
         abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)

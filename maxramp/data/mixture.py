@@ -18,6 +18,7 @@ from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.keys.section import refuse
 
 _SAMPLED = 64  # items of a part that are read at the start, for its hash
 
@@ -39,9 +40,8 @@ def parse(key: str, value: str) -> list[tuple[str, float]]:
         except ValueError:
             weight = math.nan
         if not pattern or not 0 < weight < math.inf:
-            what = "has no weight" if entry.strip() else "is empty"
-            if pattern:
-                what = f'has the weight "{text}", which is no number above 0'
+            lacks = "has no weight" if entry.strip() else "is empty"
+            what = f'has the weight "{text}", which is no number above 0' if pattern else lacks
             raise ConfigError(
                 f'{key}={value}: the entry "{entry}" {what}; write glob,weight;glob,weight'
             )
@@ -85,9 +85,8 @@ def open_mixture(keys: DataKeys) -> Corpus:
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
     """
-    names = ("train_split", "hf_eval_split")
-    if keys.dataset_type == "grain":
-        names = ("grain_train_files", "grain_eval_files")
+    files, splits = ("grain_train_files", "grain_eval_files"), ("train_split", "hf_eval_split")
+    names = files if keys.dataset_type == "grain" else splits
     train, evaluated = (_find(keys, name) for name in names)
     entries = [*train, *evaluated]
     kinds = {entry.documents: entry.name for entry in entries}
@@ -105,27 +104,28 @@ def open_mixture(keys: DataKeys) -> Corpus:
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
         held_out = [x.span(cut, len(x)) for x, cut in zip(items, cuts, strict=True)]
     noun = "documents" if documents else "rows"
-    parts = []
-    for entry, x, cut in zip(train, items, cuts, strict=False):
-        if not cut:
-            raise ConfigError(
-                f"{names[0]}: {entry.name} has no {noun} left to train on; give more data, "
-                "or a smaller eval_fraction"
-            )
-        parts.append(Part(entry.name, entry.weight, x.span(0, cut)))
     count, held_count = sum(cuts), sum(map(len, held_out))
-    if keys.eval_interval > 0 and not held_count:
-        raise ConfigError(
-            f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
-            f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
-            "eval_interval=-1"
-        )
+    none_left = f"has no {noun} left to train on; give more data, or a smaller eval_fraction"
+    none_held_out = (
+        f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of {count} "
+        f"{noun} holds none out; give grain_eval_files, a larger eval_fraction, or eval_interval=-1"
+    )
+    emptied = [entry.name for entry, cut in zip(train, cuts, strict=True) if not cut]
+    refuse(
+        [
+            *((True, f"{names[0]}: {name} {none_left}") for name in emptied),
+            (keys.eval_interval > 0 and not held_count, none_held_out),
+        ]
+    )
+    parts = [
+        Part(entry.name, entry.weight, x.span(0, cut))
+        for entry, x, cut in zip(train, items, cuts, strict=False)
+    ]
     total = sum(part.weight for part in parts)
     shares = [f"{part.name} {part.weight / total:.3g}" for part in parts]
     unused = "" if tokenizer or is_used or not keys.tokenizer_path else keys.tokenizer_path
-    hashed = [keys.max_target_length, cuts]
-    hashed.append([(entry.weight, digest) for entry, digest in zip(train, hashes, strict=False)])
-    hashed.append(list(hashes[len(train) :]))
+    weighted = [(entry.weight, digest) for entry, digest in zip(train, hashes, strict=False)]
+    hashed = [keys.max_target_length, cuts, weighted, list(hashes[len(train) :])]
     return Corpus(
         tuple(parts),
         Chain(held_out),
@@ -196,12 +196,14 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
     """
     sets = [one for entry in entries for one in entry.sets.items()]
     known = [(folder, manifest["tokenizer"]) for folder, manifest in sets if manifest["tokenizer"]]
-    for folder, tokenizer in known:
-        if tokenizer["hash"] != known[0][1]["hash"]:
-            raise ConfigError(
-                f"{known[0][0]} was prepared with {_shown(known[0][1])} and {folder} with "
-                f"{_shown(tokenizer)}; prepare both with one tokenizer"
-            )
+    refuse(
+        (
+            tokenizer["hash"] != known[0][1]["hash"],
+            f"{known[0][0]} was prepared with {_shown(known[0][1])} and {folder} with "
+            f"{_shown(tokenizer)}; prepare both with one tokenizer",
+        )
+        for folder, tokenizer in known
+    )
     for folder, tokenizer in known[:1]:
         kind, path = keys.tokenizer_type, keys.tokenizer_path
         given = Tokenizer(kind, path, **{name: tokenizer[name] for name in MARK_KEYS})
@@ -214,12 +216,14 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
             f"{other} is not what {folder} was prepared with, {_shown(tokenizer)}; leave it out, "
             "or prepare the set again"
         )
-    for folder, manifest in sets:
-        if manifest["max_token"] >= keys.vocab_size:
-            raise ConfigError(
-                f"{folder}: its largest token id is {manifest['max_token']}, not below vocab_size="
-                f"{keys.vocab_size}; use {prepared.vocab_size_for(manifest)} or more"
-            )
+    refuse(
+        (
+            manifest["max_token"] >= keys.vocab_size,
+            f"{folder}: its largest token id is {manifest['max_token']}, not below vocab_size="
+            f"{keys.vocab_size}; use {prepared.vocab_size_for(manifest)} or more",
+        )
+        for folder, manifest in sets
+    )
     return bool(known)
 
 

@@ -27,6 +27,7 @@ from maxramp.data.prefetch import ReadAhead
 from maxramp.data.rows import Corpus, Part, StreamRows, SyntheticRows
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
+from maxramp.keys.section import refuse
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
 _BLOCK = 256  # documents whose lengths are counted together
@@ -73,28 +74,31 @@ def open_rows(
     corpus = raise_everywhere(lambda: open_corpus(data) if reads else None)
     beat()
     summaries = all_gather_json(corpus.summary() if corpus else None)
-    for process, other in enumerate(summaries):
-        if other is not None and other != summaries[0]:
-            raise ConfigError(
-                f"process {process} sees other data than process 0 (hash {other['hash']}, not "
-                f"{summaries[0]['hash']}); give all processes the same files"
-            )
+    read = {process: other for process, other in enumerate(summaries) if other is not None}
+    refuse(
+        (
+            other != summaries[0],
+            f"process {process} sees other data than process 0 (hash {other['hash']}, not "
+            f"{summaries[0]['hash']}); give all processes the same files",
+        )
+        for process, other in read.items()
+    )
     corpus = corpus or Corpus.from_summary(summaries[0])
     if not corpus.documents:
         return corpus
-    readers = [process for process, other in enumerate(summaries) if other is not None]
     lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
     separate = data.packing and data.separate_documents
 
     def rows_of(documents: Sequence[np.ndarray]) -> packing.PackedRows:
-        lengths = _count_lengths(reading, documents, readers, beat)
+        lengths = _count_lengths(reading, documents, list(read), beat)
         layout = lay_out(lengths, data.max_target_length)
         return packing.PackedRows(documents, layout, data.max_target_length, separate)
 
     train = [dataclasses.replace(part, items=rows_of(part.items)) for part in corpus.train]
-    for part in train:
-        if not len(part.items):
-            raise ConfigError(f"{part.name}: no document has two tokens: nothing to predict")
+    refuse(
+        (not len(part.items), f"{part.name}: no document has two tokens: nothing to predict")
+        for part in train
+    )
     held_out = rows_of(corpus.held_out) if data.eval_interval > 0 else ()
     if data.eval_interval > 0 and not len(held_out):
         files = data.grain_eval_files

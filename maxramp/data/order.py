@@ -82,8 +82,8 @@ def _whole_shares(weights: Sequence[float]) -> list[int]:
     """The smallest integers in the proportion of the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
-    period = math.lcm(*((weight / total).denominator for weight in exact))
-    period = min(period, _LONGEST_PERIOD)
+    denominators = ((weight / total).denominator for weight in exact)
+    period = min(math.lcm(*denominators), _LONGEST_PERIOD)
     shares = [max(1, round(weight / total * period)) for weight in exact]
     common = math.gcd(*shares)
     return [share // common for share in shares]
@@ -135,17 +135,12 @@ class RunRows:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of every micro batch that a process reads, and how it lays them out.
+    """The rows of every micro batch that a process reads, and how it lays them out."""
 
-    Attributes:
-      num_groups: of the mesh; each holds B / num_groups rows.
-      groups: those whose rows this process reads, ascending.
-      slots: which entries of `groups` its devices receive or pass on: int [factor, devices]; None
-        where every row stays where it is read.
-    """
-
-    num_groups: int
-    groups: tuple[int, ...]
+    num_groups: int  # of the mesh; each holds B / num_groups rows
+    groups: tuple[int, ...]  # those whose rows this process reads, ascending
+    # Which entries of `groups` its devices receive or pass on: int [factor, devices]; None where
+    # every row stays where it is read.
     slots: np.ndarray | None
 
     def rows(self, micro_batch_size: int) -> list[int]:
@@ -180,13 +175,7 @@ class Share:
 class StepBatches:
     """Element k: what this process reads for step k."""
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        steps: int,
-        ramp: SharedRamp,
-        share: Share,
-    ):
+    def __init__(self, rows: Sequence[Row], steps: int, ramp: SharedRamp, share: Share):
         """
         Args:
           rows: of the run.
@@ -194,8 +183,7 @@ class StepBatches:
           ramp: which rows a step takes.
           share: those that this process reads.
         """
-        self._rows, self._steps = rows, steps
-        self._ramp, self._share = ramp, share
+        self._rows, self._steps, self._ramp, self._share = rows, steps, ramp, share
 
     def __len__(self) -> int:
         return self._steps

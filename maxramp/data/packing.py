@@ -143,8 +143,4 @@ def _repeat(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-LAYOUTS = {
-    "concat_then_split": concat_then_split,
-    "best_fit": best_fit,
-    "one_per_row": one_per_row,
-}
+LAYOUTS = {layout.__name__: layout for layout in (concat_then_split, best_fit, one_per_row)}

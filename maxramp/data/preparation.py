@@ -30,6 +30,7 @@ from maxramp.data.shards import Preparation, Shard, publish, source_of
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import storage
+from maxramp.keys.section import refuse
 from maxramp.processes.workers import stay_with_parent
 
 _SIZE = 16  # bytes of a hash
@@ -342,21 +343,23 @@ def open_tokenizer(
       ConfigError: two tokenizers are given, or one for tokens; or it cannot be loaded or trained.
     """
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
-    if inputs[0].tokens:
-        if training or path:
-            named = f"--train_bpe {bpe_size}" if training else f"tokenizer_path={path}"
-            raise ConfigError(f"{named}: the inputs hold no text but tokens; leave it out")
-        return None
-    if not training:
-        return tokenizers.load(kind, path, **keys.mark_keys)
-    if path or kind != "bytes":
-        raise ConfigError(
-            f"--train_bpe {bpe_size} trains a tokenizer, and the keys name another, "
-            f"{path or kind}; leave one of them out"
-        )
-    if bpe_size < 258:
-        raise ConfigError(f"--train_bpe {bpe_size} must be 258 or more: 256 bytes and two marks")
-    return None
+    tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
+    named = flag if training else f"tokenizer_path={path}" if path else ""
+    refuse(
+        [
+            (tokens and named, f"{named}: the inputs hold no text but tokens; leave it out"),
+            (
+                training and (path or kind != "bytes"),
+                f"{flag} trains a tokenizer, and the keys name another, {path or kind}; leave one "
+                "of them out",
+            ),
+            (
+                training and bpe_size < 258,
+                f"{flag} must be 258 or more: 256 bytes and two marks",
+            ),
+        ]
+    )
+    return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)
 
 
 def train_bpe(

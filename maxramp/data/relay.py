@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
-from maxramp.errors import ConfigError
+from maxramp.keys.section import refuse
 from maxramp.parallel.keys import AXES, BATCH_AXES
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.rampup.spec import StageSpec
@@ -34,13 +34,7 @@ def _process_of_place(mesh: Mesh) -> list[int]:
 
 
 class Expansion:
-    """Which processes read which rows, and how rows get to the others.
-
-    Attributes:
-      mesh: over the devices of all processes.
-      reads: whether this process opens the data.
-      share: the rows that it reads.
-    """
+    """Which processes read which rows (`reads`, `share`), and how rows get to the others."""
 
     def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
         """
@@ -53,23 +47,28 @@ class Expansion:
           ConfigError: the processes cannot be put into groups of that size.
         """
         self.mesh = mesh
+        process_of_place = _process_of_place(mesh)
         places: dict[int, list[int]] = {}
-        for place, process in enumerate(_process_of_place(mesh)):
+        for place, process in enumerate(process_of_place):
             places.setdefault(process, []).append(place)
         factor = max(1, int(expansion_factor_real_data))
         processes = len(places)
-        if processes % factor:
-            possible = [n for n in range(1, processes + 1) if processes % n == 0]
-            raise ConfigError(
-                f"expansion_factor_real_data={factor}: of so many processes one reads for the "
-                f"others, but this job has {processes}; use {' or '.join(map(str, possible))}"
-            )
-        if factor > 1 and len({len(own) for own in places.values()}) > 1:
-            raise ConfigError(
-                f"expansion_factor_real_data={factor}: the processes of this job have "
-                f"{sorted({len(own) for own in places.values()})} devices, and rows go from device "
-                "to device; use 1, or processes of equal size"
-            )
+        possible = [str(n) for n in range(1, processes + 1) if processes % n == 0]
+        sizes, given = sorted({*map(len, places.values())}), f"expansion_factor_real_data={factor}"
+        refuse(
+            [
+                (
+                    processes % factor,
+                    f"{given}: of so many processes one reads for the others, but this job has "
+                    f"{processes}; use {' or '.join(possible)}",
+                ),
+                (
+                    factor > 1 and len(sizes) > 1,
+                    f"{given}: the processes of this job have {sizes} devices, and rows go from "
+                    "device to device; use 1, or processes of equal size",
+                ),
+            ]
+        )
         self.factor = factor
         self._num_groups = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._devices_per_group = mesh.size // self._num_groups
@@ -78,7 +77,7 @@ class Expansion:
             [(a, b) for p in readers for a, b in zip(places[p], places[p + j], strict=True)]
             for j in range(1, factor)
         ]
-        self._slot_of_place = [process % factor for process in _process_of_place(mesh)]
+        self._slot_of_place = [process % factor for process in process_of_place]
         process = jax.process_index()
         self.reads = process in readers
         served = range(process, process + factor) if self.reads else ()
@@ -103,11 +102,8 @@ class Expansion:
         """The batch of all processes, from what this one read (None where it does not read)."""
         if local is None:
             return jax.tree.map(self._nothing, batch)
-
-        def one(x: jax.ShapeDtypeStruct, local: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(x.sharding, local, x.shape)
-
-        return jax.tree.map(one, batch, local)
+        make = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x, part: make(x.sharding, part, x.shape), batch, local)
 
     def _make_nothing(self, x: jax.ShapeDtypeStruct) -> jax.Array:
         shape = x.sharding.shard_shape(x.shape)

@@ -120,22 +120,16 @@ TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Encodes documents. Its model is read when first needed and stays in its process.
+    """Encodes documents. Its model is read when first needed and stays in its process."""
 
-    Attributes:
-      type: one of TYPES.
-      path: its file, or for huggingface the folder of tokenizer.json, or the name of a model on
-        Hugging Face; bytes have none.
-      add_bos, add_eos: whether a document begins and ends with a mark.
-      split_special_tokens: whether special tokens that a text names (</s>, <|im_end|>) are text as
-        any other; else they become marks, with huggingface and tiktoken. The texts of bytes and
-        sentencepiece name none.
-    """
-
-    type: str
+    type: str  # one of TYPES
+    # Its file, or for huggingface the folder of tokenizer.json, or the name of a model on Hugging
+    # Face; bytes have none.
     path: str
-    add_bos: bool
-    add_eos: bool
+    add_bos: bool  # whether a document begins with a mark
+    add_eos: bool  # and ends with one
+    # Whether special tokens that a text names (</s>, <|im_end|>) are text as any other; else they
+    # become marks, with huggingface and tiktoken. The texts of bytes and sentencepiece name none.
     split_special_tokens: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -229,11 +223,7 @@ class Tokenizer:
 
 
 def load(
-    tokenizer_type: str,
-    path: str,
-    add_bos: bool,
-    add_eos: bool,
-    split_special_tokens: bool = True,
+    tokenizer_type: str, path: str, add_bos: bool, add_eos: bool, split_special_tokens: bool = True
 ) -> Tokenizer:
     """A tokenizer that is known to work.
 

@@ -29,6 +29,7 @@ from maxramp.data.files.records import (
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.files.storage import optional
+from maxramp.keys.section import refuse
 
 
 class ArrayRecordFile(RecordFile):
@@ -90,31 +91,25 @@ class ArrayRecordFile(RecordFile):
 _EXAMPLE = """
 name: "maxramp/example.proto" package: "maxramp"
 message_type {
-  name: "Bytes"
-  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES }
+  name: "Bytes" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES }
 }
 message_type {
-  name: "Ints"
-  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 }
+  name: "Ints" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 }
 }
 message_type {
   name: "Feature"
-  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Bytes" }
-  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Ints" }
+  field { name: "bytes_list" number: 1 type_name: "Bytes" }
+  field { name: "int64_list" number: 3 type_name: "Ints" }
 }
 message_type {
   name: "Entry"
-  field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
-  field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Feature" }
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type_name: "Feature" }
 }
 message_type {
-  name: "Features"
-  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" }
+  name: "Features" field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "Entry" }
 }
-message_type {
-  name: "Example"
-  field { name: "it" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Features" }
-}
+message_type { name: "Example" field { name: "it" number: 1 type_name: "Features" }}
 """
 
 
@@ -180,12 +175,14 @@ def find(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
     if are_sets and file_type in ("", "prepared"):
         return "prepared", paths
-    for path in paths:
-        if file_type == "prepared" or os.path.isdir(path):
-            raise ConfigError(
-                f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not "
-                "finished; name the files in a folder by a glob, such as folder/*.parquet"
-            )
+    refuse(
+        (
+            file_type == "prepared" or os.path.isdir(path),
+            f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not finished; "
+            "name the files in a folder by a glob, such as folder/*.parquet",
+        )
+        for path in paths
+    )
     kinds = {file_type or detect(path): path for path in paths}
     if len(kinds) > 1:
         (one, path), (other, other_path), *_ = kinds.items()

@@ -21,6 +21,7 @@ import numpy as np
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
+from maxramp.keys.section import refuse
 
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
@@ -32,11 +33,7 @@ class MegatronFile(RecordFile):
     """A pair of files; a record is a document, and all of them are one stream of tokens."""
 
     def __init__(self, path: str, column: str = "", tokens: bool = True):
-        """
-        Args:
-          path: of both files, without .bin or .idx (or with one of them).
-          column, tokens: not used: such files hold nothing but tokens.
-        """
+        """`path` is that of both files, with or without .bin or .idx; the rest is not used."""
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
 
     @property
@@ -119,19 +116,25 @@ class MegatronFile(RecordFile):
                     f"and {self.data_path} at {total}; one of them is torn: make them again"
                 )
             end = int(ends[-1])
-        if end != total:
-            raise ConfigError(
-                f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
-                f"tokens of {itemsize}; one of them is torn: make them again"
-            )
         borders = self._borders
-        if not len(borders) or borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any():
-            raise ConfigError(
-                f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
-                "make it again"
-            )
-        if not total:
-            raise ConfigError(f"{self.data_path}: holds no tokens; leave it out")
+        run = (
+            len(borders) and borders[0] == 0 and borders[-1] == n and (np.diff(borders) >= 0).all()
+        )
+        refuse(
+            [
+                (
+                    end != total,
+                    f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
+                    f"tokens of {itemsize}; one of them is torn: make them again",
+                ),
+                (
+                    not run,
+                    f"{self.path}.idx: its document borders do not run from 0 to its {n} "
+                    "sequences; make it again",
+                ),
+                (not total, f"{self.data_path}: holds no tokens; leave it out"),
+            ]
+        )
 
     @functools.cached_property
     def _data(self) -> Any:
@@ -143,23 +146,27 @@ class MegatronFile(RecordFile):
         path = f"{self.path}.idx"
         with storage.open_binary(path) as file:
             header = file.read(_HEADER.size)
-        if not header.startswith(_MAGIC):
-            raise ConfigError(
-                f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, not "
-                f"{_MAGIC!r})"
-            )
         size = storage.size_of(path)
         _, code, n, d = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         wanted = _HEADER.size + 12 * n + 8 * d
-        if size not in (wanted, wanted + n):
-            raise ConfigError(
-                f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
-                f"{wanted}; make it again"
-            )
-        if _DTYPES.get(code, "<f0")[1] == "f":
-            raise ConfigError(
-                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
-            )
+        refuse(
+            [
+                (
+                    not header.startswith(_MAGIC),
+                    f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, "
+                    f"not {_MAGIC!r})",
+                ),
+                (
+                    size not in (wanted, wanted + n),
+                    f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders "
+                    f"take {wanted}; make it again",
+                ),
+                (
+                    _DTYPES.get(code, "<f0")[1] == "f",
+                    f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8",
+                ),
+            ]
+        )
         return np.dtype(_DTYPES[code]), n, d
 
     @property
@@ -228,11 +235,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
     """Writes a pair of files, a document a sequence; they get their names when all is written."""
 
     def __init__(self, path: str, dtype: np.dtype):
-        """
-        Args:
-          path: of both files, without .bin or .idx.
-          dtype: of the tokens.
-        """
+        """`path` is that of both files, without .bin or .idx; `dtype` is the tokens'."""
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
         self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
@@ -264,11 +267,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(self._unfinished(suffix), f"{self._path}.{suffix}")
-        return {
-            "documents": len(sizes),
-            "tokens": self.num_tokens,
-            "max_token": self.max_token,
-        }
+        return {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
 
     def _unfinished(self, suffix: str) -> str:
         return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it
