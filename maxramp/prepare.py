@@ -36,7 +36,7 @@ from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys, load
 from maxramp.data import mixture, preparation, shards
 from maxramp.data.files import prepared
-from maxramp.data.keys import DataKeys
+from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.keys.base import CONFIGS
@@ -45,9 +45,7 @@ from maxramp.keys.section import is_address, refuse
 KEYS = (
     "tokenizer_type",
     "tokenizer_path",
-    "add_bos",
-    "add_eos",
-    "split_special_tokens",
+    *MARK_KEYS,
     "train_data_columns",
     "tokenize_train_data",
     "grain_file_type",
@@ -86,7 +84,7 @@ def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = _parser().parse_intermixed_args(arguments)
-    keys = [text for text in given.inputs if _is_key(text)]
+    keys = [x for x in given.inputs if re.match(r"\w+=", x) and not storage.find(x)]
     names = [text for text in given.inputs if text not in keys]
     try:
         if given.inspect:
@@ -122,21 +120,12 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     mixture.entry_of("--output", given.output)
 
 
-def _is_key(text: str) -> bool:
-    return re.match(r"\w+=", text) is not None and not storage.find(text)
-
-
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
     from_hub = any(argument.startswith("hf_path=") for argument in arguments)
     source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
-    config, listed = (
-        load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare"),
-        ", ".join(taken),
-    )
-    refuse(
-        (argument.partition("=")[0] not in taken, f"{argument}: {doing} takes only {listed}")
-        for argument in arguments
-    )
+    config = load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare")
+    listed = f"{doing} takes only {', '.join(taken)}"
+    refuse((text.partition("=")[0] not in taken, f"{text}: {listed}") for text in arguments)
     return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
 
 

@@ -62,7 +62,7 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
 
 
 def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:150]
+    return " ".join(str(error).split())[:200]
 
 
 _RECORD = 1024  # bytes that a record counts as: those of a table depend on who wrote it
@@ -72,13 +72,7 @@ class HubSet(RecordFile):
     """The rows of a split of a data set; a record is what its column holds."""
 
     def __init__(self, hf_path: str, name: str, split: str, column: str, tokens: bool):
-        """
-        Args:
-          hf_path: the data set's name, or a folder that holds it.
-          name: its configuration; "" = its only one.
-          split: of it.
-          column, tokens: as in RecordFile.
-        """
+        """`hf_path` is a name or a folder; `name` its configuration, "" for its only one."""
         super().__init__(f"{hf_path}:{name}:{split}", column, tokens)
         self._given = hf_path, name, split
 
@@ -106,11 +100,10 @@ class HubSet(RecordFile):
         try:
             table = library.load_dataset(path, name or None, split=split)
         except Exception as error:  # of the client, of the network, of the set's own script
-            what = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"hf_path={path} hf_name={name} (split {split}): neither the cache of datasets nor "
-                f"the hub gives it ({what}); load it once where there is a network, or give "
-                "files to grain_train_files"
+                f"the hub gives it ({_said(error)}); load it once where there is a network, or "
+                "give files to grain_train_files"
             ) from None
         if self.column not in table.column_names:
             raise ConfigError(f"hf_path={path}: {self._missing(table.column_names)}")

@@ -169,7 +169,7 @@ def _open(keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None) -> tuple[A
         items = TokenRecords(files, size, None if entry.documents else length)
     else:
         stream = TokenStream(files)
-        separate = keys.separate_documents and stream.num_documents > 1
+        separate = keys.separate_documents and sum(map(len, files)) > 1
         items = StreamRows(stream, length, size, separate)
     if not len(items):
         raise ConfigError(

@@ -104,11 +104,9 @@ class RunRows:
     """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions."""
 
     def __init__(self, parts: Sequence[Any], num_epoch: int, seed: int | None):
-        """
-        Args:
-          parts: with `name`, `weight` and `items`, rows with random access.
-          num_epoch: how often a part's rows are used, at most.
-          seed: of the order; None = in the order of the data.
+        """Each part, with `name`, `weight` and `items`, is used `num_epoch` times at most.
+
+        `seed` is that of the order; None = in the order of the data.
         """
         self._parts, self._seed = parts, seed
         self._mixture = Interleaving([part.weight for part in parts])
@@ -176,13 +174,7 @@ class StepBatches:
     """Element k: what this process reads for step k."""
 
     def __init__(self, rows: Sequence[Row], steps: int, ramp: SharedRamp, share: Share):
-        """
-        Args:
-          rows: of the run.
-          steps: the most that there can be: a ramp that grows ends after fewer.
-          ramp: which rows a step takes.
-          share: those that this process reads.
-        """
+        """`steps` is the most that there can be: a ramp that grows ends after fewer."""
         self._rows, self._steps, self._ramp, self._share = rows, steps, ramp, share
 
     def __len__(self) -> int:

@@ -42,13 +42,7 @@ class PackedRows:
     def __init__(
         self, documents: Sequence[np.ndarray], layout: RowLayout, length: int, separate: bool
     ):
-        """
-        Args:
-          documents: int32 arrays with random access.
-          layout: of their rows.
-          length: tokens that a row predicts.
-          separate: whether rows say where their pieces begin, which then do not see each other.
-        """
+        """A row predicts `length` tokens; `separate`: its pieces do not see each other."""
         self._documents, self._layout, self._length = documents, layout, length
         self._separate = separate
         self.num_tokens = int(layout.size.sum())

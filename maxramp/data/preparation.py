@@ -317,9 +317,8 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     """
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
-    inputs: list[RecordFile] = []
-    if keys.hf_path:
-        inputs.append(HubSet(keys.hf_path, keys.hf_name, keys.train_split, column, tokens))
+    named = keys.hf_path, keys.hf_name, keys.train_split
+    inputs: list[RecordFile] = [HubSet(*named, column, tokens)] if keys.hf_path else []
     for name in names:
         kind, paths = formats.find("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
@@ -370,15 +369,9 @@ def train_bpe(
     allowed: int,
     say: Callable[[str], None],
 ) -> Tokenizer:
-    """A BPE trained on the inputs, now or by an earlier start.
+    """A BPE of `size` ids in `file`, trained on the inputs now or by an earlier start.
 
-    Args:
-      size: ids.
-      file: where it is, or comes to be.
-      inputs: from `open_inputs`.
-      keys: which marks documents get.
-      allowed: bad records; they are left out.
-      say: prints a line.
+    Bad records are left out if any are `allowed`; `say` prints a line.
     """
     if file.exists():
         say(f"tokenizer  {file} is there from an earlier start")

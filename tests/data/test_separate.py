@@ -63,7 +63,7 @@ def test_documents_begin_where_the_index_says(tmp_path):
         with fsspec.open(f"memory://apart/3.{suffix}", "wb") as copy:
             copy.write(pathlib.Path(f"{files[3]}.{suffix}").read_bytes())
     stream = TokenStream([MegatronFile(f) for f in (*files[:3], "memory://apart/3")])
-    assert len(stream) == len(flags) and stream.num_documents == 66
+    assert len(stream) == len(flags)
     pairs = np.random.default_rng(0).integers(0, len(flags) + 1, (600, 2))
     for start, stop in [*np.sort(pairs[pairs[:, 0] != pairs[:, 1]]).tolist(), [0, len(flags)]]:
         found = np.unique(stream.document_starts(start, stop))

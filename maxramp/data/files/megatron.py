@@ -102,9 +102,10 @@ class MegatronFile(RecordFile):
           ConfigError: the files are torn, do not belong together or hold no tokens.
         """
         _, n, _ = self._header
+        lengths = self._field(0, n, "<i4")
         end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)
         for first in range(0, n, _BLOCK):
-            sizes = self._sizes[first : first + _BLOCK].astype(np.int64)
+            sizes = lengths[first : first + _BLOCK].astype(np.int64)
             pointers = self._pointers[first : first + _BLOCK]
             ends = end + np.cumsum(sizes * itemsize)
             wrong = (sizes < 0) | (pointers != ends - sizes * itemsize) | (ends > total)
@@ -169,10 +170,6 @@ class MegatronFile(RecordFile):
         )
         return np.dtype(_DTYPES[code]), n, d
 
-    @property
-    def _sizes(self) -> np.ndarray:
-        return self._field(0, self._header[1], "<i4")
-
     @functools.cached_property
     def _pointers(self) -> np.ndarray:
         return self._field(4 * self._header[1], self._header[1], "<i8")
@@ -213,11 +210,6 @@ class TokenStream:
         start, stop, _ = part.indices(len(self))
         found = [file.tokens_between(a, b) for file, a, b, _ in self._parts(start, stop)]
         return np.concatenate(found) if len(found) > 1 else found[0]
-
-    @property
-    def num_documents(self) -> int:
-        """Documents of all files, empty ones as well."""
-        return sum(map(len, self._files))
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin in tokens [start, stop), as in `MegatronFile`."""

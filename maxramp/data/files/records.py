@@ -124,7 +124,13 @@ class RecordFile(abc.ABC):
                 raise BadRecord(f"{self.column} holds {wrong}, no token id (0 to 2^31 - 1)")
             return ids.astype(np.int32)
         if isinstance(value, bytes):
-            return decode_text(value)
+            try:
+                text = value.decode()
+            except UnicodeDecodeError as error:
+                raise not_utf8(error) from None
+            if "\0" in text:
+                raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
+            return text
         if not isinstance(value, str):
             raise BadRecord(
                 f"{self.column} holds no text but {shown(value)}; name another column in "
@@ -164,18 +170,3 @@ def shown(value: Any) -> str:
 def not_utf8(error: UnicodeDecodeError) -> BadRecord:
     """What is wrong with a record of bytes that are not UTF-8."""
     return BadRecord(f"is not UTF-8 text (byte {error.start}); convert it, or leave it out")
-
-
-def decode_text(data: bytes) -> str:
-    """UTF-8 bytes as text.
-
-    Raises:
-      BadRecord: they are not.
-    """
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise not_utf8(error) from None
-    if "\0" in text:
-        raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
-    return text
