@@ -24,7 +24,7 @@ from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import Weight, dense
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABT, X_BTD
-from maxramp.planning import hlo
+from maxramp.planning import hlo, topology
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training import state as state_lib
@@ -288,7 +288,7 @@ def test_turns_and_what_travels(program):
     assert f'"n":"{turns}"' in text
     rows_of_a_turn = ROWS // 4 // 4  # micro batches, fsdp
     x_bytes = rows_of_a_turn * 16 * 32 * 4
-    moved = hlo.count(text).collective_bytes["collective-permute"]
+    moved = hlo.count(text, topology.CHIPS["v5p"]).collective_bytes["collective-permute"]
     # Of two stages one sends down the ring, unless it is circular; the ring up has one sender.
     assert moved == 2 * turns * 2 * x_bytes
 
