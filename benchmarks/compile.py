@@ -26,10 +26,7 @@ CONFIGURATIONS = {
     "fsdp 64, remat full": ((), (1.457, 54.2, 8.6, 42)),
     "fsdp 64, remat minimal": (("remat_policy=minimal",), (1.376, 54.2, 27.6, 64)),
     "tensor 4 x fsdp 16, full": (("ici_tensor_parallelism=4",), (1.559, 56.3, 8.4, 99)),
-    "fsdp 64, full, accumulation 4": (
-        ("gradient_accumulation_steps=4",),
-        (5.804, 217, 9.2, 53),
-    ),
+    "fsdp 64, full, accumulation 4": (("gradient_accumulation_steps=4",), (5.804, 217, 9.2, 53)),
     "data 4 x fsdp 16, full, accumulation 4": (
         ("ici_data_parallelism=4", "gradient_accumulation_steps=4"),
         (5.768, 163, 15.4, 40),

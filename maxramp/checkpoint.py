@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import contextlib
 import sys
-from typing import Any
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
@@ -35,9 +34,7 @@ verify  reads every value of every checkpoint; exit status 1 if one is torn
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = OneLineParser(
-        prog="python -m maxramp.checkpoint",
-        description=__doc__.partition("\n")[0],
-        epilog=USAGE,
+        prog="python -m maxramp.checkpoint", description=__doc__.partition("\n")[0], epilog=USAGE
     )
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)
@@ -55,15 +52,14 @@ def ls(path: Place) -> int:
         size = _bytes(folder)
         try:
             checkpoint = folder_lib.read(folder)
-        except TornError as error:
-            print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  torn ({error.what})")
-            continue
         except ConfigError as error:
-            print(f"{folder.name:>9} {'':>12} {'':>7} {'':>7} {size:>9}  {error}")
+            state = f"torn ({error.what})" if isinstance(error, TornError) else error
+            print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  {state}")
             continue
         stage = checkpoint.stage()
         place = f"{stage['index']} of 0-{checkpoint.stages_of_run()[-1]['index']}"
-        changes = _listed(before.differences(checkpoint.config)) if before else ""
+        changed = before.differences(checkpoint.config).items() if before else ()
+        changes = ", ".join(f"{name}={after} (was {before})" for name, (before, after) in changed)
         print(
             f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {place:>8} "
             f"{stage['global_batch_size']:>7,} {size:>9}  complete"
@@ -82,13 +78,12 @@ def show(path: Place) -> int:
     checkpoint = folder_lib.read(folder_lib.find(path))
     stage, config = checkpoint.stage(), checkpoint.config
     last = checkpoint.stages_of_run()[-1]["index"]
-    tokens = checkpoint.consumed_samples * config["max_target_length"]
     defaults = read_yaml(CONFIGS / "base.yml")
     own = [f"{name}={value}" for name, (value, _) in checkpoint.differences(defaults).items()]
     print(f"path      {checkpoint.path}")
     print(
         f"state     {checkpoint.step:,} steps, {checkpoint.consumed_samples:,} samples, "
-        f"{tokens:,} tokens"
+        f"{checkpoint.consumed_samples * config['max_target_length']:,} tokens"
     )
     print(
         f"stage     {stage['index']} (of 0 to {last}): global batch "
@@ -96,8 +91,7 @@ def show(path: Place) -> int:
     )
     print(f"size      {_bytes(checkpoint.path)}")
     print(f"corpus    hash {checkpoint.corpus_hash}")
-    versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items())
-    print(f"versions  {versions}")
+    print(f"versions  {', '.join(map(' '.join, checkpoint.versions.items()))}")
     print(f"config    {' '.join(own)}")
     return 0
 
@@ -147,10 +141,6 @@ def _described(path: Place) -> str:
     if folder_lib.is_step(path.name):
         return f"no {folder_lib.FILE}: a save that is going on, or what a kill left"
     return "not a checkpoint"
-
-
-def _listed(pairs: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name}={after} (was {before})" for name, (before, after) in pairs.items())
 
 
 def _bytes(path: Place) -> str:

@@ -23,13 +23,7 @@ from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
-from maxramp.training.keys import (
-    LearningRateKeys,
-    ObjectiveKeys,
-    OptimizerKeys,
-    PolicyKeys,
-    Recipe,
-)
+from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, PolicyKeys, Recipe
 
 # Sections that one of the programs that train reads, and the other does not.
 OF_ONE_PROGRAM = {

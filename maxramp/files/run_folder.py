@@ -326,11 +326,7 @@ def this_process() -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return {}
-    return {
-        "machine": f"{boot} {namespace}",
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-    }
+    return {"machine": f"{boot} {namespace}", "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def is_gone(process: Any) -> bool:

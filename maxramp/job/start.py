@@ -83,23 +83,15 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A job that has its devices.
+    """A job that has its devices."""
 
-    Attributes:
-      config: resolved.
-      mesh: of the job's devices.
-      meshes: the mesh by the number of devices, for later jobs.
-      preemption: whether somebody asked the run to stop.
-      watchdog: gets a beat at every step or part of one, and before the first for what is opened.
-      closing: closes what the job opens, the last first.
-    """
-
-    config: Config
-    mesh: Mesh
-    meshes: Meshes
-    preemption: Preemption
+    config: Config  # resolved
+    mesh: Mesh  # of the job's devices
+    meshes: Meshes  # the mesh by the number of devices, for later jobs
+    preemption: Preemption  # whether somebody asked the run to stop
+    # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
-    closing: contextlib.ExitStack
+    closing: contextlib.ExitStack  # closes what the job opens, the last first
 
     def open_run(
         self,
@@ -147,19 +139,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Job(Start):
-    """A job that has its run's folder, and knows which steps it shall train.
+    """A job that has its run's folder, and knows which steps it shall train."""
 
-    Attributes:
-      output: the run's folder and display.
-      checkpoints: reads and saves.
-      span: the steps of this job, and the checkpoint that they go on from.
-      changes: what changed since that checkpoint, in lines.
-    """
-
-    output: Output
-    checkpoints: Checkpoints
-    span: Span
-    changes: list[str]
+    output: Output  # the run's folder and display
+    checkpoints: Checkpoints  # reads and saves
+    span: Span  # the steps of this job, and the checkpoint that they go on from
+    changes: list[str]  # what changed since that checkpoint, in lines
 
     @property
     def has_steps(self) -> bool:

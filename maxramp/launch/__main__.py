@@ -47,10 +47,7 @@ def main(arguments: list[str]) -> int:
                 f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
                 "node; give devices_per_node",
             ),
-            (
-                status and cluster != "slurm",
-                f"--status works with --cluster slurm, not {cluster}",
-            ),
+            (status and cluster != "slurm", f"--status works with --cluster slurm, not {cluster}"),
             (
                 cluster == "slurm" and is_object_storage(output),
                 f"base_output_directory={output}: the scripts of --cluster slurm read the "

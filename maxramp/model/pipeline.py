@@ -211,8 +211,7 @@ def _of_repeat_backward(S, R, spec, t, gradient):
 
 
 _of_repeat.defvjp(
-    lambda weight, sums, t, *static: (_of_repeat(weight, sums, t, *static), t),
-    _of_repeat_backward,
+    lambda weight, sums, t, *static: (_of_repeat(weight, sums, t, *static), t), _of_repeat_backward
 )
 
 

@@ -100,10 +100,7 @@ def layouts(
 
 
 def _on_nodes(
-    keys: BatchKeys,
-    stretches: Sequence[Stretch],
-    meshes: Meshes,
-    restart_passes: float,
+    keys: BatchKeys, stretches: Sequence[Stretch], meshes: Meshes, restart_passes: float
 ) -> list[Layout | None]:
     """The layout of every stretch of a walk on the nodes that `node_schedule` gives it."""
     thresholds = [one.threshold for one in stretches]

@@ -72,14 +72,14 @@ class FilePrompts:
         self.hash = f"{hashlib.blake2b(data, digest_size=8).hexdigest()}-{seed}"
         self.description = f"{path}: {count(len(lines), 'prompt')}"
         self.texts = [prompt.text for prompt in self._prompts]
-        self._seed, self._order = seed, functools.lru_cache(2)(self._new_order)
+        self._seed = seed
+        self._order = functools.lru_cache(2)(
+            lambda done: np.random.default_rng([seed, done]).permutation(len(self._prompts))
+        )
 
     def __getitem__(self, number: int) -> Prompt:
         done, place = divmod(number, len(self._prompts))
         return self._prompts[place if self._seed is None else self._order(done)[place]]
-
-    def _new_order(self, done: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, done]).permutation(len(self._prompts))
 
 
 Prompts = Sums | FilePrompts

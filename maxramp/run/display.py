@@ -26,12 +26,6 @@ def describe_stage(stage: Stage, last: int, steps: int) -> str:
     )
 
 
-def _result(record: Record) -> tuple[str, float]:
-    """What a step reached: the mean reward, where there are rewards, or else the loss."""
-    name = "reward" if "reward" in record else "loss"
-    return name, record[name]
-
-
 def duration(seconds: float) -> str:
     """45s, 3m20s, 2h05m, 3d04h."""
     s = round(seconds)
@@ -110,7 +104,8 @@ class Display:
             self._stage_index = stage.index
             self.say(describe_stage(stage, self._last_stage, self._ramp.run_steps(stage)))
         tokens = round(record["tokens_per_second"] * record["step_seconds"])
-        name, self._last = _result(record)
+        name = "reward" if "reward" in record else "loss"
+        self._last = record[name]
         if not self._steps_done:
             self._result, self._first = name, self._last
         else:  # the first step of a start holds its compile: it says nothing about the pace

@@ -4,13 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.keys.section import (
-    Keys,
-    above_zero_or_open,
-    at_least,
-    one_of,
-    path_or_storage,
-)
+from maxramp.keys.section import Keys, above_zero_or_open, at_least, one_of, path_or_storage
 
 PROGRAMS = ("train", "grpo")  # the commands that train
 

@@ -26,26 +26,17 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
-_OF_BATCH = (
-    "stage",
-    "per_device_batch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-)
+_OF_BATCH = ("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """A step or an evaluation that was handed to the devices; its numbers come when it is done.
+    """A step or an evaluation that was handed to the devices; its numbers come when it is done."""
 
-    Attributes:
-      shown: its numbers, on the devices.
-      measured: called when they are there, in another thread than the loop's, with them and with
-        when its work began and ended (`time.perf_counter`): what else there is to record. What it
-        names takes the place of the number of that name.
-    """
-
-    shown: Any
+    shown: Any  # its numbers, on the devices
+    # called when they are there, in another thread than the loop's, with them and with when its
+    # work began and ended (`time.perf_counter`): what else there is to record. What it names takes
+    # the place of the number of that name.
     measured: Callable[[Any, float, float], Record]
 
 

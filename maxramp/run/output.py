@@ -275,12 +275,7 @@ class Output:
         print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
 
     def say_start(
-        self,
-        corpus: Corpus,
-        model: Decoder,
-        keys: ModelKeys,
-        span: Span,
-        changes: Sequence[str],
+        self, corpus: Corpus, model: Decoder, keys: ModelKeys, span: Span, changes: Sequence[str]
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
         ramp, mesh = span.ramp, mesh_of(model)

@@ -15,11 +15,7 @@ class Profiler:
     """
 
     def __init__(
-        self,
-        keys: ProfilerKeys,
-        folder: pathlib.Path,
-        first_step: int,
-        settle: Callable[[], None],
+        self, keys: ProfilerKeys, folder: pathlib.Path, first_step: int, settle: Callable[[], None]
     ):
         """
         Args:

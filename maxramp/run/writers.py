@@ -178,12 +178,11 @@ class WandbWriter:
                 "it out"
             ) from None
         folder = folder.absolute()
-        id_of_run = _id_of(folder)
         try:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
-                id=id_of_run,
+                id=_id_of(folder),
                 resume="allow",
                 dir=str(folder),
                 config=config,

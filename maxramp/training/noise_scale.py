@@ -106,7 +106,9 @@ def metrics(
         tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=spec
     )
     n = tokens_ACB.sum()
-    groups = {"norms_": (tokens_ACB, squares(_scales(gradients)))}
+    groups = {
+        "norms_": (tokens_ACB, squares([x for x in weights_of(gradients) if x.role == "scale"]))
+    }
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_without_scales(gradients))
@@ -123,10 +125,6 @@ def metrics(
 
 def _is_probe(x: Any) -> bool:
     return isinstance(x, RowScale)
-
-
-def _scales(tree: Any) -> list[Weight]:
-    return [x for x in weights_of(tree) if x.role == "scale"]
 
 
 def _without_scales(tree: Any) -> list[Any]:

@@ -69,10 +69,7 @@ class SGD:
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 
 # By opt_type, what weights of each role take.
-TAKES = {
-    "adamw": dict.fromkeys(ROLES, "adamw"),
-    "sgd": dict.fromkeys(ROLES, "sgd"),
-}
+TAKES = {"adamw": dict.fromkeys(ROLES, "adamw"), "sgd": dict.fromkeys(ROLES, "sgd")}
 
 
 class Optimizer:

@@ -207,11 +207,7 @@ def update(
 
 
 def eval_step(
-    model: Decoder,
-    sums: tuple[jax.Array, jax.Array],
-    batch: Batch,
-    *,
-    objective: Objective,
+    model: Decoder, sums: tuple[jax.Array, jax.Array], batch: Batch, *, objective: Objective
 ) -> tuple[jax.Array, jax.Array]:
     """Adds what a batch shows, the cross-entropy and its target tokens, to `sums`."""
 

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 from conftest import make_config
 from test_bad_input import execute, keys
-from test_formats import (
-    example,
-    write_array_record,
-    write_megatron,
-    write_parquet,
-    write_zstd,
-)
+from test_formats import example, write_array_record, write_megatron, write_parquet, write_zstd
 
 from maxramp import prepare
 from maxramp.data.opening import open_corpus, open_rows
@@ -134,10 +128,7 @@ def _make_sets(f: pathlib.Path) -> None:
     (f / "set_lost" / "shard-00000.bin").unlink()
     shard = f / "set_short" / "shard-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    for name, old, new in (
-        ("torn", '"dtype"', ""),
-        ("version", '"version": 3', '"version": 7'),
-    ):
+    for name, old, new in (("torn", '"dtype"', ""), ("version", '"version": 3', '"version": 7')):
         path = f / f"set_{name}" / "manifest.json"
         path.write_text(path.read_text().replace(old, new, 1))
     index = f / "set_dtype" / "shard-00000.idx"

@@ -5,14 +5,7 @@ import pytest
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
-from maxramp.files.place import (
-    make_folder,
-    move_tree,
-    place,
-    remove_tree,
-    sizes,
-    write_whole,
-)
+from maxramp.files.place import make_folder, move_tree, place, remove_tree, sizes, write_whole
 from maxramp.files.run_folder import Mirror, take
 
 pytestmark = pytest.mark.slow

@@ -160,7 +160,7 @@ def test_a_row_ends_at_a_token_that_stops_it():
 def test_programs_are_shared():
     """Two for prompts and answers of about the same length, however many there are."""
     assert [rounded_up(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 25, 33)] == [
-        *(1, 2, 3, 4, 6, 8, 12, 16, 32, 48),
+        *(1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
     ]
     of = writer("one device")
     of(PROMPTS, MOST, GREEDY)

@@ -225,10 +225,7 @@ def test_initial_weights():
 
 @pytest.mark.parametrize(
     "subscripts, x_spec, spec, y_spec",
-    [
-        ("BTD,DF->BTF", X_BTD, MLP_IN_DF, X_BTF),
-        ("BTF,FD->BTD", X_BTF, MLP_OUT_FD, STREAM_BTD),
-    ],
+    [("BTD,DF->BTF", X_BTD, MLP_IN_DF, X_BTF), ("BTF,FD->BTD", X_BTF, MLP_OUT_FD, STREAM_BTD)],
 )
 @pytest.mark.parametrize("apart", [(), ("data",)])
 def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):

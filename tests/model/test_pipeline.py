@@ -111,9 +111,7 @@ def assert_same(actual, expected):
 
 # What composes with a pipeline, as docs/running.md lists it: keys, accumulation, whether rows are
 # packed. A case is some ten seconds of compiling.
-MESHES = {
-    "fsdp, tensor": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 1, True),
-}
+MESHES = {"fsdp, tensor": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 1, True)}
 MORE_MESHES = {
     "data, circular, accumulation": (
         (
@@ -256,10 +254,7 @@ def test_micro_batches_are_added_in_float32():
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(1, id="straight", marks=pytest.mark.slow),
-        pytest.param(2, id="circular"),
-    ],
+    params=[pytest.param(1, id="straight", marks=pytest.mark.slow), pytest.param(2, id="circular")],
 )
 def program(request):
     """The forward and backward pass of the layers, compiled, and their config."""

@@ -213,9 +213,7 @@ def test_best_nodes_against_trying_all():
         )
         restart = rng.choice([0, 10, 100])
         ramp = RampupBatchManager(
-            config,
-            meshes=functools.partial(mesh_unless, config, bad),
-            restart_passes=restart,
+            config, meshes=functools.partial(mesh_unless, config, bad), restart_passes=restart
         )
         reached = ramp.stages_between(0, ramp.total_steps)
         ends = [*(s.first_step for s in reached[1:]), ramp.total_steps]
@@ -273,11 +271,7 @@ def test_what_comes_after_the_end_of_the_run_decides_nothing():
     """A last stage that holds on one node alone does not keep the stages before it there."""
     batches = {"step_batch_size_schedule": "0:64 6400:128 12800:129", "max_target_length": 1}
     config = keys(
-        **batches,
-        micro_batch_size=4,
-        num_nodes=16,
-        node_schedule="best",
-        total_samples=12_000,
+        **batches, micro_batch_size=4, num_nodes=16, node_schedule="best", total_samples=12_000
     )
     assert [s.nodes for s in RampupBatchManager(config).stages][:2] == [16, 16]
     config.total_samples = 20_000

@@ -194,8 +194,7 @@ def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, to",
-    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 0, marks=SLOW)],
+    "number, to", [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 0, marks=SLOW)]
 )
 def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, number, to):
     with Job(tmp_path, cache_dir, processes=2) as job:
@@ -427,8 +426,7 @@ def test_a_folder_that_cannot_be_written(mount, cache_dir):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json"))],
+    "name", ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json"))]
 )
 def test_something_in_the_way(tmp_path, cache_dir, name):
     (tmp_path / "run").mkdir()

@@ -140,11 +140,7 @@ def _has_packed_kernel() -> bool:
 
 
 def attend(
-    q_BTHh: jax.Array,
-    k_BSKh: jax.Array,
-    v_BSKh: jax.Array,
-    rule: Rule,
-    kernel: str = "dot_product",
+    q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule, kernel: str = "dot_product"
 ) -> jax.Array:
     """softmax(q k * scale) v over the tokens up to each token's own that the rule lets it see.
 

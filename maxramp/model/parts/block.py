@@ -123,12 +123,7 @@ class Attention(nnx.Module):
         self.out_HhD = matrix("HhD", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        rule: Rule,
-        kernel: str,
-        cache: Cache | None = None,
+        self, x_BTD: jax.Array, angles: Angles, rule: Rule, kernel: str, cache: Cache | None = None
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D].
 

@@ -41,13 +41,7 @@ class Weight(nnx.Param):
 
 
 def normal(
-    role: str,
-    axes: str,
-    key: jax.Array,
-    shape: tuple[int, ...],
-    spec: Spec,
-    std: float,
-    dtype: str,
+    role: str, axes: str, key: jax.Array, shape: tuple[int, ...], spec: Spec, std: float, dtype: str
 ) -> Weight:
     """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
