@@ -36,11 +36,7 @@ from maxramp.training.state import TrainState, initial_state
 
 
 class Saves(contextlib.AbstractContextManager):
-    """Writes checkpoints in the background, and counts the minutes between them.
-
-    Attributes:
-      newest: the step of the newest that is whole; None without one.
-    """
+    """Writes checkpoints in the background, and counts the minutes between them."""
 
     def __init__(self, folder: Place, keys: CheckpointKeys, warn: Callable[[str], None]):
         """
@@ -50,7 +46,7 @@ class Saves(contextlib.AbstractContextManager):
           warn: takes a line about what went wrong and is no reason to stop.
         """
         self._folder, self._keys, self._warn = folder, keys, warn
-        self.newest: int | None = None
+        self.newest: int | None = None  # the step of the newest that is whole
         self._failed_in_a_row = 0
         self._current: tuple[int, concurrent.futures.Future] | None = None
         self._late: int | None = None  # the save of which it was said that it takes long
@@ -174,12 +170,7 @@ class Saves(contextlib.AbstractContextManager):
 
 
 class Checkpoints(Saves):
-    """The checkpoints of a run's folder.
-
-    Attributes:
-      reference: fingerprint of the weights that the run stays near to, "" for none; every
-        checkpoint keeps it.
-    """
+    """The checkpoints of a run's folder."""
 
     def __init__(
         self,
@@ -199,6 +190,8 @@ class Checkpoints(Saves):
         """
         super().__init__(folder.absolute(), keys, warn)
         self._corpus_hash, self._values = corpus_hash, values
+        # A fingerprint of the weights that the run stays near to, "" for none, that every
+        # checkpoint keeps.
         self.reference = ""
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []

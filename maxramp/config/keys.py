@@ -141,8 +141,10 @@ def _of_batch(keys: BatchKeys) -> Relations:
 def _of_mesh(keys: MeshKeys) -> Relations:
     for group in ("ici", "dcn"):
         names = [f"{n}=-1" for n, x in vars(keys).items() if n.startswith(group) and x == -1]
-        text = f"{' and '.join(names[::-1])}: one -1 per group can be filled in; give the others"
-        yield len(names) > 1, text
+        yield (
+            len(names) > 1,
+            f"{' and '.join(names[::-1])}: one -1 per group can be filled in; give the others",
+        )
 
 
 def _of_model(keys: ModelKeys) -> Relations:

@@ -142,11 +142,7 @@ class Claim:
 
 
 class Disk:
-    """A run's folder on a disk.
-
-    Attributes:
-      here: where the process writes its files: the folder itself.
-    """
+    """A run's folder on a disk."""
 
     def __init__(self, folder: pathlib.Path, held: IO | None = None):
         """
@@ -154,7 +150,7 @@ class Disk:
           folder: of the run.
           held: the locked file, which the system unlocks when it is closed or the process ends.
         """
-        self.here, self._held = folder, held
+        self.here, self._held = folder, held  # the process writes into the folder itself
 
     def check(self) -> None:
         """It is locked."""
@@ -163,11 +159,7 @@ class Disk:
 
 
 class Mirror:
-    """A run's folder in an object storage, for one process.
-
-    Attributes:
-      here: where the process writes its files.
-    """
+    """A run's folder in an object storage, for one process, which writes its files `here`."""
 
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
         """

@@ -13,16 +13,13 @@ class AnswerText:
     A token may hold a part of a character, and what it looks like may depend on the one before it.
     So the last tokens are decoded together with those before them, and what ends within a character
     waits for the rest; if none comes, it shows as U+FFFD.
-
-    Attributes:
-      tokens: how many of the answer's belong to it, those of the text that ended it included.
-      done: whether nothing more will come.
-      stopped: whether one of the texts ended it.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, stops: Sequence[str]
     ):
+        # Tokens that belong to it, those of the text that ended it included; whether nothing more
+        # will come; whether one of the texts ended it.
         self.tokens, self.done, self.stopped = 0, False, False
         self._decode, self._prompt, self._stops = decode, prompt, stops
         self._begin, self._end = 0, len(prompt)  # of the last tokens that were decoded to the end

@@ -88,8 +88,7 @@ def _run_job(launch: Run, nodes: int, asked: list[int]) -> int:
                 start_new_session=True,
             )
             processes.append(process)
-            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                given = (stream, out, place)
+            for given in ((process.stdout, sys.stdout, place), (process.stderr, sys.stderr, place)):
                 printers.append(threading.Thread(target=_print, args=given, daemon=True))
                 printers[-1].start()
         return _wait(processes, launch.config.launch.grace_seconds, asked)

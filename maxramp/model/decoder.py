@@ -24,19 +24,14 @@ from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_
 
 
 class Decoder(nnx.Module):
-    """Token ids -> logits. Build it under `jax.set_mesh` (or an abstract mesh).
-
-    Attributes:
-      pattern: the layers, in the order in which a row meets them.
-      layers: their weights, by kind: a stack in that order.
-    """
+    """Token ids -> logits. Build it under `jax.set_mesh` (or an abstract mesh)."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         V, D, L = keys.vocab_size, keys.base_emb_dim, keys.base_num_decoder_layers
         embedding, head, of_layers = jax.random.split(key, 3)
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
         # Static fields are compared at every call of a compiled step: a few, and small ones.
-        self.pattern = family.pattern(keys)
+        self.pattern = family.pattern(keys)  # the layers, in the order in which a row meets them
         self.head_dim = keys.head_dim
         self.tied = keys.logits_via_embedding
         self.embedding_VD = normal(
@@ -48,7 +43,7 @@ class Decoder(nnx.Module):
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
-        self.layers = nnx.data(stacks)
+        self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
         self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
         if not self.tied:
             self.head_DV = normal("head", "DV", head, (D, V), HEAD_DV, D**-0.5, dtype)

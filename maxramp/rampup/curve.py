@@ -19,22 +19,14 @@ class Curve:
     All lengths are in samples, or all in steps: whole multiples of `quantum`, the length of one
     batch. A phase of n samples moves from its first to its last value over n - quantum of them, as
     a batch has one learning rate, that of its first sample.
-
-    Attributes:
-      total: length of the curve.
-      quantum: length of one batch.
-      warmup: length of the rise.
-      decay: length of the fall, at the end.
-      style: cosine or linear, the shape of the fall.
-      final: the end of the fall, as a fraction of the peak.
     """
 
-    total: float  # floats, as samples pass JAX's int32
-    quantum: int
-    warmup: float
-    decay: float
-    style: str
-    final: float
+    total: float  # length of the curve; lengths are floats, as samples pass JAX's int32
+    quantum: int  # length of one batch
+    warmup: float  # length of the rise
+    decay: float  # length of the fall, at the end
+    style: str  # cosine or linear, the shape of the fall
+    final: float  # the end of the fall, as a fraction of the peak
 
     @classmethod
     def of(cls, keys: CurveKeys, total: int, quantum: int) -> Self:

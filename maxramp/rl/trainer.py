@@ -197,12 +197,7 @@ _HELD_OUT = 2**31  # number of the first answer of an evaluation
 
 
 class PolicyTrainer:
-    """Takes the steps of GRPO.
-
-    Attributes:
-      state: after the steps that were taken.
-      raise_failure: says why a program did not compile, if there is one.
-    """
+    """Takes the steps of GRPO."""
 
     def __init__(
         self,
@@ -224,7 +219,7 @@ class PolicyTrainer:
           beat: called whenever answers, rewards or gradients of a part are there.
           stopping: called after the answers to each part; whether to give the step up.
         """
-        self.state = state
+        self.state = state  # after the steps that were taken
         self._programs, self._keys, self._reference = programs, keys, reference
         self._prompts, self._held_out, self._scorer = prompts, held_out, scorer
         self._beat, self._stopping = beat, stopping
