@@ -108,8 +108,8 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract.model, config.model, span, job.changes)
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)
         self._held = HeldState(first)
-        no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * 2)
-        self._no_sums = no_sums()  # of an evaluation, on the devices
+        # Of an evaluation, on the devices.
+        self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * 2)()
 
     @property
     def state(self) -> TrainState:

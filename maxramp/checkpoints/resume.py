@@ -151,8 +151,7 @@ class Span:
     def stages(self) -> list[Stage]:
         """The stages that this job runs, or may run: rungs that are still to be decided too."""
         known = self.ramp.stages_between(self.first_step, self.last_step)
-        more = self._end - len(self.ramp.stages)
-        return known + self.ramp.rungs[: max(0, more)]
+        return known + self.ramp.rungs[: max(0, self._end - len(self.ramp.stages))]
 
     def grow(self, first_step: int) -> Stage:
         """Takes the next rung of the ladder from a step on; the job may end there."""

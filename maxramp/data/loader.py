@@ -125,8 +125,7 @@ def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBat
     keys, there, beyond = ramp.keys, len(rows), 0
     needed = ramp.total_samples
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
-        beyond = ramp.rungs[-1].global_batch_size - 1
-        needed = max(needed, keys.samples_of_run + beyond)
+        needed = max(needed, keys.samples_of_run + ramp.rungs[-1].global_batch_size - 1)
     if needed <= there:
         return
     once, part = rows.length(1)

@@ -29,6 +29,10 @@ from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.rampup.spec import StageSpec
 
 
+def _process_of_place(mesh: Mesh) -> list[int]:
+    return [device.process_index for device in mesh.devices.flat]
+
+
 class Expansion:
     """Which processes read which rows (`reads`, `share`), and how rows get to the others."""
 
@@ -43,7 +47,7 @@ class Expansion:
           ConfigError: the processes cannot be put into groups of that size.
         """
         self.mesh = mesh
-        process_of_place = [device.process_index for device in mesh.devices.flat]
+        process_of_place = _process_of_place(mesh)
         places: dict[int, list[int]] = {}
         for place, process in enumerate(process_of_place):
             places.setdefault(process, []).append(place)

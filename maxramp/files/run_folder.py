@@ -107,8 +107,7 @@ class Claim:
         self._ending.set()
         with self._writing:
             if not self._lost:
-                name = self._path.name
-                self._answer(self._store.write(name, None, if_equal=self._generation))
+                self._answer(self._store.write(self._path.name, None, if_equal=self._generation))
 
     def _keep(self) -> None:
         while not (self._lost or self._ending.wait(_BEAT)):

@@ -73,7 +73,6 @@ class Generator:
     `answer` and `traced`.
 
     Attributes:
-      writing: how answers are written.
       prepare: the model -> its weights as the programs read them: one layer after the other, in the
         dtype of the arithmetic, and whole on each device but for the tensor axis, so that no token
         waits until they are gathered. They take room beside those of the model.

@@ -61,12 +61,7 @@ class PromptTokenizer:
 
 
 class TrainedRun:
-    """A run whose weights write text.
-
-    Attributes:
-      checkpoint: its newest one, or the one that was asked for.
-      config: its keys on other devices; resolved once the weights are loaded.
-    """
+    """A run whose weights write text."""
 
     def __init__(self, path: Place, arguments: Sequence[str]):
         """Reads the keys; no device is touched.
@@ -78,7 +73,7 @@ class TrainedRun:
         Raises:
           ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
         """
-        self.checkpoint = folder.read(folder.find(path))
+        self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
         *_, given = config_files.read(base.CONFIGS / "base.yml", arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:
@@ -92,6 +87,7 @@ class TrainedRun:
         self._another = not _TOKENIZER.isdisjoint(given.values)
         taken -= _TOKENIZER if self._another else set()
         values = base.base() | {name: there[name] for name in taken} | _CONSTANT
+        # Its keys on other devices; resolved once the weights are loaded.
         self.config = Config.of(values | given.values)
         self.config.check()
 

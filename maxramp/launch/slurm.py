@@ -217,8 +217,7 @@ def script(run: Run, nodes: int) -> str:
         srun += [f"--container-workdir={pathlib.Path.cwd()}"]
     environment = [f"export JAX_NUM_CPU_DEVICES={devices // keys.processes_per_node}"]
     if keys.processes_per_node == 1:  # else JAX gives every process the one of SLURM_LOCALID
-        ids = ",".join(map(str, range(devices)))
-        environment.append(f"export JAX_LOCAL_DEVICE_IDS={ids}")
+        environment.append(f"export JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(devices)))}")
     values = {
         "STAGES": run.stages_on(nodes),
         "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),

@@ -98,15 +98,7 @@ def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple
 
 
 class Evidence:
-    """What a run's noise scale and its branches say of the batch.
-
-    Attributes:
-      measured: the batches that surely cost nothing, in order; empty where nothing was measured.
-      results: what maxramp.branch found, one of each step and window.
-      by_noise: whether a noise scale gave the places of `measured`.
-      lines: what was measured, for a person.
-      limits: what that leaves open, for a person.
-    """
+    """What a run's noise scale and its branches say of the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
         """Takes what `suggest` takes.
@@ -114,7 +106,10 @@ class Evidence:
         Raises:
           ConfigError: what is named holds no measurement.
         """
+        # For a person, what was measured, and what that leaves open.
         self._config, self.by_noise, self.lines, self.limits = config, bool(noise), [], []
+        # What maxramp.branch found, one of each step and window; and the batches that surely cost
+        # nothing, in order.
         self.results = self._read_branches(branch) if branch else []
         self.measured = self._read_noise(place(noise)) if noise else from_branches(self.results)
 

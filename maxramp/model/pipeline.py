@@ -33,7 +33,7 @@ from maxramp.model.parts.aux import Aux, of_stages
 from maxramp.model.parts.weights import Weight, map_products, map_weights
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.collectives import on_devices
-from maxramp.parallel.cpu import after
+from maxramp.parallel.cpu import after, recomputed_after
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
@@ -103,17 +103,17 @@ def run(
     slots_kBTD = _to_slots(x_BTD, m // S)
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 
-    def turn(weights: Any, sums: Any, x_BTD: jax.Array, t: jax.Array) -> tuple[jax.Array, Aux]:
+    def turn(x_BTD, weights, sums, segments_mBT, t) -> tuple[jax.Array, Aux]:
         layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
         x_BTD, aux = run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
         counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
         return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
 
-    turn = jax.checkpoint(turn, policy=kept, prevent_cse=False)
+    turn = recomputed_after(jax.checkpoint(turn, policy=kept, prevent_cse=False))
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:
         slots_kBTD, x_BTD = carry
-        y_BTD, aux = turn(weights, sums, x_BTD, t)
+        y_BTD, aux = turn(x_BTD, weights, sums, segments_mBT, t)
         return _exchange(slots_kBTD, y_BTD, t, S, R), aux
 
     # Every stage begins with rows of its own: what nobody reads is finite as well.

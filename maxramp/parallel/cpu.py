@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def _populate(libc: ctypes.CDLL, block: int, size: int) -> None:
 
 
 def after(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, which on several CPU devices is not there before `other`, a float32 scalar, is.
+    """`value`, which on several CPU devices waits for `other`: float32, a scalar or of its shape.
 
     XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
     collective beside it: a device that begins with one waits for ever for a device that began with
@@ -88,6 +89,24 @@ def after(value: jax.Array, other: jax.Array) -> jax.Array:
         return value
     bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
     return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+
+
+def recomputed_after(function: Callable) -> Callable:
+    """`function` of an array and more, which returns another of that shape and more: see `after`.
+
+    On CPUs its backward pass begins with nothing but its arguments, and not before the gradient of
+    the first result is there.
+    """
+    if platform() != "cpu":
+        return function
+
+    def backward(arguments: tuple, gradients: tuple) -> tuple:
+        first = after(arguments[0], gradients[0].astype(jnp.float32))
+        return jax.vjp(function, first, *arguments[1:])[1](gradients)
+
+    waiting = jax.custom_vjp(function)
+    waiting.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return waiting
 
 
 @jax.custom_vjp

@@ -72,8 +72,7 @@ def of_own_gradient(spec: P) -> P:
     The rows of a stage's weight are those of that stage.
     """
     rows = {*BATCH_AXES}.difference({"stage"} & {*spec.partitions})
-    whole = (None if axis in rows else axis for axis in spec.partitions)
-    return P(*whole, unreduced=rows)
+    return P(*(None if axis in rows else axis for axis in spec.partitions), unreduced=rows)
 
 
 def summed_at_once(spec: P) -> tuple[str, ...]:

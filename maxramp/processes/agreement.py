@@ -42,8 +42,7 @@ def all_gather_json(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.pad(text, (0, sizes.max() - len(text)))
-    texts = multihost_utils.process_allgather(padded)
+    texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - len(text))))
     return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 

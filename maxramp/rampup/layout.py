@@ -87,8 +87,7 @@ def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> La
     devices = num_devices or keys.num_devices
     nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
     passes = threshold.accumulation or 1
-    size = Fraction(threshold.global_batch_size, devices * passes)
-    return Layout(nodes, devices, size, passes)
+    return Layout(nodes, devices, Fraction(threshold.global_batch_size, devices * passes), passes)
 
 
 def refusal(

@@ -67,8 +67,9 @@ def undecided(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Stretch]
     if keys.rampup_policy != "noise":
         return []
     last = thresholds[-1].global_batch_size
-    sizes = [size for size in keys.rampup_ladder if size > last]
-    return [Stretch(Threshold(-1, size), -1, -1, None) for size in sizes]
+    return [
+        Stretch(Threshold(-1, size), -1, -1, None) for size in keys.rampup_ladder if size > last
+    ]
 
 
 def layouts(

@@ -132,8 +132,7 @@ class StageSpec:
     @property
     def ranks(self) -> int:
         """Groups of devices that each hold rows of their own."""
-        sizes = self.mesh.sizes
-        return math.prod(sizes[axis] for axis in BATCH_AXES)
+        return math.prod(self.mesh.sizes[axis] for axis in BATCH_AXES)
 
     def of_size(self, accumulation: int, rows: int) -> Self:
         """The same in other passes."""

@@ -26,18 +26,12 @@ class Prompt:
 
 
 class Sums:
-    """Sums of two numbers below a bound, drawn evenly: "3+14=" and "17".
-
-    Attributes:
-      hash: of what there is.
-      description: in words.
-      texts: all prompts that there are, or the longest of them.
-    """
+    """Sums of two numbers below a bound, drawn evenly: "3+14=" and "17"."""
 
     def __init__(self, bound: int, seed: int):
         self._bound, self._seed, self.hash = bound, seed, f"sums-{bound}-{seed}"
         self.description = f"sums of two numbers below {bound}"
-        self.texts = [f"{bound - 1}+{bound - 1}="]
+        self.texts = [f"{bound - 1}+{bound - 1}="]  # all that there are, or the longest of them
 
     def __getitem__(self, number: int) -> Prompt:
         a, b = np.random.default_rng([self._seed, number]).integers(0, self._bound, 2)

@@ -81,8 +81,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     for axes in (*panels, result_axes):
         axes.spines["top"].set_visible(False)
     panels[-1].set_xlabel("consumed samples")
-    title = f"{run_name}: batch size and {result}"
-    batch_axes.set_title(title, loc="left", parse_math=False)  # a run may be named $x$
+    # A run may be named $x$.
+    batch_axes.set_title(f"{run_name}: batch size and {result}", loc="left", parse_math=False)
     return figure
 
 

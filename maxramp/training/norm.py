@@ -36,8 +36,8 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
     def local(*trees: list[jax.Array]) -> jax.Array:
         values = (of(*arrays).astype(jnp.float32) for arrays in zip(*trees, strict=True))
         own = [jnp.sum(jnp.square(x)) for x in values]
-        held = sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))  # by one of many
-        return held[None]
+        # What is held by one of many.
+        return sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))[None]
 
     return on_devices(local, tuple(specs), BY_DEVICE)(*trees)
 

@@ -306,8 +306,7 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
     q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
-    own_BT = positions_B[:, None] + jnp.arange(T)
-    seen_BTS = rule.sees(own_BT, jnp.arange(S))
+    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), jnp.arange(S))
     scores_BKGTS = jnp.einsum(
         "BTKGh,BKSh->BKGTS",
         q_BTKGh * rule.scale_of(q_BTKGh),
