@@ -122,10 +122,10 @@ class Loader:
 
 
 def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    keys, there, beyond = ramp.keys, len(rows), 0
-    needed = ramp.total_samples
+    keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
-        needed = max(needed, keys.samples_of_run + ramp.rungs[-1].global_batch_size - 1)
+        beyond = ramp.rungs[-1].global_batch_size - 1
+        needed = max(needed, keys.samples_of_run + beyond)
     if needed <= there:
         return
     once, part = rows.length(1)
