@@ -57,7 +57,11 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """The sections of the values of all keys."""
+        """The sections of the values of all keys, each checked alone.
+
+        Raises:
+          ConfigError: names the key, its value, the bound it breaks and a remedy.
+        """
         values = types.MappingProxyType(dict(values))
         sections = cls.sections()
         return cls(values, **{name: section.of(values) for name, section in sections.items()})
@@ -84,13 +88,11 @@ class Config:
         }
 
     def check(self) -> None:
-        """Checks every key, and the relations between keys that need no devices.
+        """Checks the relations between keys that need no devices.
 
         Raises:
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
-        for name in self.sections():
-            getattr(self, name).check()
         relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
         refuse(itertools.chain(*relations, _of_all(self)))
         notations.check(self.batch)

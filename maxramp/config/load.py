@@ -170,7 +170,7 @@ def load(
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         usage = next(line for line in doc.splitlines() if line.startswith("python -m"))
         raise ConfigError(f"no config file given: {usage}")
-    *files, command_line = read(_config_file(arguments[0]), arguments[1:], note)
+    *files, command_line = read(arguments[0], arguments[1:], note)
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
     if chosen and chosen[-1] != "default":
@@ -181,7 +181,7 @@ def load(
                 f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
                 f"there are default, {there}"
             )
-        files += read(path, (), note)[:-1]
+        files += read(str(path), (), note)[:-1]
     values = ml_collections.ConfigDict(dict(base.base()), type_safe=False, convert_dict=False)
     for given in (*files, command_line):
         choose(values, given)
@@ -203,21 +203,13 @@ def load(
     return config
 
 
-def _config_file(text: str) -> Place:
-    """The config file of that name: here, or one that comes with the package."""
-    path = place(text)
-    first, _, rest = text.partition("/")
-    is_ours = first == "configs" and not path.exists() and (CONFIGS / rest).is_file()
-    return CONFIGS / rest if is_ours else path
-
-
-def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
+def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
     """Reads a config file, the files that it is based on, and key=value arguments.
 
     Keys of other trainers (`peers`) become ours, are left out or are refused.
 
     Args:
-      path: the config file.
+      path: the config file; configs/... may be one that comes with the package.
       arguments: key=value; of a key that is given twice the last one counts.
       note: takes a line about keys of other trainers.
 
@@ -232,12 +224,11 @@ def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> 
         *((f"{file}: ", list(_flat(values.items()))) for file, values in _chain(path)),
         ("", list(_flat(map(_split, arguments)))),
     ]
-    places: list[tuple[str, dict[str, tuple[str, Any]]]] = []
+    found: list[Given] = []
     foreign: dict[str, tuple[str, Any]] = {}  # as given last, on the command line or further up
     notes: list[str] = []
     for where, pairs in layers:
         taken: dict[str, tuple[str, Any]] = {}
-        places.append((where, taken))
         for name, given_value in pairs:
             given = f"{where}{base.shown(name, given_value)}"
             ours = peers.ours(name, given_value)
@@ -250,14 +241,12 @@ def read(path: Place, arguments: Sequence[str], note: Callable[[str], None]) -> 
                 raise ConfigError(
                     f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
                 )
-            if ours != (name, given_value) and value != base.unset(key):
+            if value != base.unset(key) and ours != (name, given_value):
                 notes.append(f"{given}: taken as {key}={value}")
             taken[key] = given, value
+        values = {key: base.typed(*given, key) for key, given in taken.items()}
+        found.append(Given(where, values))
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
-    found = [
-        Given(where, {key: base.typed(*given, key) for key, given in taken.items()})
-        for where, taken in places
-    ]
     if ignored:
         notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
     for line in notes:
@@ -287,22 +276,25 @@ def _split(argument: str) -> tuple[str, Any]:
         raise ConfigError(f"{argument}: the value is not valid YAML; quote it?") from None
 
 
-def _chain(path: Place, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
+def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
     """The files of a base_config chain, the base first. Paths are relative to the naming file."""
-    values, above = read_yaml(path), (*above, path.resolve())
-    named = values.pop("base_config", None)
-    if named in (None, "", "none"):
+    path = place(named)
+    if above and not is_object_storage(named):
+        path = above[-1].parent / os.path.expanduser(named)
+    ours = CONFIGS / (named if above else named.removeprefix("configs/"))
+    if (above or named.startswith("configs/")) and not path.exists() and ours.is_file():
+        path = ours
+    if above and not path.exists():
+        raise ConfigError(f"{above[-1]}: base_config={named}: no such config file as {path}")
+    if path.resolve() in (file.resolve() for file in above):
+        raise ConfigError(f"{above[-1]}: base_config={path} closes a circle; name another file")
+    values = read_yaml(path)
+    base_config = values.pop("base_config", None)
+    if base_config in (None, "", "none"):
         return [(path, values)]
-    if not isinstance(named, str):
-        raise ConfigError(f"{path}: base_config={named} must be the path of a config file")
-    there = place(named) if is_object_storage(named) else path.parent / os.path.expanduser(named)
-    if not there.exists() and (CONFIGS / named).exists():
-        there = CONFIGS / named
-    if not there.exists():
-        raise ConfigError(f"{path}: base_config={named}: no such config file as {there}")
-    if there.resolve() in above:
-        raise ConfigError(f"{path}: base_config={there} closes a circle; name another file")
-    return [*_chain(there, above), (path, values)]
+    if not isinstance(base_config, str):
+        raise ConfigError(f"{path}: base_config={base_config} must be the path of a config file")
+    return [*_chain(base_config, (*above, path)), (path, values)]
 
 
 def to_yaml(config: Config) -> str:

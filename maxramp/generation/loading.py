@@ -74,7 +74,7 @@ class TrainedRun:
           ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
         """
         self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
-        *_, given = config_files.read(base.CONFIGS / "base.yml", arguments, print_note)
+        *_, given = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:
                 raise ConfigError(

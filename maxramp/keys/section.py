@@ -101,17 +101,15 @@ class Keys:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """The section, from the values of all keys by name."""
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
-
-    def check(self) -> None:
-        """Checks each key alone; `Config.check` has the relations between keys.
+        """The section, from the values of all keys by name, each of which is checked alone.
 
         Raises:
-          ConfigError: names the key, its value, the relation it breaks and a remedy.
+          ConfigError: names the key, its value, the bound it breaks and a remedy.
         """
-        for field in dataclasses.fields(self):
-            value, bound = getattr(self, field.name), field.metadata
+        of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
+        for field, value in of_section.items():
+            bound = field.metadata
             if bound and not bound["holds"](value):
                 text = bound["refused"].get(str(value), bound["text"]).replace("KEY", field.name)
                 raise ConfigError(f"{field.name}={value} {text}")
+        return cls(**{field.name: value for field, value in of_section.items()})

@@ -280,7 +280,7 @@ def test_the_table_fits_the_keys():
         assert name not in BASE_VALUES and key in BASE_VALUES, name
     for key, values in peers.VALUES.items():
         for theirs, ours in values.items():
-            *_, given = loading.read(pathlib.Path(BASE), [f"{key}={theirs}"], str)
+            *_, given = loading.read(BASE, [f"{key}={theirs}"], str)
             assert given.values == {key: ours}
 
 
