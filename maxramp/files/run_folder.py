@@ -140,6 +140,37 @@ class Claim:
             raise failure(error, self._path) from None
 
 
+class Appending:
+    """A file that grows; what a disk that is full for a while does not take waits in memory."""
+
+    def __init__(self, path: pathlib.Path):
+        """Opens or makes the file."""
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+
+    def append(self, data: bytes) -> None:
+        """Hands bytes to the file system, or keeps them."""
+        self._unwritten += data
+        with contextlib.suppress(OSError):  # `flush` says so
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands everything to the file system.
+
+        Raises:
+          OSError: it takes no more.
+        """
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
 class Disk:
     """A run's folder on a disk."""
 
@@ -150,14 +181,29 @@ class Disk:
           held: the locked file, which the system unlocks when it is closed or the process ends.
         """
         self.here, self._held = folder, held  # the process writes into the folder itself
+        self.growing: list[Appending] = []  # the files that records go to
 
     def check(self) -> None:
         """It is locked."""
 
     publish = close = check
 
+    def flush(self) -> Callable[[], None]:
+        """Hands all records to the file system: a checkpoint stands for steps that are recorded.
 
-class Mirror:
+        Returns:
+          What waits until they are in the run's folder, for another thread than the loop's; it
+          raises an OSError if they are not, and a TrainingError if another run has taken it.
+
+        Raises:
+          OSError: the file system takes no more.
+        """
+        for file in self.growing:
+            file.flush()
+        return self.publish
+
+
+class Mirror(Disk):
     """A run's folder in an object storage, for one process, which writes its files `here`."""
 
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
@@ -172,7 +218,7 @@ class Mirror:
           OSError: the folder cannot be read.
         """
         self._folder, self._warn, self._claim = folder, warn, claim
-        self.here = pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name)
+        super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
         self.here.mkdir()
         self._sent: dict[str, tuple[int, int]] = {}  # modified when, and its size
         if claim:
@@ -269,7 +315,7 @@ class Mirror:
             del self._sent[_REMOVED]
 
 
-def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk | Mirror:
+def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
     """Makes a run's folder if it is not there, and keeps other runs out of it.
 
     Args:
@@ -297,7 +343,7 @@ def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk | Mirro
     return Disk(folder, file)
 
 
-def follow(folder: Place, warn: Callable[[str], None]) -> Disk | Mirror:
+def follow(folder: Place, warn: Callable[[str], None]) -> Disk:
     """The folder of a run that another process has taken: what this one adds gets there too."""
     return Mirror(folder, warn, None) if isinstance(folder, ObjectPath) else Disk(folder)
 

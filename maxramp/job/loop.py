@@ -78,7 +78,7 @@ def train(job: Job, trainer: Trainer) -> int:
     def save(done: int, last: bool) -> None:
         log.flush()  # a state whose loss ends the run is never saved
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        checkpoints.save(done, trainer.state, consumed, stages, output.flush, last)
+        checkpoints.save(done, trainer.state, consumed, stages, output.kept.flush, last)
         log.restart_clock()
 
     for step in span.steps():

@@ -174,7 +174,7 @@ class Job(Start):
           TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
         """
         self.watchdog.beat()
-        self.output.check()
+        self.output.kept.check()
         self.checkpoints.check()
         return self.preemption.reached(after_step=True)
 

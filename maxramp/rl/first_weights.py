@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.checkpoints import arrays, folder
+from maxramp.checkpoints.arrays import in_layer_order
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -17,7 +18,6 @@ from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.processes import agreement
-from maxramp.training.state import in_layer_order
 
 # What weights were trained as: the model that they make, and the documents with their tokenizer.
 _DATA = (

@@ -20,6 +20,7 @@ from maxramp.data.batch import Batch, abstract_batch
 from maxramp.generation.generator import Generator, Writing
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.weights import joined
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
@@ -28,7 +29,7 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.policy import of_tokens, policy_gradient
-from maxramp.training.state import TrainState, whole
+from maxramp.training.state import TrainState
 from maxramp.training.step import update, zero_sums
 
 # Programs that do not depend on the size of a part.
@@ -70,7 +71,7 @@ class PolicyPrograms:
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
             def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
-                return objective(whole(trained, frozen.cast(dtype)), batch)
+                return objective(joined(frozen.cast(dtype), trained), batch)
 
             found = jax.grad(minimized, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)

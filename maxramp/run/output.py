@@ -35,7 +35,7 @@ from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, cut_records, read_records
 from maxramp.run.picture import draw_run
-from maxramp.run.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboard_writers
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
@@ -68,14 +68,14 @@ class Output:
         if jax.process_count() > 1:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
-        self._files: list[JsonlWriter | TensorBoardWriter | WandbWriter] = []
+        self._writers: list[JsonlWriter | EventWriter | WandbWriter] = []
 
     def _take_folder(self) -> None:
         """Makes the folder and takes it for this run, until the process ends."""
         try:
             if not self._is_first:
-                self._kept = follow(self.folder, self.warn)
-                self.here = self._kept.here
+                self.kept = follow(self.folder, self.warn)
+                self.here = self.kept.here
                 return
             strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
             if strange and not (self.folder / "checkpoints").exists():
@@ -86,8 +86,8 @@ class Output:
                 )
             now = datetime.datetime.now().isoformat(" ", "seconds")
             owner = f"process {os.getpid()} on {platform.node()} since {now}"
-            self._kept = take(self.folder, owner, self.warn)
-            self.here = self._kept.here
+            self.kept = take(self.folder, owner, self.warn)
+            self.here = self.kept.here
             for name in ("metrics.jsonl", "plan.json"):
                 if (self.here / name).exists():
                     (self.here / name).open("a").close()
@@ -143,7 +143,7 @@ class Output:
         agreement.raise_everywhere(lambda: self._is_first and self._open_files(ramp, first_step))
         if self._is_first:
             self._display.start(ramp)
-        return [*self._files, self._display] if self._is_first else []
+        return [*self._writers, self._display] if self._is_first else []
 
     def _open_files(self, ramp: RampupBatchManager, first_step: int) -> None:
         try:
@@ -156,14 +156,15 @@ class Output:
                     f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
                     "metrics.dropped.jsonl)"
                 )
-            self._files.append(JsonlWriter(self.here / "metrics.jsonl"))
+            files = [JsonlWriter(self.here / "metrics.jsonl")]
             if self._keys.enable_tensorboard:
                 first = first_step, ramp.samples_before(first_step)
-                self._files.append(TensorBoardWriter(self.here / "tensorboard", *first))
+                files += tensorboard_writers(self.here / "tensorboard", *first)
+            self._writers = self.kept.growing = files
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
-                    self._files.append(WandbWriter(project, self.here, config, self.warn))
+                    self._writers = [*files, WandbWriter(project, self.here, config, self.warn)]
                 except ConfigError as error:
                     if not first_step:
                         raise
@@ -221,28 +222,6 @@ class Output:
                 _write_json(self.here / "plan.json", ramp.to_json())
             except OSError as error:  # decisions.json says the same, and is there
                 self.warn(str(self._refusal(error)))
-
-    def check(self) -> None:
-        """Whether the folder still is the run's, as far as is known without asking.
-
-        Raises:
-          TrainingError: another run has taken it.
-        """
-        self._kept.check()
-
-    def flush(self) -> Callable[[], None]:
-        """Hands all records to the file system: a checkpoint stands for steps that are recorded.
-
-        Returns:
-          What waits until they are in the run's folder, for another thread than the loop's; it
-          raises an OSError if they are not, and a TrainingError if another run has taken it.
-
-        Raises:
-          OSError: the file system takes no more.
-        """
-        for file in self._files:
-            file.flush()
-        return self._kept.publish
 
     def write_next_stage(self, span: Span) -> None:
         """Leaves next_stage.json for whoever starts the next job, and says so."""
@@ -334,8 +313,8 @@ class Output:
 
     def __exit__(self, kind, error, trace) -> None:
         self._display.close()
-        if self._files:
-            for end in (*(file.close for file in self._files), self._draw):
+        if self._writers:
+            for end in (*(writer.close for writer in self._writers), self._draw):
                 try:
                     end()
                 except OSError as problem:
@@ -343,8 +322,8 @@ class Output:
             self.say(self._display.summary())
             names = ("ramp.png", "metrics.jsonl", self._config_file.name, "plan.json")
             there = [name for name in names if (self.here / name).exists()]
-        self._kept.close()  # of a run in a storage, this removes what is here
-        if self._files:
+        self.kept.close()  # of a run in a storage, this removes what is here
+        if self._writers:
             self.say(f"see      {self.folder}/{', '.join(there)}")
 
     def _draw(self) -> None:

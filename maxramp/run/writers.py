@@ -1,6 +1,7 @@
 """What the records of a run go to: metrics.jsonl, TensorBoard, Weights & Biases.
 
-Every writer is called with a record, and has `flush` and `close`.
+Every writer is called with a record, and has `close`; those of files are of the folder that keeps
+them (`files.run_folder`).
 
 tensorboard/ has the numbers of metrics.jsonl over steps, and the losses over consumed samples.
 Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxramp.errors import ConfigError, install
+from maxramp.files.run_folder import Appending
 from maxramp.files.storage import write_whole
 from maxramp.run.metrics import Record, as_json, numbers_of, tag_of
 
@@ -31,37 +33,6 @@ _BY_SAMPLE = "over_samples"
 _OVER_SAMPLES = ("loss", "eval_loss", "reward", "eval_reward")
 _ID = ".wandb_id"  # the file in a run's folder
 _FINISH_SECONDS = 15.0  # that an end waits for what is still to be uploaded
-
-
-class Appending:
-    """A file that grows; what a disk that is full for a while does not take waits in memory."""
-
-    def __init__(self, path: pathlib.Path):
-        """Opens or makes the file."""
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
-
-    def append(self, data: bytes) -> None:
-        """Hands bytes to the file system, or keeps them."""
-        self._unwritten += data
-        with contextlib.suppress(OSError):  # `flush` says so
-            self.flush()
-
-    def flush(self) -> None:
-        """Hands everything to the file system.
-
-        Raises:
-          OSError: it takes no more.
-        """
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-
-    def close(self) -> None:
-        """Closes the file."""
-        try:
-            self.flush()
-        finally:
-            self._file.close()
 
 
 class JsonlWriter(Appending):
@@ -72,71 +43,51 @@ class JsonlWriter(Appending):
         self.append((json.dumps(as_json(record)) + "\n").encode())
 
 
-class TensorBoardWriter:
-    """A writer of records. TensorBoard hides what earlier starts wrote past the first step.
+def tensorboard_writers(
+    folder: pathlib.Path, first_step: int, first_sample: int
+) -> "tuple[EventWriter, EventWriter]":
+    """Writers of records. TensorBoard hides what earlier starts wrote past the first step.
 
     TensorBoard shows the tags in groups: learning/loss, batch/stage, speed/tokens_per_second.
+
+    Args:
+      folder: of the event files.
+      first_step: of this start.
+      first_sample: samples consumed before it.
+
+    Raises:
+      OSError: there cannot be such a folder.
     """
-
-    def __init__(self, folder: pathlib.Path, first_step: int, first_sample: int):
-        """
-        Args:
-          folder: of the event files.
-          first_step: of this start.
-          first_sample: samples consumed before it.
-
-        Raises:
-          OSError: there cannot be such a folder.
-        """
-        self._by_step = _Events(folder, first_step)
-        self._by_sample = _Events(folder / _BY_SAMPLE, first_sample + 1)
-
-    def __call__(self, record: Record) -> None:
-        """Writes the numbers of a record."""
-        numbers = numbers_of(record)
-        self._by_step.write(record["step"], numbers)
-        results = {k: v for k, v in numbers.items() if k in _OVER_SAMPLES}
-        self._by_sample.write(record["consumed_samples"], results)
-
-    def flush(self) -> None:
-        """Hands everything to the file system.
-
-        Raises:
-          OSError: it takes no more.
-        """
-        self._by_step.flush()
-        self._by_sample.flush()
-
-    def close(self) -> None:
-        """Closes the files."""
-        try:
-            self._by_step.close()
-        finally:
-            self._by_sample.close()
+    by_step = EventWriter(folder, "step", first_step)
+    return by_step, EventWriter(folder / _BY_SAMPLE, "consumed_samples", first_sample + 1)
 
 
-class _Events(Appending):
-    """A new event file of a folder."""
+class EventWriter(Appending):
+    """A new event file of a folder, whose numbers stand over steps or consumed samples."""
 
-    def __init__(self, folder: pathlib.Path, first: int):
+    def __init__(self, folder: pathlib.Path, over: str, first: int):
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         super().__init__(folder / name)
-        self._first: int | None = first
+        self._over, self._first = over, first
+        self._begun = False
 
-    def write(self, place: int, numbers: dict[str, Any]) -> None:
+    def __call__(self, record: Record) -> None:
+        """Writes the numbers of a record."""
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
-        if self._first is not None:
+        if not self._begun:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(event_pb2.Event(file_version="brain.Event:2"))
             self._add(event_pb2.Event(step=self._first, session_log=start))
-            self._first = None
+            self._begun = True
         values = [
             summary_pb2.Summary.Value(tag=tag_of(name), simple_value=number)
-            for name, number in numbers.items()
+            for name, number in numbers_of(record).items()
+            if self._over == "step" or name in _OVER_SAMPLES
         ]
-        self._add(event_pb2.Event(step=place, summary=summary_pb2.Summary(value=values)))
+        summary = summary_pb2.Summary(value=values)
+        self._add(event_pb2.Event(step=record[self._over], summary=summary))
 
     def _add(self, event: Any) -> None:
         from tensorboardX.record_writer import masked_crc32c
@@ -204,9 +155,6 @@ class WandbWriter:
             if not self._failed:
                 self._failed = True
                 self._warn(f"wandb takes no more numbers: {error}")
-
-    def flush(self) -> None:
-        """Does nothing: what was handed over is wandb's to keep."""
 
     def close(self) -> None:
         """Ends the run there; what cannot be uploaded in a while stays in the run's folder."""

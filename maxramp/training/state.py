@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.model.decoder import Decoder
-from maxramp.model.parts.weights import Weight, is_weight, joined, map_weights, part_of, weights_of
-from maxramp.model.pipeline import by_layers, by_repeats
-from maxramp.parallel.mesh import mesh_of, on_mesh, platform
+from maxramp.model.parts.weights import Weight, is_weight, joined, part_of
+from maxramp.parallel.mesh import on_mesh, platform
 from maxramp.training.keys import Recipe
 from maxramp.training.optimizers import Optimizer
 
@@ -35,17 +34,12 @@ class TrainState:
     @property
     def model(self) -> Decoder:
         """All weights."""
-        return whole(self.trained, self.frozen)
+        return joined(self.frozen, self.trained)
 
     def with_model(self, model: Decoder) -> "TrainState":
         """The state with other weights, of which the same are trained."""
         trained = _like(model, self.trained)
         return dataclasses.replace(self, trained=trained, frozen=_like(model, self.frozen))
-
-
-def whole(trained: Decoder, frozen: Decoder) -> Decoder:
-    """The model of weights that are trained and others."""
-    return joined(frozen, trained) if jax.tree.leaves(frozen) else trained
 
 
 def _like(model: Decoder, part: Decoder) -> Decoder:
@@ -81,52 +75,6 @@ def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
     """`init_state` of shapes, dtypes and shardings, on any mesh: of devices or without them."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return on_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
-
-
-def in_layer_order(tree: Any) -> Any:
-    """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
-
-    Any number of a pipeline's stages can go on from it.
-    """
-    if not any(map(_is_circular, weights_of(tree))):
-        return tree
-    mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        if is_abstract:
-            return on_mesh(jax.eval_shape(_in_layer_order, tree), mesh)
-        return _in_layer_order(tree)
-
-
-def in_stage_order(tree: Any, like: Any) -> Any:
-    """The inverse of `in_layer_order`: as the pipeline of a tree that is like it holds it.
-
-    The tree's arrays are given up.
-    """
-    repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
-    if not repeats:
-        return tree
-    with jax.set_mesh(mesh_of(tree)):
-        return _in_stage_order(tree, *repeats)
-
-
-def _is_circular(weight: Weight) -> bool:
-    return weight.ndim == len(weight.axes) + 2
-
-
-# Compiled once for every mesh: a run saves often.
-@jax.jit
-def _in_layer_order(tree: Any) -> Any:
-    return map_weights(lambda w: jax.tree.map(by_layers, w) if _is_circular(w) else w, tree)
-
-
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _in_stage_order(tree: Any, repeats: int) -> Any:
-    def ordered(weight: Weight) -> Weight:
-        if weight.ndim == len(weight.axes):
-            return weight
-        return jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight)
-
-    return map_weights(ordered, tree)
 
 
 class HeldState:

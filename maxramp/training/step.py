@@ -15,6 +15,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.weights import joined
 from maxramp.parallel.cpu import after
 from maxramp.parallel.keys import COPY_AXES
 from maxramp.parallel.sharding import of_gradient
@@ -24,7 +25,7 @@ from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers import Optimizer
-from maxramp.training.state import TrainState, no_counts, whole
+from maxramp.training.state import TrainState, no_counts
 
 Metrics = dict[str, jax.Array]
 
@@ -82,7 +83,7 @@ def train_step(
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
         def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
-            return objective(whole(trained, frozen), micro_batch)
+            return objective(joined(frozen, trained), micro_batch)
 
         gradient, kept = jax.grad(minimized, has_aux=True), None
         if optimizer.log_gradient_noise_scale:

@@ -16,6 +16,7 @@ from conftest import BASE, ROOT, TINY, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxramp.checkpoints.arrays import in_layer_order
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import pipeline
@@ -29,7 +30,7 @@ from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training import state as state_lib
 from maxramp.training.loss import next_token_prediction
-from maxramp.training.state import in_layer_order, init_state
+from maxramp.training.state import init_state
 from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32

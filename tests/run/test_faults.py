@@ -28,7 +28,7 @@ from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import cut_records, read_records
-from maxramp.run.writers import JsonlWriter, TensorBoardWriter
+from maxramp.run.writers import JsonlWriter, tensorboard_writers
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
@@ -568,20 +568,20 @@ def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
 def test_records_wait_for_a_disk_that_is_full(mount, tmp_path):
     """For a while; then every one of them is there once, and whole."""
     folder, _ = mount
-    metrics, board = JsonlWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder, 0, 0)
+    writers = JsonlWriter(folder / "metrics.jsonl"), *tensorboard_writers(folder, 0, 0)
     for step in range(1000):
         if step == 200:
             fill(folder)
             with (folder / "filler").open("ab") as file:
                 file.write(bytes(150_000))
         if step == 900:
-            for writer in (metrics, board):
+            for writer in writers[:2]:
                 with pytest.raises(OSError, match="No space left"):
                     writer.flush()
             (folder / "filler").unlink()
-        metrics(record(step))
-        board(record(step))
-    metrics.close()
-    board.close()
+        for writer in writers:
+            writer(record(step))
+    for writer in writers:
+        writer.close()
     assert [r["step"] for r in read_records(folder / "metrics.jsonl")] == list(range(1000))
     assert sorted(events.shown(folder)["learning/loss"]) == list(range(1000))

@@ -11,7 +11,7 @@ from conftest import make_config
 from maxramp.errors import TrainingError
 from maxramp.run.metrics import MetricsLog, Taken, read_records, tag_of
 from maxramp.run.picture import figure_of
-from maxramp.run.writers import JsonlWriter, TensorBoardWriter
+from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
 STAGE = types.SimpleNamespace(
     index=0, per_device_batch_size=2, gradient_accumulation_steps=1, global_batch_size=2
@@ -24,7 +24,7 @@ def taken(loss, **shown):
 
 
 def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
-    writers = [JsonlWriter(tmp_path / "metrics.jsonl"), TensorBoardWriter(tmp_path / "tb", 0, 0)]
+    writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
     log = MetricsLog(make_config().run, writers)
     for step in range(3):
         log.log_step(step, STAGE, 2 * step + 2, taken(step, balance=np.float32(step / 4)))

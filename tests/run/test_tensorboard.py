@@ -6,7 +6,7 @@ import events
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from maxramp.run.writers import TensorBoardWriter
+from maxramp.run.writers import tensorboard_writers
 
 
 def record(step: int) -> dict:
@@ -27,10 +27,10 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     other = other.rename(tmp_path / "run" / other.name)
     for number, (first, last) in enumerate(((0, 10), (6, 14), (10, 20))):
         before = {path: path.stat().st_size for path in tmp_path.glob("run/events*")}
-        writer = TensorBoardWriter(tmp_path / "run", first, 8 * first)
-        for step in range(first, last):
-            writer(record(step))
-        writer.close()
+        for writer in tensorboard_writers(tmp_path / "run", first, 8 * first):
+            for step in range(first, last):
+                writer(record(step))
+            writer.close()
         for path in {*tmp_path.glob("run/**/events*")} - {*before, other}:
             if number == 1:
                 os.truncate(path, path.stat().st_size - 5)
@@ -46,7 +46,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
 
 def test_events_are_as_tensorboard_reads_them(tmp_path):
     """With the version first, and the tags in their groups."""
-    writer = TensorBoardWriter(tmp_path, 0, 0)
+    writer, _ = tensorboard_writers(tmp_path, 0, 0)
     for step in range(6):
         writer(record(step))
     writer.close()

@@ -14,11 +14,12 @@ from counting import ROPE, stand_in, sums_of
 from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
+from maxramp.checkpoints.arrays import in_layer_order
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.embedding import look_up
 from maxramp.parallel.sharding import BATCH_ABT
-from maxramp.training.state import abstract_state, in_layer_order, init_state
+from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 
 LAYERS, STEPS, ROWS = 4, 2, 32

@@ -85,6 +85,8 @@ def part_of(tree: Any, is_in: Callable[[Weight], bool]) -> Any:
 
 def joined(*parts: Any) -> Any:
     """The tree of these parts of it."""
+    if not jax.tree.leaves(parts[:-1]):
+        return parts[-1]
 
     def found(*held: Weight | None) -> Weight | None:
         return next((weight for weight in held if weight is not None), None)
