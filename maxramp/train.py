@@ -60,6 +60,7 @@ def _run(begun: Start) -> int:
     config = begun.config
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
+    begun.watchdog.beat()
     job = begun.open_run(corpus.hash, functools.partial(text_fields, separate=corpus.packed))
     if not job.has_steps:
         return job.end()

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import itertools
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 from maxramp.keys.section import refuse
 
 _SAMPLED = 64  # items of a part that are read at the start, for its hash
@@ -62,6 +64,48 @@ def entry_of(key: str, path: str) -> str:
     return f"{glob.escape(path)},1" if "," in path else glob.escape(path)
 
 
+def find(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
+    """What a path, glob or URL stands for.
+
+    Args:
+      key: the key that it is the value of, for messages.
+      pattern: the path, glob or URL; of Megatron's files also their common name.
+      file_type: a format, or "" for what the names say.
+
+    Returns:
+      The format, and its files in order: folders of prepared sets, of Megatron's files the names
+      without .bin and .idx.
+
+    Raises:
+      ConfigError: nothing, or files of several formats.
+    """
+    paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
+    if not paths:
+        raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
+    are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
+    if are_sets and file_type in ("", "prepared"):
+        return "prepared", paths
+    refuse(
+        (
+            file_type == "prepared" or os.path.isdir(path),
+            f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not finished; "
+            "name the files in a folder by a glob, such as folder/*.parquet",
+        )
+        for path in paths
+    )
+    kinds = {file_type or formats.detect(path): path for path in paths}
+    if len(kinds) > 1:
+        (one, path), (other, other_path), *_ = kinds.items()
+        raise ConfigError(
+            f"{key}: {pattern} matches files of several formats, {path} ({one}) and {other_path} "
+            f"({other}); give each its own entry"
+        )
+    (kind,) = kinds
+    if kind == "megatron":
+        paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
+    return kind, paths
+
+
 @dataclasses.dataclass(frozen=True)
 class _Entry:
     """One entry of a mixture: `sets` are the manifests of prepared sets by their folders."""
@@ -102,7 +146,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
     cuts, held_out = [len(x) for x in items[: len(train)]], items[len(train) :]
     if not evaluated:  # the end of every part
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
-        held_out = [x.span(cut, len(x)) for x, cut in zip(items, cuts, strict=True)]
+        held_out = [x[cut:] for x, cut in zip(items, cuts, strict=True)]
     noun = "documents" if documents else "rows"
     count, held_count = sum(cuts), sum(map(len, held_out))
     none_left = f"has no {noun} left to train on; give more data, or a smaller eval_fraction"
@@ -118,7 +162,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
         ]
     )
     parts = [
-        Part(entry.name, entry.weight, x.span(0, cut))
+        Part(entry.name, entry.weight, x[:cut])
         for entry, x, cut in zip(train, items, cuts, strict=False)
     ]
     total = sum(part.weight for part in parts)
@@ -146,7 +190,7 @@ def _find(keys: DataKeys, name: str) -> list[_Entry]:
         file = HubSet(keys.hf_path, keys.hf_name, value, column, tokens)
         return [_Entry(file.path, 1.0, "hf", [file])]
     for pattern, weight in parse(name, value) if value else []:
-        kind, paths = formats.find(name, pattern, keys.grain_file_type)
+        kind, paths = find(name, pattern, keys.grain_file_type)
         if kind == "prepared":
             manifests, files = zip(*map(prepared.open_set, paths), strict=True)
             sets = dict(zip(paths, manifests, strict=True))

@@ -65,15 +65,14 @@ def open_rows(
       data: which rows; of a resolved config.
       reading: how to read ahead in that pass.
       reads: whether this process opens the data. The others get rows with a number only.
-      beat: called on every process whenever some of the data has been opened.
+      beat: called on every process whenever more of the documents' lengths are to be counted.
 
     Raises:
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
     corpus = raise_everywhere(lambda: open_corpus(data) if reads else None)
-    beat()
-    summaries = all_gather_json(corpus.summary() if corpus else None)
+    summaries = all_gather_json(corpus.summary if corpus else None)
     read = {process: other for process, other in enumerate(summaries) if other is not None}
     refuse(
         (
@@ -86,6 +85,7 @@ def open_rows(
     corpus = corpus or Corpus.from_summary(summaries[0])
     if not corpus.documents:
         return corpus
+    beat()
     lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
     separate = data.packing and data.separate_documents
 

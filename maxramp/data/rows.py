@@ -8,7 +8,7 @@ of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from maxramp.errors import ConfigError
 
 
 class Items:
-    """Numbered items of a data set, all or a span of them."""
+    """Numbered items of a data set, all or a slice of them; subclasses have `_item(number)`."""
 
     def __init__(self, count: int):
         self._numbers = range(count)  # in the data set
@@ -27,10 +27,11 @@ class Items:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def span(self, start: int, stop: int) -> Self:
-        """Items [start, stop) of these."""
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return self._item(self._numbers[index])
         part = copy.copy(self)
-        part._numbers = self._numbers[start:stop]
+        part._numbers = self._numbers[index]
         return part
 
 
@@ -51,8 +52,8 @@ class StreamRows(Items):
         self._tokens, self._length, self._vocab_size = tokens, length, vocab_size
         self.separate = separate
 
-    def __getitem__(self, index: int) -> Row:
-        start = self._numbers[index] * self._length
+    def _item(self, number: int) -> Row:
+        start = number * self._length
         stop = start + self._length + 1
         tokens, begins = self._tokens[start:stop].astype(np.int32, copy=False), None
         if self._vocab_size is not None:
@@ -69,8 +70,8 @@ class SyntheticRows(Items):
         super().__init__(count)
         self._vocab_size, self._length, self._seed = vocab_size, length, seed
 
-    def __getitem__(self, index: int) -> Row:
-        random = np.random.default_rng([self._seed, index])
+    def _item(self, number: int) -> Row:
+        random = np.random.default_rng([self._seed, number])
         return Row(random.integers(0, self._vocab_size, self._length + 1, dtype=np.int32))
 
 
@@ -81,12 +82,11 @@ class Chain(Items):
         self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
         super().__init__(int(self._starts[-1]))
 
-    def __getitem__(self, index: int) -> Any:
-        part, number = self._find(index)
-        return part[number]
+    def _item(self, number: int) -> Any:
+        part, inside = self._find(number)
+        return part[inside]
 
-    def _find(self, index: int) -> tuple[Any, int]:
-        number = self._numbers[index]
+    def _find(self, number: int) -> tuple[Any, int]:
         which = int(np.searchsorted(self._starts, number, "right")) - 1
         return self._parts[which], number - int(self._starts[which])
 
@@ -101,8 +101,8 @@ class Documents(Chain):
         super().__init__(files)
         self._tokenizer = tokenizer
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self._tokenizer.encode([super().__getitem__(index)])[0]
+    def _item(self, number: int) -> np.ndarray:
+        return self._tokenizer.encode([super()._item(number)])[0]
 
 
 class TokenRecords(Chain):
@@ -112,16 +112,16 @@ class TokenRecords(Chain):
         super().__init__(files)
         self._vocab_size, self._length = vocab_size, length
 
-    def __getitem__(self, index: int) -> np.ndarray | Row:
-        file, number = self._find(index)
-        tokens, length = file[number], self._length
+    def _item(self, number: int) -> np.ndarray | Row:
+        file, record = self._find(number)
+        tokens, length = file[record], self._length
         if length and len(tokens) != length + 1:
             raise ConfigError(
-                f"{file.where(number)}: has {len(tokens)} tokens, but a row takes "
+                f"{file.where(record)}: has {len(tokens)} tokens, but a row takes "
                 f"max_target_length + 1 = {length + 1}; use max_target_length={len(tokens) - 1}, "
                 "or prepare the files with maxramp.prepare, which takes any length"
             )
-        _check(tokens, self._vocab_size, lambda _: file.where(number))
+        _check(tokens, self._vocab_size, lambda _: file.where(record))
         return Row(tokens) if length else tokens
 
 
@@ -161,6 +161,7 @@ class Corpus:
     documents: bool = False
     packed: bool = False  # rows say where documents begin, which do not see each other
 
+    @property
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""
         train = [[part.name, part.weight, len(part.items)] for part in self.train]

@@ -12,7 +12,7 @@ from maxramp.config import load as config_files
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.data import mixture, tokenizers
-from maxramp.data.files import formats, prepared
+from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
@@ -125,7 +125,7 @@ class TrainedRun:
         if keys.dataset_type == "grain":
             (source, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
             try:
-                form, paths = formats.find("grain_train_files", source, keys.grain_file_type)
+                form, paths = mixture.find("grain_train_files", source, keys.grain_file_type)
             except ConfigError as error:
                 if kind == "bytes":
                     raise

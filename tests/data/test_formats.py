@@ -419,8 +419,8 @@ def test_the_hash_is_of_the_tokens(tmp_path):
 def test_a_summary_stands_for_a_corpus(tmp_path):
     """What a process that opens nothing is told: sizes and hash, as JSON."""
     opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
-    received = Corpus.from_summary(json.loads(json.dumps(opened.summary())))
-    assert received.summary() == opened.summary()
+    received = Corpus.from_summary(json.loads(json.dumps(opened.summary)))
+    assert received.summary == opened.summary
     assert len(received.train[0].items) == len(opened.train[0].items) and received.documents
 
 

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.data.files.records import (
     BadRecord,
@@ -29,7 +28,6 @@ from maxramp.data.files.records import (
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.files.storage import optional
-from maxramp.keys.section import refuse
 
 
 class ArrayRecordFile(RecordFile):
@@ -152,48 +150,6 @@ def detect(path: str) -> str:
     raise ConfigError(
         f"{path}: its name does not say what it holds; give grain_file_type={'|'.join(SUFFIXES)}"
     )
-
-
-def find(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """What a path, glob or URL stands for.
-
-    Args:
-      key: the key that it is the value of, for messages.
-      pattern: the path, glob or URL; of Megatron's files also their common name.
-      file_type: a format, or "" for what the names say.
-
-    Returns:
-      The format, and its files in order: folders of prepared sets, of Megatron's files the names
-      without .bin and .idx.
-
-    Raises:
-      ConfigError: nothing, or files of several formats.
-    """
-    paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
-    if not paths:
-        raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
-    are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
-    if are_sets and file_type in ("", "prepared"):
-        return "prepared", paths
-    refuse(
-        (
-            file_type == "prepared" or os.path.isdir(path),
-            f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not finished; "
-            "name the files in a folder by a glob, such as folder/*.parquet",
-        )
-        for path in paths
-    )
-    kinds = {file_type or detect(path): path for path in paths}
-    if len(kinds) > 1:
-        (one, path), (other, other_path), *_ = kinds.items()
-        raise ConfigError(
-            f"{key}: {pattern} matches files of several formats, {path} ({one}) and {other_path} "
-            f"({other}); give each its own entry"
-        )
-    (kind,) = kinds
-    if kind == "megatron":
-        paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
-    return kind, paths
 
 
 class TextFile(RecordFile):

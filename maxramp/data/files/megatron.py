@@ -150,24 +150,20 @@ class MegatronFile(RecordFile):
         size = storage.size_of(path)
         _, code, n, d = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         wanted = _HEADER.size + 12 * n + 8 * d
-        refuse(
-            [
-                (
-                    not header.startswith(_MAGIC),
-                    f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, "
-                    f"not {_MAGIC!r})",
-                ),
-                (
-                    size not in (wanted, wanted + n),
-                    f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders "
-                    f"take {wanted}; make it again",
-                ),
-                (
-                    _DTYPES.get(code, "<f0")[1] == "f",
-                    f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8",
-                ),
-            ]
-        )
+        if not header.startswith(_MAGIC):
+            raise ConfigError(
+                f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, not "
+                f"{_MAGIC!r})"
+            )
+        if size not in (wanted, wanted + n):
+            raise ConfigError(
+                f"{path}: is torn: {size} bytes, but {n} sequences and {d} document borders take "
+                f"{wanted}; make it again"
+            )
+        if _DTYPES.get(code, "<f0")[1] == "f":
+            raise ConfigError(
+                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
+            )
         return np.dtype(_DTYPES[code]), n, d
 
     @functools.cached_property
