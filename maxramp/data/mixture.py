@@ -149,18 +149,17 @@ def open_mixture(keys: DataKeys) -> Corpus:
         held_out = [x[cut:] for x, cut in zip(items, cuts, strict=True)]
     noun = "documents" if documents else "rows"
     count, held_count = sum(cuts), sum(map(len, held_out))
-    none_left = f"has no {noun} left to train on; give more data, or a smaller eval_fraction"
-    none_held_out = (
-        f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of {count} "
-        f"{noun} holds none out; give grain_eval_files, a larger eval_fraction, or eval_interval=-1"
-    )
-    emptied = [entry.name for entry, cut in zip(train, cuts, strict=True) if not cut]
-    refuse(
-        [
-            *((True, f"{names[0]}: {name} {none_left}") for name in emptied),
-            (keys.eval_interval > 0 and not held_count, none_held_out),
-        ]
-    )
+    if 0 in cuts:
+        raise ConfigError(
+            f"{names[0]}: {train[cuts.index(0)].name} has no {noun} left to train on; give more "
+            "data, or a smaller eval_fraction"
+        )
+    if keys.eval_interval > 0 and not held_count:
+        raise ConfigError(
+            f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
+            f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
+            "eval_interval=-1"
+        )
     parts = [
         Part(entry.name, entry.weight, x[:cut])
         for entry, x, cut in zip(train, items, cuts, strict=False)
@@ -240,14 +239,12 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
     """
     sets = [one for entry in entries for one in entry.sets.items()]
     known = [(folder, manifest["tokenizer"]) for folder, manifest in sets if manifest["tokenizer"]]
-    refuse(
-        (
-            tokenizer["hash"] != known[0][1]["hash"],
-            f"{known[0][0]} was prepared with {_shown(known[0][1])} and {folder} with "
-            f"{_shown(tokenizer)}; prepare both with one tokenizer",
-        )
-        for folder, tokenizer in known
-    )
+    for folder, tokenizer in known:
+        if tokenizer["hash"] != known[0][1]["hash"]:
+            raise ConfigError(
+                f"{known[0][0]} was prepared with {_shown(known[0][1])} and {folder} with "
+                f"{_shown(tokenizer)}; prepare both with one tokenizer"
+            )
     for folder, tokenizer in known[:1]:
         kind, path = keys.tokenizer_type, keys.tokenizer_path
         given = Tokenizer(kind, path, **{name: tokenizer[name] for name in MARK_KEYS})
@@ -260,14 +257,12 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
             f"{other} is not what {folder} was prepared with, {_shown(tokenizer)}; leave it out, "
             "or prepare the set again"
         )
-    refuse(
-        (
-            manifest["max_token"] >= keys.vocab_size,
-            f"{folder}: its largest token id is {manifest['max_token']}, not below vocab_size="
-            f"{keys.vocab_size}; use {prepared.vocab_size_for(manifest)} or more",
-        )
-        for folder, manifest in sets
-    )
+    for folder, manifest in sets:
+        if manifest["max_token"] >= keys.vocab_size:
+            raise ConfigError(
+                f"{folder}: its largest token id is {manifest['max_token']}, not below vocab_size="
+                f"{keys.vocab_size}; use {prepared.vocab_size_for(manifest)} or more"
+            )
     return bool(known)
 
 

@@ -74,14 +74,12 @@ def open_rows(
     corpus = raise_everywhere(lambda: open_corpus(data) if reads else None)
     summaries = all_gather_json(corpus.summary if corpus else None)
     read = {process: other for process, other in enumerate(summaries) if other is not None}
-    refuse(
-        (
-            other != summaries[0],
-            f"process {process} sees other data than process 0 (hash {other['hash']}, not "
-            f"{summaries[0]['hash']}); give all processes the same files",
-        )
-        for process, other in read.items()
-    )
+    for process, other in read.items():
+        if other != summaries[0]:
+            raise ConfigError(
+                f"process {process} sees other data than process 0 (hash {other['hash']}, not "
+                f"{summaries[0]['hash']}); give all processes the same files"
+            )
     corpus = corpus or Corpus.from_summary(summaries[0])
     if not corpus.documents:
         return corpus

@@ -107,9 +107,10 @@ class Keys:
           ConfigError: names the key, its value, the bound it breaks and a remedy.
         """
         of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
-        for field, value in of_section.items():
-            bound = field.metadata
-            if bound and not bound["holds"](value):
-                text = bound["refused"].get(str(value), bound["text"]).replace("KEY", field.name)
-                raise ConfigError(f"{field.name}={value} {text}")
+        refuse(
+            (True, f"{field.name}={value} {text.replace('KEY', field.name)}")
+            for field, value in of_section.items()
+            if (bound := field.metadata) and not bound["holds"](value)
+            for text in [bound["refused"].get(str(value), bound["text"])]
+        )
         return cls(**{field.name: value for field, value in of_section.items()})
