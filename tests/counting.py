@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.families import FAMILIES, Family
+from maxramp.model.families.family import Family
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.layers import Layer, Pattern
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import PreNormBlock

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model import layers, pipeline
-from maxramp.model.families import FAMILIES
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, awaited, of_rows

@@ -10,7 +10,8 @@ from conftest import make_config, make_mesh
 
 from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
-from maxramp.model.families import FAMILIES, Family
+from maxramp.model.families.family import Family
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.layers import Layer, Pattern
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.embedding import look_up
