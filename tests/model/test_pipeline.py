@@ -16,7 +16,7 @@ from conftest import BASE, ROOT, TINY, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.checkpoints.arrays import in_layer_order
+from maxramp.checkpoints import arrays as arrays_lib
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import pipeline
@@ -28,7 +28,6 @@ from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training import state as state_lib
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import init_state
 from maxramp.training.step import eval_step, make_train_step
@@ -65,7 +64,7 @@ def first_state(config):
 
 
 def by_name(model):
-    model = in_layer_order(model)
+    model = arrays_lib.in_layer_order(model)
     return {
         jax.tree_util.keystr(path): np.asarray(x, np.float32)
         for path, x in jax.tree.leaves_with_path(model)
@@ -221,14 +220,14 @@ def test_every_turn_computes_on_rows(slots):
 def test_layers_are_reordered_by_one_program(monkeypatch):
     """A run saves often: the program that puts layers in their own order is made once."""
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
-    reordered, traced = state_lib.by_layers, []
+    reordered, traced = arrays_lib.by_layers, []
     with jax.set_mesh(make_mesh(config)):
         model = first_state(config).model
         monkeypatch.setattr(
-            state_lib, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
+            arrays_lib, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
         for _ in range(2):
-            in_layer_order(model)
+            arrays_lib.in_layer_order(model)
     assert len(traced) <= len(jax.tree.leaves(model.layers))
 
 
