@@ -276,11 +276,11 @@ class Checkpoints(Saves):
         keys = self._keys
         if not keys.enable_checkpointing:
             return False
-        before, after = ramp.samples_before(step - 1), ramp.samples_before(step)
         steps, samples = keys.checkpoint_period, keys.checkpoint_period_samples
+        before = ramp.samples_before
         return (
             (steps != -1 and step % steps == 0)
-            or (samples != -1 and after // samples > before // samples)
+            or (samples != -1 and before(step) // samples > before(step - 1) // samples)
             or (keys.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
             or self.is_time()
         )

@@ -83,10 +83,10 @@ def train(job: Job, trainer: Trainer) -> int:
 
     for step in span.steps():
         growth.before(step)
-        stage = ramp.stage_at_step(step)
+        stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
         try:
             with profiler.before(step):
-                taken = trainer.step(step, stage, ramp.samples_before(step))
+                taken = trainer.step(step, stage, first_sample)
         except NotFiniteError:
             log.flush()  # the step before may say why
             raise
@@ -100,7 +100,7 @@ def train(job: Job, trainer: Trainer) -> int:
             trainer.raise_failure()  # which asked for the end
             output.say_stopped(step - 1 if step > first_step else None)
             return EXIT_PREEMPTED
-        done, consumed = step + 1, ramp.samples_before(step + 1)
+        done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, taken)
         if config.evaluation.is_due(done, ramp.total_steps):
             log.log_eval(step, consumed, trainer.evaluate(stage))

@@ -119,6 +119,10 @@ class StageSpec:
     remat_policy: str  # what a layer keeps for its backward pass
     pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
 
+    def __hash__(self) -> int:
+        """Of what differs between the stages of a run: a step's program is looked up by it."""
+        return hash((self.accumulation, self.rows, self.tokens))
+
     @property
     def samples(self) -> int:
         """Rows of a step."""

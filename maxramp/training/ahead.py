@@ -67,9 +67,11 @@ class Ahead:
 
         Raises:
           StepError: it does not compile.
+          KeyError: it is not announced.
         """
-        if key in self._compiled and self._compiled[key].done():
-            return self._compiled[key].result(), 0.0
+        compiled = self._compiled.get(key)
+        if compiled and compiled.done():
+            return compiled.result(), 0.0
         start = time.perf_counter()
         while key in self._waiting:
             self._lower_next()
