@@ -23,6 +23,7 @@ FLOORS = (
     ("data",),
     ("training",),
     ("checkpoints",),
+    ("huggingface",),
     ("run",),
     ("planning.keys", "launch.keys", "rl.keys"),
     ("config",),

@@ -15,7 +15,7 @@ from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
 from maxramp.launch.keys import LaunchKeys
-from maxramp.model.keys import ACTIVATIONS, ROLES, ModelKeys
+from maxramp.model.keys import ACTIVATIONS, FAMILY_KEYS, ROLES, ModelKeys
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
@@ -155,11 +155,18 @@ def _of_model(keys: ModelKeys) -> Relations:
         f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
         f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
     )
-    yield (
-        keys.sliding_window_size and keys.decoder_block != "mistral",
-        f"sliding_window_size={keys.sliding_window_size} is no part of "
-        f"decoder_block={keys.decoder_block}; use decoder_block=mistral, or 0",
-    )
+    for family, of_family in FAMILY_KEYS.items():
+        for name in of_family:
+            value, is_of = getattr(keys, name), keys.decoder_block == family
+            yield (
+                value and not is_of,
+                f"{name}={value} is no part of decoder_block={keys.decoder_block}; use "
+                f"decoder_block={family}, or leave it out",
+            )
+            yield (
+                is_of and value is False,
+                f"{name}=False: decoder_block={family} has it; use True, or decoder_block=llama2",
+            )
     yield keys.head_dim % 2, f"head_dim={keys.head_dim} must be even: rotary positions turn pairs"
     yield (
         keys.base_num_query_heads % keys.base_num_kv_heads,

@@ -19,6 +19,8 @@ SHAPE_KEYS = (
     "base_num_decoder_layers",
     "vocab_size",
     "logits_via_embedding",
+    "attention_bias",
+    "use_qk_norm",
 )
 
 # Keys that decide what weights mean.
@@ -34,6 +36,14 @@ MODEL_KEYS = (
     "original_max_position_embeddings",
     "sliding_window_size",
 )
+
+# What families do not share, by `decoder_block`; the others take 0 and False.
+FAMILY_KEYS = {
+    "llama2": (),
+    "mistral": ("sliding_window_size",),
+    "qwen2": ("attention_bias",),
+    "qwen3": ("use_qk_norm",),
+}
 
 # What a weight can be: others ask this, and not its name or its type.
 ROLES = ("matrix", "embedding", "head", "scale", "bias", "router")
@@ -68,7 +78,7 @@ class Execution(Keys):
 class ModelKeys(Execution):
     """A decoder, and how its passes are computed."""
 
-    decoder_block: str = one_of("llama2", "mistral")
+    decoder_block: str = one_of(*FAMILY_KEYS)
     base_emb_dim: int = at_least(1)
     base_num_query_heads: int = at_least(1)
     base_num_kv_heads: int = at_least(1)
@@ -78,6 +88,8 @@ class ModelKeys(Execution):
     vocab_size: int = at_least(1)
     mlp_activations: Sequence[str]
     logits_via_embedding: bool
+    attention_bias: bool
+    use_qk_norm: bool
     normalization_layer_epsilon: float = at_least(0)
     rope_max_timescale: float = above_zero()
     rope_type: str = one_of("default", "llama3.1")

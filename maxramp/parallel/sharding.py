@@ -29,6 +29,7 @@ SEGMENTS_mBT = P(None, ("data", "fsdp"), None)  # of every micro batch of a pipe
 # Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor
 STREAM_BTD = P(BATCH_AXES, None, "tensor")  # the residual stream
 STREAM_BD = P(BATCH_AXES, "tensor")  # one vector of that width for each row
+HEAD_Bh = P(BATCH_AXES, None)  # one of a head's width
 X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
 X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
@@ -39,6 +40,7 @@ CACHE_BKSh = P(BATCH_AXES, "tensor", None, None)  # keys and values by slot
 EMBEDDING_VD = P("tensor", "fsdp")
 HEAD_DV = P("fsdp", "tensor")
 HEADS_IN_DHh = P("fsdp", "tensor", None)
+HEADS_Hh = P("tensor", None)
 HEADS_OUT_HhD = P("tensor", None, "fsdp")
 MLP_IN_DF = P("fsdp", "tensor")
 MLP_OUT_FD = P("tensor", "fsdp")

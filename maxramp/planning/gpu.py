@@ -202,8 +202,11 @@ def _flops(i: hlo.Instruction) -> float:
         return 2.0 * math.prod(i.shape) * math.prod(lhs[d] for d in hlo.numbers(dims))
     if target in _ATTENTION:
         (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
-        causal = 0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0  # half is never made
-        return _ATTENTION[target] * 2.0 * B * H * T * S * h * causal
+        seen = T * S * (0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0)  # half is never made
+        if window := re.search(r'"sliding_window_length":\s*([1-9]\d*)', i.rest):
+            W = min(int(window[1]), T)
+            seen = W * (2 * T - W) / 2
+        return _ATTENTION[target] * 2.0 * B * H * h * seen
     return 0.0
 
 

@@ -13,7 +13,7 @@ two are equal, of averages over many steps: a quotient of single steps has no me
 
 There are three kinds, by the prefix of their names:
 
-    ""       all weights but the scales of norms; the groups are the micro batches of a step with
+    ""       the weights of products; the groups are the micro batches of a step with
              accumulation, and in them the parts of the copies of the weights, if there are some
     "adam_"  the same for what Adam makes of a gradient g, g / (sqrt(v) + eps) with v from before
              the step; without embedding and output head, where v is almost zero for a token that
@@ -34,7 +34,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.block import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
-from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, stacked
+from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers import Optimizer
@@ -50,8 +50,8 @@ def by_rows(model: Decoder, rows: int) -> Decoder:
         if weight.role != "scale":
             return weight
         *layers, D = weight[...].shape
-        zeros = jnp.zeros((*layers, rows, D), jnp.float32)
-        return RowScale(weight, jax.reshard(zeros, stacked(STREAM_BD, len(layers))))
+        spec = stacked(STREAM_BD if weight.axes == "D" else HEAD_Bh, len(layers))
+        return RowScale(weight, jnp.zeros((*layers, rows, D), jnp.float32, out_sharding=spec))
 
     return map_weights(probed, model)
 
@@ -72,7 +72,7 @@ def squares_of(
       gradients, of_rows: sums over its tokens, from `take_apart`.
       keys, opt_state: the optimizer before the step.
     """
-    found = {"": squares(_without_scales(gradients)), "norms_": squares(of_rows)}
+    found = {"": squares(_of_products(gradients)), "norms_": squares(of_rows)}
     if moment := Optimizer(keys).second_moment(opt_state):
         found["adam_"] = _as_adam_sees(gradients, keys, moment)
     return found
@@ -111,7 +111,7 @@ def metrics(
     }
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
-        groups[""] = tokens_AC, squares(_without_scales(gradients))
+        groups[""] = tokens_AC, squares(_of_products(gradients))
         if moment := Optimizer(keys).second_moment(opt_state):
             groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, moment)
     found = {}
@@ -127,9 +127,9 @@ def _is_probe(x: Any) -> bool:
     return isinstance(x, RowScale)
 
 
-def _without_scales(tree: Any) -> list[Any]:
-    """The parameters but the scales, whose gradients are whole where others lie apart."""
-    return [x for x in weights_of(tree) if x.role != "scale"]
+def _of_products(tree: Any) -> list[Any]:
+    """The weights of products; the gradients of others are whole where theirs lie apart."""
+    return [x for x in weights_of(tree) if x.is_in_products]
 
 
 def _as_adam_sees(
@@ -142,5 +142,5 @@ def _as_adam_sees(
     def scaled(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
-    gs, vs = _without_scales(gradients.layers), _without_scales(squared.layers)
+    gs, vs = _of_products(gradients.layers), _of_products(squared.layers)
     return squares(gs, vs, [correction] * len(gs), of=scaled)

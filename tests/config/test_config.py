@@ -375,6 +375,7 @@ def test_model_file(name):
         "dtype",
     }
     open_to_families = {"decoder_block", "rope_type", "rope_factor", "sliding_window_size"}
+    open_to_families |= {"attention_bias", "use_qk_norm"}
     found = {key for key in values if not key.startswith("base_")}
     assert found - open_to_families == allowed
 

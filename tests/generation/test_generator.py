@@ -72,6 +72,7 @@ writer = functools.cache(Writer)
         ("one device", ()),
         ("all axes", ()),
         ("one device", ("decoder_block=mistral", "sliding_window_size=4")),
+        ("one device", ("decoder_block=qwen3", "use_qk_norm=True")),
     ],
 )
 def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):

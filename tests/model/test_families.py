@@ -132,7 +132,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
     """Each with the weights of its kind at its place: the result is that of one after the other."""
     pattern = PATTERNS[name]
     block = FAMILIES["llama2"].blocks["dense"]
-    family = Family(lambda keys: pattern, {"dense": block, "other": block})
+    family = Family(lambda keys: pattern, {"dense": block, "other": block}, {})
     monkeypatch.setitem(FAMILIES, "llama2", family)
     count = f"base_num_decoder_layers={len(list(pattern))}"
     config = make_config(*KEYS, count, "remat_policy=full", devices=1)
@@ -151,6 +151,18 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         np.testing.assert_allclose(logits, jax.jit(one_by_one)(model), atol=1e-5)
 
 
-def test_a_window_needs_a_family_that_has_one():
-    with pytest.raises(ConfigError, match="sliding_window_size=5 .* use decoder_block=mistral"):
-        make_config("sliding_window_size=5")
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ("sliding_window_size=5", "sliding_window_size=5 .* use decoder_block=mistral"),
+        ("use_qk_norm=true", "use_qk_norm=True .* use decoder_block=qwen3"),
+        ("decoder_block=qwen2", "attention_bias=False: decoder_block=qwen2 has it; use True"),
+        (
+            "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
+            "attention_bias=True is no part of decoder_block=qwen3; use decoder_block=qwen2",
+        ),
+    ],
+)
+def test_what_a_family_has(keys, says):
+    with pytest.raises(ConfigError, match=says):
+        make_config(*keys.split())

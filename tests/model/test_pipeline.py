@@ -156,6 +156,30 @@ def test_one_update_on_any_mesh(name):
     assert_same(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
 
 
+FAMILIES = {
+    "mistral": ("decoder_block=mistral", "sliding_window_size=5"),
+    "qwen2": ("decoder_block=qwen2", "attention_bias=True"),
+    "qwen3": ("decoder_block=qwen3", "use_qk_norm=True"),
+}
+OF_FAMILIES = {
+    "pipeline": (
+        *("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2", "num_pipeline_repeats=2"),
+        *("num_pipeline_microbatches=4", "remat_policy=minimal"),
+    ),
+    "none": ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=full"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OF_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_families_have_of_their_own(family, mesh):
+    """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
+    keys = FAMILIES[family]
+    actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2, packed=True)
+    assert_same(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1, packed=True))
+
+
 @pytest.mark.slow
 def test_a_tied_embedding():
     """Its gradients from both ends travel between copies and stages after the last pass."""

@@ -1,4 +1,4 @@
-"""What a model family says: which blocks it has, and in which order its layers stand."""
+"""What a model family says: which blocks it has, in which order its layers stand, their names."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,3 +12,6 @@ class Family(NamedTuple):
 
     pattern: Callable[[ModelKeys], Pattern]  # the layers, by the keys
     blocks: Mapping[str, Callable[..., Any]]  # the module of each kind of layer
+    # Of every weight by its path: the tensor of a Hugging Face folder ({} is a layer's number), and
+    # its axes in the letters of ours. "Hh D" is a matrix whose rows are the numbers of all heads.
+    tensors: Mapping[str, tuple[str, str]]

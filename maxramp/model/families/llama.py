@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971).
 
-It reads Llama 3's long texts with slower rotary positions, `rope_type=llama3.1`. Mistral 7B is a
-Llama whose tokens see a window of those before them (arXiv 2310.06825).
+It reads Llama 3's long texts with slower rotary positions, `rope_type=llama3.1`. SmolLM2 is one
+whose head is its embedding (arXiv 2502.02737).
 """
 
 from maxramp.model.families.family import Family
@@ -12,8 +12,26 @@ from maxramp.model.parts.rotary import Rope
 
 
 def _all_alike(keys: ModelKeys) -> Pattern:
-    layer = Layer("dense", Rope.of(keys), keys.sliding_window_size)
-    return Pattern((layer,), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", Rope.of(keys)),), keys.base_num_decoder_layers)
 
 
-LLAMA = Family(_all_alike, {"dense": PreNormBlock})
+_LAYER = "model.layers.{}"
+
+LLAMA = Family(
+    _all_alike,
+    {"dense": PreNormBlock},
+    {
+        "embedding_VD": ("model.embed_tokens.weight", "V D"),
+        "norm.scale_D": ("model.norm.weight", "D"),
+        "head_DV": ("lm_head.weight", "V D"),
+        "layers.dense.attention_norm.scale_D": (f"{_LAYER}.input_layernorm.weight", "D"),
+        "layers.dense.attention.query_DHh": (f"{_LAYER}.self_attn.q_proj.weight", "Hh D"),
+        "layers.dense.attention.key_DKh": (f"{_LAYER}.self_attn.k_proj.weight", "Kh D"),
+        "layers.dense.attention.value_DKh": (f"{_LAYER}.self_attn.v_proj.weight", "Kh D"),
+        "layers.dense.attention.out_HhD": (f"{_LAYER}.self_attn.o_proj.weight", "D Hh"),
+        "layers.dense.mlp_norm.scale_D": (f"{_LAYER}.post_attention_layernorm.weight", "D"),
+        "layers.dense.mlp.gate_DF": (f"{_LAYER}.mlp.gate_proj.weight", "F D"),
+        "layers.dense.mlp.up_DF": (f"{_LAYER}.mlp.up_proj.weight", "F D"),
+        "layers.dense.mlp.out_FD": (f"{_LAYER}.mlp.down_proj.weight", "D F"),
+    },
+)

@@ -70,9 +70,7 @@ class Rule:
         return self.scale or q.shape[-1] ** -0.5
 
 
-def select(
-    asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, window: int = 0
-) -> str:
+def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int) -> str:
     """What computes the attention: what was asked for, or under autoselected the best that can.
 
     Args:
@@ -81,7 +79,6 @@ def select(
       dtype: of queries, keys and values.
       head_dim: of each head.
       tokens: of a row.
-      window: of the rule.
 
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
@@ -94,7 +91,6 @@ def select(
             f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}": (
                 head_dim % 8 or head_dim > 256
             ),
-            f"sees all tokens, and cannot sliding_window_size={window}": window,
         },
         "splash": {
             f"needs TPUs, not {there}": platform != "tpu",
@@ -116,8 +112,7 @@ def select(
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
     """`select` for the rows of resolved keys."""
-    sizes = keys.dtype, keys.head_dim, keys.max_target_length, keys.sliding_window_size
-    return select(keys.attention, platform, *sizes)
+    return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
 
 
 def for_length(asked: str, length: int) -> str:
@@ -187,15 +182,26 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
-    assert not (rule.window or rule.scale or rule.cap), "`select` chooses another kernel"
-    segments_BT = rule.segments_BT
-    if segments_BT is not None and _has_packed_kernel():
-        from maxramp.model.parts.packed_attention import packed_attention  # only where it is used
+    assert not (rule.scale or rule.cap), "no family has them with this kernel"
+    segments_BT, mask = rule.segments_BT, None
+    if segments_BT is not None:
+        if _has_packed_kernel():
+            from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-        return packed_attention(q_BTHh, k_BSKh, v_BSKh, starts(segments_BT), interpret)
-    mask = None if segments_BT is None else _same_segment(segments_BT)[:, None]
+            first_BT = starts(segments_BT)
+            if rule.window:
+                at_T = jnp.arange(first_BT.shape[1], dtype=jnp.int32)
+                first_BT = jnp.maximum(first_BT, at_T - rule.window + 1)
+            return packed_attention(q_BTHh, k_BSKh, v_BSKh, first_BT, interpret)
+        mask = _same_segment(segments_BT)[:, None]
     return jax.nn.dot_product_attention(
-        q_BTHh, k_BSKh, v_BSKh, mask=mask, is_causal=True, implementation="cudnn"
+        q_BTHh,
+        k_BSKh,
+        v_BSKh,
+        mask=mask,
+        is_causal=True,
+        local_window_size=(rule.window - 1, 0) if rule.window else None,
+        implementation="cudnn",
     )
 
 

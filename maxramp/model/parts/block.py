@@ -16,7 +16,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache, Rule, attend, for_length, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
-from maxramp.model.parts.weights import Weight, dense, normal, ones, stages_of
+from maxramp.model.parts.weights import Weight, dense, normal, ones, with_weight, zeros
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
@@ -24,31 +24,26 @@ from maxramp.parallel.sharding import (
     STREAM_BTD,
     X_BTD,
     X_BTF,
+    HEADS_Hh,
     HEADS_IN_DHh,
     HEADS_OUT_HhD,
     X_BTHh,
-    staged,
 )
 
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
 
-    def __init__(self, width: int, epsilon: float, dtype: str):
+    def __init__(self, width: int, epsilon: float, dtype: str, axis: str = "D"):
+        """`axis` is the letter of what is normalized: the model's width, or a head's."""
         self.epsilon = epsilon
-        self.scale_D = ones("scale", "D", (width,), dtype)
+        self.scale_D = ones("scale", axis, (width,), dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalizes every token's vector; [B, T, D], dtype kept."""
+        """Normalizes every token's vector, or every head's; [B, T, ..., D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale_D[...].astype(jnp.float32)
-        if scale.ndim > 1:  # of every stage of a pipeline
-            spec = jax.typeof(x).sharding.spec
-            y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged(spec))
-            y = jax.lax.reshape(y * scale[:, None, None], x.shape, out_sharding=spec)
-        else:
-            y = x * scale
+        y = with_weight(jnp.multiply, x, self.scale_D)
         if isinstance(self.scale_D, RowScale):
             y = _by_rows(y, x, self.scale_D.rows_BD)
         return y.astype(x_BTD.dtype)
@@ -65,6 +60,11 @@ class RowScale:
     def __getitem__(self, index):
         return self.scale[index]
 
+    @property
+    def axes(self) -> str:
+        """Those of the scale."""
+        return self.scale.axes
+
 
 @jax.custom_vjp
 def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Arra
 
 _by_rows.defvjp(
     lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD),
-    lambda x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(1)),
+    lambda x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(range(1, x_BTD.ndim - 1))),
 )
 
 
@@ -110,7 +110,11 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, no biases."""
+    """Grouped-query attention with rotary positions.
+
+    By the keys with biases (Qwen2.5, arXiv 2412.15115), or with norms of the queries and keys of
+    every head (Qwen3, arXiv 2505.09388).
+    """
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
@@ -121,6 +125,14 @@ class Attention(nnx.Module):
         self.key_DKh = matrix("DKh", k, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.value_DKh = matrix("DKh", v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.out_HhD = matrix("HhD", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
+        self.has_biases, self.has_norms = keys.attention_bias, keys.use_qk_norm
+        if self.has_biases:
+            self.query_bias_Hh = zeros("bias", "Hh", (H, h), HEADS_Hh, dtype)
+            self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
+            self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
+        if self.has_norms:
+            norm = functools.partial(RMSNorm, h, keys.normalization_layer_epsilon, dtype, "h")
+            self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, rule: Rule, kernel: str, cache: Cache | None = None
@@ -135,16 +147,27 @@ class Attention(nnx.Module):
           cache: of this layer.
         """
         x_BTD = jax.reshard(x_BTD, X_BTD)
-        q_BTHh = rotate(dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh), angles)
-        k_BTKh = rotate(dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh), angles)
+        q_BTHh = dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh)
+        k_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh)
         v_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
+        if self.has_biases:
+            q_BTHh = _plus(q_BTHh, self.query_bias_Hh)
+            k_BTKh = _plus(k_BTKh, self.key_bias_Kh)
+            v_BTKh = _plus(v_BTKh, self.value_bias_Kh)
+        if self.has_norms:
+            q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
+        q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
         _, T, _, h = q_BTHh.shape
         if cache is not None:
             kernel = for_length(kernel, T)
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.window)
+        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T)
         attend_to = attend if cache is None else cache.attend
         a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
+
+
+def _plus(x: jax.Array, bias: Weight) -> jax.Array:
+    return with_weight(jnp.add, x.astype(jnp.float32), bias).astype(x.dtype)
 
 
 class PreNormBlock(nnx.Module):

@@ -50,8 +50,13 @@ def normal(
 
 
 def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
-    """A weight that changes nothing yet, on every device."""
+    """A factor that changes nothing yet, on every device."""
     return Weight(jnp.ones(shape, dtype), role=role, axes=axes)
+
+
+def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
+    """A summand that changes nothing yet."""
+    return Weight(jnp.zeros(shape, dtype, out_sharding=spec), role=role, axes=axes)
 
 
 def is_weight(x: Any) -> bool:
@@ -92,6 +97,23 @@ def joined(*parts: Any) -> Any:
         return next((weight for weight in held if weight is not None), None)
 
     return jax.tree.map(found, *parts, is_leaf=lambda x: x is None or is_weight(x))
+
+
+def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
+    """`change(x, weight)`, elementwise and in float32.
+
+    Args:
+      change: of two arrays that broadcast.
+      x: [B, T, ...], in float32.
+      weight: of a layer, of the last axes of x; or of a layer on every stage of a pipeline.
+    """
+    w = weight[...].astype(jnp.float32)
+    if w.ndim == len(weight.axes):
+        return change(x, w)
+    spec = jax.typeof(x).sharding.spec
+    y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged(spec))
+    y = change(y, jnp.expand_dims(w, range(1, y.ndim - w.ndim)))
+    return jax.lax.reshape(y, x.shape, out_sharding=spec)
 
 
 STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps

@@ -1,0 +1,14 @@
+"""Mistral: a Llama whose tokens see a window of those before them (arXiv 2310.06825)."""
+
+from maxramp.model.families.llama import LLAMA
+from maxramp.model.keys import ModelKeys
+from maxramp.model.layers import Layer, Pattern
+from maxramp.model.parts.rotary import Rope
+
+
+def _with_windows(keys: ModelKeys) -> Pattern:
+    layer = Layer("dense", Rope.of(keys), keys.sliding_window_size)
+    return Pattern((layer,), keys.base_num_decoder_layers)
+
+
+MISTRAL = LLAMA._replace(pattern=_with_windows)
