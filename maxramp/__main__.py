@@ -19,6 +19,7 @@ COMMANDS = {
     "compile": "compiles every stage for a TPU pod, without a TPU",
     "generate": "writes text with the weights of a run",
     "grpo": "improves a model by rewards: reinforcement learning",
+    "convert": "writes a trained model as a folder that transformers opens",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",
     "suggest": "suggests a ramp for a run, or none, from what was measured",
     "branch": "measures how large the batch may be at a checkpoint, by training with several",

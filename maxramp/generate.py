@@ -1,4 +1,4 @@
-"""Writes text with the weights of a run.
+"""Writes text with the weights of a run or of a released model.
 
 python -m maxramp.generate RUN --prompt TEXT [options] [key=value ...]
 """
@@ -19,9 +19,8 @@ import jax
 from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError
-from maxramp.files.place import place
 from maxramp.generation.generator import Generator, Writing
-from maxramp.generation.loading import TrainedRun
+from maxramp.generation.loading import open_model
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
 from maxramp.processes.ending import run
@@ -29,9 +28,10 @@ from maxramp.rl.prompts import FilePrompts
 from maxramp.training.programs import compiler_options
 
 _SELDOM = 16  # tokens
-USAGE = """RUN is the folder of a run, or one of its checkpoints. Text streams as it comes; that of
-several prompts and samples follows one another. key=value sets the mesh (ici_fsdp_parallelism=4),
-hardware, dtype, attention, max_target_length or the tokenizer.
+USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
+them: its folder, or its name there. Text streams as it comes; that of several prompts and samples
+follows one another. key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
+max_target_length or the tokenizer.
 """
 
 
@@ -47,7 +47,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m maxramp.generate", description=__doc__.partition("\n")[0], epilog=USAGE
     )
     add = parser.add_argument
-    add("run", type=place)
+    add("run")
     add("--prompt", action="append", default=[], help="may be given again")
     add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo')
     for name, kind, default, what in (
@@ -78,7 +78,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _generate(given: argparse.Namespace) -> None:
-    trained = TrainedRun(given.run, given.keys)
+    trained = open_model(given.run, given.keys)
     tokenizer = trained.tokenizer()
     asked = [*map(_text, given.prompt)]
     asked += FilePrompts(given.prompt_file, None).texts if given.prompt_file else []

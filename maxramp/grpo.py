@@ -26,7 +26,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
-from maxramp.generation.loading import PromptTokenizer, TrainedRun
+from maxramp.generation.loading import PromptTokenizer, open_model
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.processes import agreement
@@ -85,7 +85,7 @@ def _run(begun: start.Start) -> int:
     config = begun.config
     weights = first_weights.path_of(config)
     given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
-    tokenizer = agreement.raise_everywhere(lambda: TrainedRun(weights, given).tokenizer())
+    tokenizer = agreement.raise_everywhere(lambda: open_model(str(weights), given).tokenizer())
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
             f"{weights} was trained on documents without a mark at their end (add_eos=False): no "

@@ -35,5 +35,5 @@ class Counting(PreNormBlock):
 def stand_in(monkeypatch, layers: int) -> None:
     """Makes `decoder_block=llama2` a family of so many such layers."""
     pattern = Pattern((Layer("counting", **LAYER),), layers)
-    family = Family(lambda keys: pattern, {"counting": Counting})
+    family = Family(lambda keys: pattern, {"counting": Counting}, {})
     monkeypatch.setitem(FAMILIES, "llama2", family)

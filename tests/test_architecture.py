@@ -21,9 +21,9 @@ FLOORS = (
     ("rampup",),
     ("model",),
     ("data",),
+    ("huggingface",),
     ("training",),
     ("checkpoints",),
-    ("huggingface",),
     ("run",),
     ("planning.keys", "launch.keys", "rl.keys"),
     ("config",),
@@ -32,6 +32,7 @@ FLOORS = (
     ("rl",),
     (
         *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "grpo"),
+        "convert",
         *("branch", "suggest", "launch.__main__", "__main__"),
     ),
 )
@@ -96,7 +97,7 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 6) imports training.loss (floor 8)",
+            "model.a (floor 6) imports training.loss (floor 9)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},

@@ -7,7 +7,6 @@ address are given to know both. The tests with servers notice when Orbax no long
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import math
@@ -25,14 +24,11 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxramp import errors
-from maxramp.checkpoints.folder import Checkpoint, TornError, find, read
+from maxramp.checkpoints.folder import Checkpoint, TornError
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
-from maxramp.model.decoder import Decoder
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.model.parts.weights import Weight, map_weights, weights_of
-from maxramp.model.pipeline import by_layers, by_repeats
-from maxramp.parallel.mesh import mesh_of, on_mesh
+from maxramp.model.order import in_layer_order, in_stage_order
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
@@ -83,52 +79,6 @@ gcs_utils.get_kvstore_for_gcs = _store
 _ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
 
 
-def in_layer_order(tree: Any) -> Any:
-    """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
-
-    Any number of a pipeline's stages can go on from it.
-    """
-    if not any(map(_is_circular, weights_of(tree))):
-        return tree
-    mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        if is_abstract:
-            return on_mesh(jax.eval_shape(_in_layer_order, tree), mesh)
-        return _in_layer_order(tree)
-
-
-def in_stage_order(tree: Any, like: Any) -> Any:
-    """The inverse of `in_layer_order`: as the pipeline of a tree that is like it holds it.
-
-    The tree's arrays are given up.
-    """
-    repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
-    if not repeats:
-        return tree
-    with jax.set_mesh(mesh_of(tree)):
-        return _in_stage_order(tree, *repeats)
-
-
-def _is_circular(weight: Weight) -> bool:
-    return weight.ndim == len(weight.axes) + 2
-
-
-# Compiled once for every mesh: a run saves often.
-@jax.jit
-def _in_layer_order(tree: Any) -> Any:
-    return map_weights(lambda w: jax.tree.map(by_layers, w) if _is_circular(w) else w, tree)
-
-
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _in_stage_order(tree: Any, repeats: int) -> Any:
-    def ordered(weight: Weight) -> Weight:
-        if weight.ndim == len(weight.axes):
-            return weight
-        return jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight)
-
-    return map_weights(ordered, tree)
-
-
 def items_of(state: TrainState) -> dict[str, Any]:
     """A state as it is stored: the weights can be read by themselves."""
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
@@ -174,27 +124,6 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
                 f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
                 "model and optimizer keys it was trained with, or another run_name"
             )
-
-
-def check_parameters(path: Place, model: Decoder, values: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint that a path means, whose weights are those of an abstract model.
-
-    Args:
-      path: a checkpoint, or a folder of them or of a run, whose newest counts.
-      model: the shapes and dtypes of its weights.
-      values: of all keys, resolved.
-
-    Raises:
-      ConfigError: there is no such checkpoint, or it holds other weights.
-    """
-    checkpoint = read(find(path))
-    compare(checkpoint, {"model": model}, values)
-    return checkpoint
-
-
-def load_parameters(path: Place, model: Decoder, values: Mapping[str, Any]) -> Decoder:
-    """The weights of such a checkpoint, with the shardings of `model`; raises a ConfigError too."""
-    return load(check_parameters(path, model, values).path, {"model": model})["model"]
 
 
 def restore(checkpoint: Checkpoint, abstract: TrainState) -> TrainState:

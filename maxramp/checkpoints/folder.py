@@ -20,6 +20,7 @@ from typing import Any
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, move_tree, place, remove_tree, sizes, write_whole
+from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 
@@ -193,22 +194,14 @@ def find(path: Place) -> Place:
     Raises:
       ConfigError: there is none.
     """
-    given, path = str(path), place(path).absolute()
+    path = place(path).absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
     if is_step(path.name) and _is_committed(path):
         return path
-    hint = ""
-    # As models on a hub are named.
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.exists():
-        hint = (
-            "; a model of the Hugging Face Hub cannot be opened yet: model_name gives the sizes of "
-            "a released one, and its training begins with random weights"
-        )
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
-        f"{hint}"
     )
 
 
@@ -224,6 +217,8 @@ def check_sources(keys: CheckpointKeys, folder: Place) -> None:
     """
     for name in ("load_parameters_path", "load_full_state_path"):
         if (path := getattr(keys, name)) and not steps_in(folder):
+            if name == "load_parameters_path" and released.find(name, path):
+                continue
             try:
                 find(place(path))
             except ConfigError as error:

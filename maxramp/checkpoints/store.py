@@ -24,6 +24,7 @@ from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.files.place import Place, is_near, place
@@ -32,7 +33,7 @@ from maxramp.parallel.sharding import BY_DEVICE
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import Recipe
-from maxramp.training.state import TrainState, initial_state
+from maxramp.training.state import TrainState, initial_state, state_of
 
 
 class Saves(contextlib.AbstractContextManager):
@@ -256,12 +257,10 @@ class Checkpoints(Saves):
         """
         if position:
             return arrays.restore(position, abstract)
-        with jax.set_mesh(mesh_of(abstract)):
-            state = initial_state(recipe)
         if path := self._keys.load_parameters_path:
-            model = arrays.load_parameters(place(path), abstract.model, self._values)
-            state = state.with_model(model)
-        return state
+            return state_of(recipe, load_parameters(path, abstract.model, self._values))
+        with jax.set_mesh(mesh_of(abstract)):
+            return initial_state(recipe)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""

@@ -14,6 +14,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
+from maxramp.huggingface import folder as released
 from maxramp.keys import base, peers
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage
@@ -173,13 +174,15 @@ def load(
     *files, command_line = read(arguments[0], arguments[1:], note)
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
-    if chosen and chosen[-1] != "default":
+    if chosen and chosen[-1] == "hf":
+        files.append(_of_folder(files, command_line))
+    elif chosen and chosen[-1] != "default":
         path = CONFIGS / "models" / f"{chosen[-1]}.yml"
         if len(chosen[-1]) > 100 or not path.is_file():
             there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yml")))
             raise ConfigError(
                 f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
-                f"there are default, {there}"
+                f"there are default, hf (the sizes of load_parameters_path), {there}"
             )
         files += read(str(path), (), note)[:-1]
     values = ml_collections.ConfigDict(dict(base.base()), type_safe=False, convert_dict=False)
@@ -201,6 +204,48 @@ def load(
     config = Config.of(merged | unread)
     config.check()
     return config
+
+
+def _of_folder(files: Sequence[Given], command_line: Given) -> Given:
+    """What the folder of a released model gives: sizes, and its tokenizer where text is encoded.
+
+    A run that has begun has a copy of what the folder says, for when that is gone.
+
+    Raises:
+      ConfigError: there is none, or other keys contradict it.
+    """
+    given = {name: one for one in (*files, command_line) for name in one.values}
+    value = {name: one.values[name] for name, one in given.items()}
+    path = value.get("load_parameters_path")
+    if not path:
+        raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
+    output = value.get("base_output_directory", base.base()["base_output_directory"])
+    own = "/".join((output, value.get("run_name") or "hf", released.KEPT_IN))
+    folder = released.find("load_parameters_path", own if released.is_gone(path) else path)
+    if not folder:
+        raise ConfigError(
+            f"load_parameters_path={path}: no config.json there, which model_name=hf takes the "
+            "sizes from; give the folder of a model as transformers saves it"
+        )
+    sizes = folder.keys
+    for name, size in sizes.items():
+        said = value.get(name, size)
+        is_ours = given.get(name) is not command_line and said == base.base()[name]
+        grows = name == "vocab_size" and said > size
+        if said != size and not (is_ours or grows):
+            raise ConfigError(
+                f"{given[name].where}{name}={said}: {folder.path}/config.json makes it {size}; "
+                "leave it out"
+            )
+    kind = value.get("dataset_type", base.base()["dataset_type"])
+    if kind == "text":
+        raise ConfigError(
+            f"dataset_type=text trains on bytes, and the model of {folder.path} reads the tokens "
+            "of its tokenizer; use dataset_type=grain grain_train_files=FILES"
+        )
+    keys = folder.data_keys if kind != "synthetic" and "tokenizer_path" not in given else {}
+    keys = {name: value for name, value in keys.items() if name not in given}
+    return Given(f"{folder.path}/config.json: ", sizes | keys)
 
 
 def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:

@@ -6,6 +6,7 @@ Both come from the local cache, or else are fetched into it.
 import functools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from maxramp.data.files.records import Record, RecordFile
@@ -34,15 +35,41 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
     Raises:
       ConfigError: neither the cache nor the hub gives it.
     """
-    hub = optional("huggingface_hub", "huggingface_hub", f"{key}={name}", "hub")
-    errors = optional("huggingface_hub.errors", "huggingface_hub", f"{key}={name}", "hub")
-    try:
+
+    def ask(hub: Any) -> str:
         cached = hub.try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return cached
         if cached is not None and not required:  # known not to be there
             return ""
         return hub.hf_hub_download(name, file)
+
+    return _asked(key, f"{name} {file}", ask, required)
+
+
+@functools.cache
+def fetch_model(key: str, name: str) -> str:
+    """The local folder of a model's safetensors, config and tokenizer; of the cache, if there.
+
+    Raises:
+      ConfigError: neither the cache nor the hub gives it.
+    """
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+    def ask(hub: Any) -> str:
+        return hub.snapshot_download(name, allow_patterns=patterns)
+
+    return _asked(key, name, ask, True)
+
+
+def _asked(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
+    """What the cache or the hub answers; `wanted` are the arguments of `hf download`."""
+    name, _, file = wanted.partition(" ")
+    what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
+    hub = optional("huggingface_hub", "huggingface_hub", what, "hub")
+    errors = optional("huggingface_hub.errors", "huggingface_hub", what, "hub")
+    try:
+        return ask(hub)
     except errors.HFValidationError as error:
         why = f"no name of a model on Hugging Face ({_said(error)})"
     except errors.LocalEntryNotFoundError:
@@ -55,9 +82,10 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
         why = f"the model on Hugging Face has no such file ({_said(error)})"
     except Exception as error:  # of the client, of the network, of the disk
         why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_said(error)})"
+    what = f"{file} of the model" if file else "the model"
     raise ConfigError(
-        f"{key}={name}: no such file or folder here; {file} of the model of that name: {why}; "
-        f"fetch it where there is a network (hf download {name} {file}), or give a path"
+        f"{key}={name}: no such file or folder here; {what} of that name on Hugging Face: {why}; "
+        f"fetch it where there is a network (hf download {wanted}), or give a path"
     )
 
 

@@ -67,7 +67,8 @@ def _open_huggingface(file: str, split: bool) -> _Model:
     for key, names in (("bos_token", _BEGIN_NAMES), ("eos_token", _END_NAMES)):
         token = named.get(key)
         token = token["content"] if isinstance(token, dict) else token
-        ids = (model.token_to_id(name) for name in ([token] if token else names))
+        known = [token] * bool(token) if key in named else names  # null: it has none
+        ids = (model.token_to_id(name) for name in known)
         marks.append(next((i for i in ids if i is not None), None))
     encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
     return _Model(
@@ -176,14 +177,29 @@ class Tokenizer:
         is_folder = self.type == "huggingface" and os.path.isdir(path)
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
+    def files(self) -> dict[str, bytes]:
+        """The files that it consists of, by the names that they have in a folder of it."""
+        name = TYPES[self.type][1]
+        files = {name: storage.read_bytes(self.file)} if name else {}
+        if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
+            files[_MARKS] = storage.read_bytes(marks)
+        return files
+
     def copy_to(self, folder: pathlib.Path) -> str:
         """Puts the tokenizer's files into a folder; returns the name of its own there."""
-        name = TYPES[self.type][1]
-        if name:
-            storage.write_whole(folder / name, storage.read_bytes(self.file))
-        if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
-            storage.write_whole(folder / _MARKS, storage.read_bytes(marks))
-        return name
+        for name, data in self.files().items():
+            storage.write_whole(folder / name, data)
+        return TYPES[self.type][1]
+
+    @property
+    def begin(self) -> int | None:
+        """The id of the mark that a document can begin with."""
+        return self._model.begin
+
+    @property
+    def end(self) -> int | None:
+        """The id of the mark that a document can end with."""
+        return self._model.end
 
     @property
     def mark_keys(self) -> dict[str, bool]:

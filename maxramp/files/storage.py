@@ -168,3 +168,18 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+def read_range(path: str, start: int, stop: int) -> np.ndarray:
+    """The bytes [start, stop) of a file, uint8, in memory of their own."""
+    if is_remote(path):
+        return np.array(map_bytes(path)[start:stop])
+    data = np.empty(stop - start, np.uint8)
+    with _reading(path), open(path, "rb", buffering=0) as file:
+        done = 0
+        while done < len(data):
+            read = os.preadv(file.fileno(), [memoryview(data)[done:]], start + done)
+            if not read:
+                raise ConfigError(f"{path}: is torn: it ends at byte {start + done}, before {stop}")
+            done += read
+    return data

@@ -1,12 +1,19 @@
-"""What a run left behind, to write text with: its weights, its keys and its tokenizer."""
+"""A model that there is, to go on from: its weights, its keys and its tokenizer.
 
+It is what a run has left behind, or a folder of Hugging Face's.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from maxramp.checkpoints import arrays, folder
+from maxramp.checkpoints import folder
+from maxramp.checkpoints.parameters import beside, find_released, load_parameters
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -15,7 +22,8 @@ from maxramp.data import mixture, tokenizers
 from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place
+from maxramp.files.place import Place, place
+from maxramp.huggingface.folder import ModelFolder
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
@@ -45,35 +53,41 @@ _CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "e
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
-    """The tokenizer of a run, as prompts and answers need it."""
+    """The tokenizer of a model, as prompts and answers need it."""
 
-    tokenizer: tokenizers.Tokenizer  # of the documents that the run was trained on
+    tokenizer: tokenizers.Tokenizer  # of the documents that the model was trained on
+    released_ends: tuple[int, ...] = ()  # the ids that a released model ends answers with
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a document: one, or none."""
+        """The ids that end an answer; none where documents have no mark at their end."""
         (ids,) = dataclasses.replace(self.tokenizer, add_bos=False).encode([""])
-        return ids.tolist()
+        return list(dict.fromkeys((*ids.tolist(), *self.released_ends)))
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Ids of prompts, int32: as documents begin, and without the mark at their end."""
         return dataclasses.replace(self.tokenizer, add_eos=False).encode(prompts)
 
 
-class TrainedRun:
-    """A run whose weights write text."""
+class Opened:
+    """A model, with its weights still to be read."""
 
-    def __init__(self, path: Place, arguments: Sequence[str]):
+    config: Config  # its keys, on other devices; resolved once the weights are loaded
+    path: str  # of the weights
+    source: dict[str, Any]  # what the weights are
+    # what a Hugging Face folder says of it: the one it is, or the one that its run began from
+    released: ModelFolder | None
+
+    def __init__(self, own: Mapping[str, Any], arguments: Sequence[str]):
         """Reads the keys; no device is touched.
 
         Args:
-          path: the folder of a run, or a checkpoint.
-          arguments: key=value, of the keys that generation takes.
+          own: the keys that the model brings.
+          arguments: key=value, of those that may be given beside it.
 
         Raises:
-          ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
+          ConfigError: a key is wrong.
         """
-        self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
         *_, given = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         for name, value in given.values.items():
             if name not in _OPEN:
@@ -81,14 +95,10 @@ class TrainedRun:
                     f"{name}={value} does not change what a run generates; the keys that do are "
                     f"{', '.join(_OPEN)}"
                 )
-        there, self._given = self.checkpoint.config, given.values
-        names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
-        taken = (names & there.keys()).difference(_OF_TRAINING)
+        self._given = given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
-        taken -= _TOKENIZER if self._another else set()
-        values = base.base() | {name: there[name] for name in taken} | _CONSTANT
-        # Its keys on other devices; resolved once the weights are loaded.
-        self.config = Config.of(values | given.values)
+        own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
+        self.config = Config.of({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
 
     def load(self) -> Decoder:
@@ -101,7 +111,7 @@ class TrainedRun:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        return arrays.load_parameters(self.checkpoint.path, model, self.config.values)
+        return load_parameters(self.path, model, self.config.values)
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given.
@@ -111,7 +121,60 @@ class TrainedRun:
         """
         kind, path, marks = self._of_data()
         marks |= {name: value for name, value in self._given.items() if name in marks}
-        return PromptTokenizer(tokenizers.load(kind, path, **marks))
+        ends = tuple(self.released.ends) if self.released and not self._another else ()
+        return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
+
+    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+        """Type, file and marks of the tokenizer of the documents."""
+        keys = self.config.data
+        return keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
+
+
+class ReleasedModel(Opened):
+    """A model of a folder as Hugging Face has them."""
+
+    def __init__(self, folder: ModelFolder, arguments: Sequence[str]):
+        """Reads the keys of its config.json.
+
+        Raises:
+          ConfigError: the model is none of ours, or a key is wrong.
+        """
+        self.released, self.path = folder, folder.path
+        self.source = {"path": os.path.abspath(folder.path)}
+        longest = folder.config.get("max_position_embeddings")
+        own = {"dataset_type": "synthetic", **folder.keys}
+        own |= {"max_target_length": longest} if isinstance(longest, int) else {}
+        with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
+            own |= folder.data_keys
+        own["add_eos"] = False
+        super().__init__(own, arguments)
+
+    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+        if not self.config.data.tokenizer_path:
+            _ = self.released.tokenizer  # raises: there is none
+        return super()._of_data()
+
+
+class TrainedRun(Opened):
+    """A run of ours, or one of its checkpoints."""
+
+    def __init__(self, path: Place, arguments: Sequence[str]):
+        """Reads the keys of its checkpoint.
+
+        Args:
+          path: the folder of a run, or a checkpoint.
+          arguments: key=value, of the keys that generation takes.
+
+        Raises:
+          ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
+        """
+        self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
+        there, self.path = self.checkpoint.config, str(self.checkpoint.path)
+        self.source = {"path": self.path, "consumed_samples": self.checkpoint.consumed_samples}
+        self.released = beside(self.path)
+        names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
+        taken = (names & there.keys()).difference(_OF_TRAINING)
+        super().__init__({name: there[name] for name in taken}, arguments)
 
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
@@ -145,3 +208,19 @@ class TrainedRun:
                 "tokenizer_type=bytes"
             )
         return of_keys
+
+
+def open_model(path: str, arguments: Sequence[str]) -> Opened:
+    """The model at a path.
+
+    Args:
+      path: the folder of a run, a checkpoint, a folder as Hugging Face has them, or the name of a
+        model there.
+      arguments: key=value, of the keys that may be given beside it.
+
+    Raises:
+      ConfigError: there is none, or a key is wrong.
+    """
+    if of_hub := find_released(path):
+        return ReleasedModel(of_hub, arguments)
+    return TrainedRun(place(path), arguments)

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays, decisions, folder
+from maxramp.checkpoints.parameters import check_parameters, keep_beside
 from maxramp.checkpoints.resume import Span, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -19,7 +20,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import EXIT_STAGE_END, is_expected, report
-from maxramp.files.place import Place, place
+from maxramp.files.place import Place
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
@@ -120,6 +121,9 @@ class Start:
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
         changed = checkpoints.changes_since(position) if position else ""
+        if path := config.checkpoints.load_parameters_path:
+            is_first = jax.process_index() == 0 and not position
+            agreement.raise_everywhere(lambda: is_first and keep_beside(path, output.here))
         recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
         span = take_up(
             config.batch,
@@ -161,7 +165,7 @@ class Job(Start):
         if self.span.position:
             arrays.compare(self.span.position, abstract, self.config.values)
         elif path := self.config.checkpoints.load_parameters_path:
-            arrays.check_parameters(place(path), abstract.model, self.config.values)
+            check_parameters(path, abstract.model, self.config.values, self.output.say)
         return abstract
 
     def check(self) -> bool:

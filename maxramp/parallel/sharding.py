@@ -47,6 +47,11 @@ MLP_OUT_FD = P("tensor", "fsdp")
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
+def of_axes(*partitions: str | tuple[str, ...] | None) -> P:
+    """The spec of an array whose axes are sharded so."""
+    return P(*partitions)
+
+
 def without_axis(spec: P, axis: str) -> P:
     """The spec of an array that is gathered over an axis."""
     whole = (None if part == axis else part for part in spec.partitions)

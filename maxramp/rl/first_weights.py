@@ -6,17 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints import arrays, folder
-from maxramp.checkpoints.arrays import in_layer_order
+from maxramp.checkpoints import folder
+from maxramp.checkpoints.parameters import find_released, load_parameters
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.generation.loading import TrainedRun
+from maxramp.generation.loading import open_model
 from maxramp.job.start import Job
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import MODEL_KEYS
+from maxramp.model.order import in_layer_order
 from maxramp.processes import agreement
 
 # What weights were trained as: the model that they make, and the documents with their tokenizer.
@@ -53,7 +54,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     """
     weights = path_of(config)
     try:
-        folder.find(weights)
+        there = open_model(str(weights), []).config.values
     except ConfigError as error:
         if config.rollout.prompt_file:
             raise
@@ -62,12 +63,11 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
             f"{_key(config)}={weights}: no checkpoint there; this trains one that can add at "
             f"times: python -m maxramp.train {_SUMS} {where}"
         ) from error
-    there = TrainedRun(weights, []).checkpoint.config
-    of_weights = {name: there[name] for name in (*MODEL_KEYS, *_DATA) if name in there}
+    of_weights = {name: there[name] for name in (*MODEL_KEYS, *_DATA)}
     other = [
         f"{name}={there[name]}"
         for name, default in base.base().items()
-        if name in MODEL_KEYS and config.values[name] not in (there.get(name), default)
+        if name in MODEL_KEYS and config.values[name] not in (there[name], default)
     ]
     if other:
         note(f"{weights} has {', '.join(other)}; these sizes are taken")
@@ -97,6 +97,8 @@ def settled(config: Config, run: Place) -> Config:
     def find() -> str:
         if jax.process_index():
             return ""
+        if find_released(config.values[name]):
+            return config.values[name]
         found = folder.find(given)
         position = folder.newest(run / "checkpoints")[0] if found != given else None
         began = found.with_name(place(position.config[name]).name) if position else found
@@ -118,7 +120,7 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
     """
     config, checkpoints, position = job.config, job.checkpoints, job.span.position
     key, path = _key(config), path_of(config)
-    weights = arrays.load_parameters(path, model, config.values)
+    weights = load_parameters(str(path), model, config.values)
     checkpoints.reference = fingerprint_of_weights(in_layer_order(weights))
     here = (job.output.folder / "checkpoints").absolute()
     so_far = position.reference if position and position.path.parent == here else ""

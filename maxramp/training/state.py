@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.weights import Weight, is_weight, joined, part_of
-from maxramp.parallel.mesh import on_mesh, platform
+from maxramp.parallel.mesh import mesh_of, on_mesh, platform
 from maxramp.training.keys import Recipe
 from maxramp.training.optimizers import Optimizer
 
@@ -49,9 +49,15 @@ def _like(model: Decoder, part: Decoder) -> Decoder:
     return jax.tree.map(held, model, part, is_leaf=lambda x: x is None or is_weight(x))
 
 
-def init_state(recipe: Recipe) -> TrainState:
-    """The state before the first step, as it is traced: under a mesh weights are born sharded."""
-    model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
+def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
+    """The state before the first step, as it is traced: under a mesh weights are born sharded.
+
+    Args:
+      recipe: what it is made from.
+      model: its weights, in place of random ones.
+    """
+    if model is None:
+        model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
     nothing = part_of(model, lambda weight: False)
     opt_state = Optimizer(recipe.optimizer).init(model)
     clock = jnp.zeros((2,), jnp.uint32)
@@ -69,6 +75,12 @@ def initial_state(recipe: Recipe) -> TrainState:
     # On CPUs the random numbers take longer to optimize than the whole step, and run once.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
     return jax.jit(functools.partial(init_state, recipe), compiler_options=options)()
+
+
+def state_of(recipe: Recipe, model: Decoder) -> TrainState:
+    """`init_state` with these weights, whose memory it takes over, on their mesh."""
+    with jax.set_mesh(mesh_of(model)):
+        return jax.jit(functools.partial(init_state, recipe), donate_argnums=0)(model)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:

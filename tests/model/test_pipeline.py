@@ -16,10 +16,9 @@ from conftest import BASE, ROOT, TINY, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.checkpoints import arrays as arrays_lib
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.model import pipeline
+from maxramp.model import order, pipeline
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import Weight, dense
@@ -64,7 +63,7 @@ def first_state(config):
 
 
 def by_name(model):
-    model = arrays_lib.in_layer_order(model)
+    model = order.in_layer_order(model)
     return {
         jax.tree_util.keystr(path): np.asarray(x, np.float32)
         for path, x in jax.tree.leaves_with_path(model)
@@ -244,14 +243,14 @@ def test_every_turn_computes_on_rows(slots):
 def test_layers_are_reordered_by_one_program(monkeypatch):
     """A run saves often: the program that puts layers in their own order is made once."""
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
-    reordered, traced = arrays_lib.by_layers, []
+    reordered, traced = order.by_layers, []
     with jax.set_mesh(make_mesh(config)):
         model = first_state(config).model
         monkeypatch.setattr(
-            arrays_lib, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
+            order, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
         for _ in range(2):
-            arrays_lib.in_layer_order(model)
+            order.in_layer_order(model)
     assert len(traced) <= len(jax.tree.leaves(model.layers))
 
 

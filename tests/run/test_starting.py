@@ -73,7 +73,7 @@ def test_another_batch_is_no_other_curve_over_steps(batch):
     [
         ("load_parameters_path", "no such run", "no checkpoint there"),
         ("load_full_state_path", "no such run", "no checkpoint there"),
-        ("load_parameters_path", "meta-llama/Llama-3.2-1B", "Hugging Face Hub"),
+        ("load_parameters_path", "meta-llama/Llama-3.2-1B", "Hugging Face"),
     ],
 )
 def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, said):

@@ -14,7 +14,7 @@ from counting import ROPE, stand_in, sums_of
 from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
-from maxramp.checkpoints.arrays import in_layer_order
+from maxramp.model.order import in_layer_order
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.embedding import look_up

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
-from maxramp.checkpoints.arrays import in_layer_order
+from maxramp.model.order import in_layer_order
 from maxramp.rl.first_weights import fingerprint_of_weights
 from maxramp.training.state import initial_state
 

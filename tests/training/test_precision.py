@@ -18,6 +18,7 @@ ROWS, PASS, LENGTH, VOCAB = 1024, 64, 16, 264
 # One model of every shipped family, at a small size.
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
 FAMILIES = {name.split("-")[0]: name for name in MODELS}
+MORE = ("qwen2.5", "qwen3", "smollm2")
 MESHES = {"one device": (1, 1, 1), "a mesh": (2, 2, 2)}
 
 
@@ -63,7 +64,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
 
 def test_all_families_are_here():
-    assert list(FAMILIES) == ["llama2", "llama3", "llama3.1", "llama3.2", "mistral"]
+    assert list(FAMILIES) == ["llama2", "llama3", "llama3.1", "llama3.2", "mistral", *MORE]
 
 
 def error(actual, expected):
@@ -78,6 +79,7 @@ def error(actual, expected):
         pytest.param("llama3.1", "one device", marks=pytest.mark.slow),
         pytest.param("llama3.2", "a mesh", marks=pytest.mark.slow),
         pytest.param("mistral", "one device", marks=pytest.mark.slow),
+        *(pytest.param(family, "one device", marks=pytest.mark.slow) for family in MORE),
     ],
 )
 def test_gradients_of_a_large_pass(family, mesh):

@@ -1,0 +1,75 @@
+"""The weights that something begins with: of a checkpoint, or of a Hugging Face folder."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxramp.checkpoints import arrays
+from maxramp.checkpoints import folder as checkpoints
+from maxramp.commandline import print_note
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place, write_whole
+from maxramp.huggingface import folder as released
+from maxramp.huggingface import reading
+from maxramp.model.decoder import Decoder
+
+
+def check_parameters(
+    path: str, model: Decoder, values: Mapping[str, Any], note: Callable[[str], None] = print_note
+) -> Callable[[], Decoder]:
+    """Makes sure that the weights at a path are those of an abstract model.
+
+    Args:
+      path: a checkpoint; a folder of them or of a run, whose newest counts; a Hugging Face folder,
+        or the name of a model there.
+      model: the shapes, dtypes and shardings of its weights.
+      values: of all keys, resolved.
+      note: takes a line about tensors that no weight takes.
+
+    Returns:
+      What reads them, with the shardings of `model`; it raises a ConfigError too.
+
+    Raises:
+      ConfigError: there are no weights, or others.
+    """
+    if of_hub := find_released(path):
+        return reading.prepared(of_hub, model, values["decoder_block"], note)
+    checkpoint = checkpoints.read(checkpoints.find(place(path)))
+    arrays.compare(checkpoint, {"model": model}, values)
+    return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
+
+
+def load_parameters(path: str, model: Decoder, values: Mapping[str, Any]) -> Decoder:
+    """The weights at a path (`check_parameters`)."""
+    return check_parameters(path, model, values, lambda line: None)()
+
+
+def find_released(path: str) -> released.ModelFolder | None:
+    """The Hugging Face folder that a path means; None of a place that is here and none."""
+    return released.find("load_parameters_path", path)
+
+
+def beside(path: str) -> released.ModelFolder | None:
+    """What a Hugging Face folder says about the weights at a path, where they came from one.
+
+    A run that begins with such weights keeps a copy of it.
+    """
+    if found := find_released(path):
+        return found
+    run = checkpoints.find(place(path)).parent.parent
+    return released.find("load_parameters_path", f"{run}/{released.KEPT_IN}")
+
+
+def keep_beside(path: str, run: Place) -> None:
+    """Keeps in a run's folder what is said there about the weights that it begins with, once.
+
+    Raises:
+      ConfigError: it cannot be read or written.
+    """
+    own = run / released.KEPT_IN
+    if not (own / "config.json").exists() and (found := beside(path)):
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            for name, data in reversed(found.beside.items()):  # config.json is the last
+                write_whole(own / name, data)
+        except OSError as error:
+            raise ConfigError(f"{own}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,49 @@
+"""Writes a trained model as a folder that transformers opens.
+
+python -m maxramp.convert RUN[/checkpoints/STEP] --to FOLDER [options] [key=value ...]
+"""
+
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
+import jax
+
+from maxramp.commandline import OneLineParser, command
+from maxramp.config.load import list_keys
+from maxramp.files.place import place
+from maxramp.generation.export import export
+from maxramp.generation.loading import open_model
+from maxramp.huggingface import writing
+from maxramp.processes.ending import run
+
+USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
+FOLDER may be an address such as gs://bucket/model. An export that was stopped goes on where it was
+when it is started again. key=value sets the mesh (ici_fsdp_parallelism=4) and hardware.
+"""
+
+
+@command
+def main(arguments: list[str]) -> int:
+    """Runs a command line; returns the exit status."""
+    parser = OneLineParser(
+        prog="python -m maxramp.convert", description=__doc__.partition("\n")[0], epilog=USAGE
+    )
+    parser.add_argument("run")
+    parser.add_argument("--to", metavar="FOLDER", type=place, required=True)
+    of_tensors = "of the tensors; as they came, or weight_dtype"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=of_tensors)
+    list_keys(parser)
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    writing.check_free(given.to)
+    opened = open_model(given.run, given.keys)
+    export(opened, opened.load(), given.to, given.dtype or "")
+    if jax.process_index() == 0:
+        print(f"wrote {given.to}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,80 @@
+"""What a model's folder says besides its tensors, where a run's weights are handed over."""
+
+import json
+from typing import Any
+
+from maxramp.commandline import print_note
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place
+from maxramp.generation.loading import Opened
+from maxramp.huggingface import config_json, writing
+from maxramp.model.decoder import Decoder
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
+    """Writes a model as a folder of Hugging Face's; every process of the job takes part.
+
+    Args:
+      opened: what the weights are of.
+      model: the weights.
+      to: the folder.
+      dtype: of the tensors; "" for that in which they came, or weight_dtype.
+
+    Raises:
+      ConfigError: it cannot be written, or transformers has no such model.
+    """
+    keys, came_in = opened.config.model, opened.released.config if opened.released else {}
+    came_as = came_in.get("dtype") or came_in.get("torch_dtype")
+    dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
+    beside = dict(opened.released.beside) if opened.released else {}
+    tokenizer = _tokenizer_of(opened)
+    marks: dict[str, Any] = {}
+    if tokenizer:
+        marks = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
+        beside = _files_of(tokenizer) | beside
+    vocab_size = keys.vocab_size
+    if came_in:  # rows that only the mesh asked for
+        known = tokenizer.vocab_size if tokenizer else 0
+        vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
+    values = config_json.of_keys(keys, came_in, marks, dtype) | {"vocab_size": vocab_size}
+    beside["config.json"] = _json(values)
+    beside.setdefault("generation_config.json", _json(marks))
+    writing.write(
+        to,
+        model,
+        keys.decoder_block,
+        beside,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        source=opened.source,
+    )
+
+
+def _tokenizer_of(opened: Opened) -> Tokenizer | None:
+    try:
+        tokenizer = opened.tokenizer().tokenizer
+    except ConfigError as error:
+        print_note(f"{error}; the folder has no tokenizer")
+        return None
+    if tokenizer.type != "huggingface":
+        print_note(
+            f"tokenizer_type={tokenizer.type}: transformers has none such; the folder has none"
+        )
+        return None
+    return tokenizer
+
+
+def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """tokenizer.json, and the file that names its marks."""
+    named = zip(("bos_token", "eos_token"), (tokenizer.begin, tokenizer.end), strict=True)
+    marks = {name: tokenizer.decode([mark]) for name, mark in named if mark is not None}
+    return {
+        "tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)
+    } | (tokenizer.files())
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,173 @@
+"""config.json of a model folder <-> our keys. Imports no JAX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.keys.section import refuse
+from maxramp.model.keys import FAMILY_KEYS, ModelKeys
+
+# By `decoder_block`: `model_type`, the class that opens it, and what transformers takes where
+# config.json does not say.
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama2": ("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
+    "mistral": (
+        "mistral",
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
+}
+_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+
+_SIZES = {
+    "base_emb_dim": "hidden_size",
+    "base_num_query_heads": "num_attention_heads",
+    "base_num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "base_mlp_dim": "intermediate_size",
+    "base_num_decoder_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "logits_via_embedding": "tie_word_embeddings",
+    "normalization_layer_epsilon": "rms_norm_eps",
+}
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+_ACTIVATIONS = {"silu": "silu", "relu": "relu", "gelu": "gelu_pytorch_tanh"}
+# What these families can have in transformers and not here, with the value that means nothing.
+_NOTHING = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1,
+}
+
+
+def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys of the model that a config.json describes.
+
+    Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
+    `rope_scaling`).
+
+    Args:
+      values: of the file.
+      where: the file, for messages.
+
+    Raises:
+      ConfigError: the model is none of ours, or the file does not say what it is.
+    """
+    families = {theirs: ours for ours, (theirs, *_) in _FAMILIES.items()}
+    kind = values.get("model_type")
+    if kind not in families:
+        raise ConfigError(
+            f"{where}: model_type={kind} is no family that is built here; there are "
+            f"{', '.join(families)}"
+        )
+    family = families[kind]
+    refuse(
+        (
+            values.get(name) not in (None, nothing),
+            f"{where}: {name}={values[name]} is not supported",
+        )
+        for name, nothing in _NOTHING.items()
+        if name in values
+    )
+    values = {**_OF_ALL, **_FAMILIES[family][2], **values}
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads")
+    if values.get("head_dim") is None and values.get("num_attention_heads"):
+        values["head_dim"] = values.get("hidden_size", 0) // values["num_attention_heads"]
+    for theirs in _SIZES.values():
+        if type(values.get(theirs)) not in (int, float, bool):
+            raise ConfigError(f"{where}: {theirs}={values.get(theirs)} is no number; it needs one")
+    keys = {ours: values[theirs] for ours, theirs in _SIZES.items()}
+    activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
+    if values["hidden_act"] not in activations:
+        raise ConfigError(
+            f"{where}: hidden_act={values['hidden_act']} is not supported; there are "
+            f"{', '.join(activations)}"
+        )
+    of_family = dict.fromkeys(FAMILY_KEYS[family], True)
+    if "sliding_window_size" in of_family:
+        of_family["sliding_window_size"] = values["sliding_window"] or 0
+    return {
+        "decoder_block": family,
+        **keys,
+        **of_family,
+        "mlp_activations": [activations[values["hidden_act"]], "linear"],
+        **_rope_keys(values, where),
+    }
+
+
+def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    rope = values.get("rope_parameters") or {
+        "rope_theta": values.get("rope_theta", 10_000.0),
+        **(values.get("rope_scaling") or {}),
+    }
+    base = float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_max_timescale": base, "rope_type": "default"}
+    missing = [theirs for theirs in _SCALING.values() if theirs not in rope]
+    if kind != "llama3" or missing:
+        raise ConfigError(
+            f"{where}: rope_type={kind}{f' without {missing[0]}' if kind == 'llama3' else ''} is "
+            "not supported; there are default and llama3"
+        )
+    scaling = {ours: rope[theirs] for ours, theirs in _SCALING.items()}
+    return {"rope_max_timescale": base, "rope_type": "llama3.1", **scaling}
+
+
+def of_keys(
+    keys: ModelKeys, came_in: Mapping[str, Any], marks: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    """The config.json of a model that was trained here.
+
+    Args:
+      keys: of the model.
+      came_in: the config.json that its weights came with; {} where they were made here.
+      marks: `bos_token_id`, `eos_token_id`, where the tokenizer has them.
+      dtype: of the tensors.
+
+    Raises:
+      ConfigError: transformers has no such model.
+    """
+    gate, other = keys.mlp_activations
+    if gate not in _ACTIVATIONS or other != "linear":
+        raise ConfigError(
+            f"mlp_activations={list(keys.mlp_activations)} is in no model of transformers; there "
+            f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
+        )
+    kind, architecture, _ = _FAMILIES[keys.decoder_block]
+    longest = max(keys.max_target_length, came_in.get("max_position_embeddings") or 0)
+    written = {theirs: getattr(keys, ours) for ours, theirs in _SIZES.items()}
+    values = {
+        "architectures": [architecture],
+        "model_type": kind,
+        **came_in,
+        **written,
+        "max_position_embeddings": longest,
+        "torch_dtype": dtype,
+    }
+    values.pop("dtype", None)  # as transformers 5 calls it; both read the other
+    if not came_in:
+        values |= {
+            "hidden_act": _ACTIVATIONS[gate],
+            "rope_theta": keys.rope_max_timescale,
+            "rope_scaling": None,
+            "use_cache": True,
+            **marks,
+        }
+        if keys.rope_type == "llama3.1":
+            scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}
+            values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        if keys.decoder_block == "mistral":
+            values["sliding_window"] = keys.sliding_window_size or None
+    return values

@@ -1,0 +1,112 @@
+"""A model's folder as Hugging Face has them: what is in it besides tensors. Imports no JAX."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+from maxramp.data import hub
+from maxramp.errors import ConfigError
+from maxramp.files import storage
+from maxramp.huggingface import config_json
+from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
+
+# What says how a model is used, and not what it is made of.
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "added_tokens.json"),
+)
+KEPT_IN = "huggingface"  # the folder of a run that began with such weights, for these files
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A folder with a config.json."""
+
+    path: str
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json.
+
+        Raises:
+          ConfigError: it cannot be read.
+        """
+        return read_json(f"{self.path}/config.json")
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the model (`config_json.keys_of`)."""
+        return config_json.keys_of(self.config, f"{self.path}/config.json")
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Where its tensors lie (`safetensors.tensors_of`)."""
+        return tensors_of(self.path)
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids at which an answer ends: of generation_config.json, else of config.json."""
+        name = f"{self.path}/generation_config.json"
+        found = read_json(name).get("eos_token_id") if storage.exists(name) else None
+        found = self.config.get("eos_token_id") if found is None else found
+        return [found] if isinstance(found, int) else list(found or ())
+
+    @property
+    def data_keys(self) -> dict[str, Any]:
+        """The keys of the tokenizer, and of the marks that documents had when it was trained.
+
+        Raises:
+          ConfigError: it has no tokenizer that can be read.
+        """
+        kind, path = self.tokenizer
+        if kind != "huggingface":
+            return {"tokenizer_type": kind, "tokenizer_path": path}
+        # What transformers puts before a text, its post-processor says: Llama 3 has a begin mark
+        # there; SmolLM2 has one that begins chats, and Qwen has none.
+        processor = read_json(path).get("post_processor") or {}
+        templates = (one.get("single") for one in processor.get("processors") or [processor])
+        begins = any(single and "SpecialToken" in single[0] for single in templates)
+        return {"tokenizer_type": kind, "tokenizer_path": path, "add_bos": begins}
+
+    @property
+    def beside(self) -> dict[str, bytes]:
+        """The files BESIDE that it has."""
+        paths = {name: f"{self.path}/{name}" for name in BESIDE}
+        return {n: storage.read_bytes(path) for n, path in paths.items() if storage.exists(path)}
+
+    @property
+    def tokenizer(self) -> tuple[str, str]:
+        """Type and path of its tokenizer.
+
+        Raises:
+          ConfigError: it has none that can be read.
+        """
+        for name, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
+            if storage.exists(f"{self.path}/{name}"):
+                return kind, f"{self.path}/{name}"
+        raise ConfigError(
+            f"{self.path}: has neither tokenizer.json nor tokenizer.model; give tokenizer_path=FILE"
+        )
+
+
+def find(key: str, path: str) -> ModelFolder | None:
+    """The model folder that a path, an address or a name on the Hub means; None where it is none.
+
+    Args:
+      key: whose value the path is, for messages.
+      path: what may be one.
+
+    Raises:
+      ConfigError: a model of that name cannot be fetched.
+    """
+    path = os.path.expanduser(path).rstrip("/")
+    if storage.exists(f"{path}/config.json"):
+        return ModelFolder(path)
+    return ModelFolder(hub.fetch_model(key, path)) if hub.is_name(path) else None
+
+
+def is_gone(path: str) -> bool:
+    """Whether there is no model at a path, and it has not the form of a name on the Hub."""
+    return not hub.is_name(path) and not storage.exists(os.path.expanduser(f"{path}/config.json"))

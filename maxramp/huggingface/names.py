@@ -1,0 +1,71 @@
+"""Which tensors of a folder the weights of a model are, and how their axes lie there."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+
+from maxramp.model.decoder import Decoder
+from maxramp.model.families.table import FAMILIES
+from maxramp.model.parts.weights import Weight, is_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a layer's weight lies in a folder; hashable, as programs are compiled for it."""
+
+    axes: str  # of ours, a letter each: "DHh"
+    shape: tuple[int, ...]  # of ours
+    groups: tuple[str, ...]  # of theirs, the letters of ours that each axis runs over: ("Hh", "D")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The places of our axes in the order of theirs."""
+        return tuple(self.axes.index(letter) for group in self.groups for letter in group)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Our sizes in the order of theirs."""
+        return tuple(self.shape[i] for i in self.order)
+
+    @property
+    def theirs(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        sizes = dict(zip(self.axes, self.shape, strict=True))
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A weight of a model, and its tensors."""
+
+    path: str  # of ours: "layers.dense.attention.query_DHh"
+    weight: Weight  # of all layers of a stack, in their order
+    form: Form  # of one layer
+    names: tuple[str, ...]  # of the tensors: one for each layer of a stack
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it has an axis of layers in front."""
+        return self.weight.ndim > len(self.form.axes)
+
+
+def named(model: Decoder, decoder_block: str) -> Iterator[Named]:
+    """The weights of a model, or of its shapes, in the order of `jax.tree.leaves`.
+
+    Args:
+      model: in layer order (`model.order`).
+      decoder_block: its family.
+    """
+    tensors = FAMILIES[decoder_block].tensors
+    layers = {kind: [] for kind in model.pattern.kinds}
+    for number, layer in enumerate(model.pattern):
+        layers[layer.kind].append(number)
+    for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        name, groups = tensors[path]
+        shape = weight.shape[weight.ndim - len(weight.axes) :]
+        form = Form(weight.axes, tuple(shape), tuple(groups.split()))
+        numbers = layers[path.split(".")[1]] if "{}" in name else [0]
+        yield Named(path, weight, form, tuple(name.format(i) for i in numbers))

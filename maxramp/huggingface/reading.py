@@ -1,0 +1,281 @@
+"""The tensors of a folder into the weights of a model, one after the other.
+
+Every process reads a contiguous part of every tensor, once. A compiled program moves the parts over
+the network between devices, turns the tensor into our axes, and puts it in its place in the stack
+of layers, whose memory it takes over. So beside its shards a host holds the parts of two tensors.
+
+Shapes: L layers of a stack, R rows of a tensor (its first axis), N devices, r rows of a device.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from maxramp.errors import ConfigError
+from maxramp.huggingface.folder import ModelFolder
+from maxramp.huggingface.names import Form, Named, named
+from maxramp.huggingface.safetensors import DTYPES, Tensor
+from maxramp.keys.section import refuse
+from maxramp.model.decoder import Decoder
+from maxramp.model.order import in_layer_order, in_stage_order
+from maxramp.parallel.collectives import on_devices
+from maxramp.parallel.keys import AXES
+from maxramp.parallel.mesh import mesh_of
+from maxramp.parallel.sharding import REPLICATED, of_axes, unstacked
+
+# Tensors of other parts than the text model, and what follows from the config: endings or
+# beginnings of their names.
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_")
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[str, list[str]]:
+    """The tensors that no weight takes, by why.
+
+    Args:
+      tensors: of a folder.
+      used: the names that weights take.
+      tied: whether the model's head is its embedding.
+
+    Raises:
+      ConfigError: one of them is none that may be left out.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(tensors.keys() - used):
+        parts = name.removeprefix("model.").startswith(_OTHER_PARTS)
+        if parts or name.endswith(_DERIVED):
+            found.setdefault("of no text model" if parts else "computed here", []).append(name)
+        elif tied and name == "lm_head.weight":
+            found.setdefault("the head, which is the embedding", []).append(name)
+        else:
+            raise ConfigError(
+                f"{tensors[name].file}: {name} is no tensor of such a model; the weights are of "
+                "another family or another version of it"
+            )
+    return found
+
+
+def check(weights: list[Named], tensors: Mapping[str, Tensor], folder: str) -> None:
+    """Refuses tensors that are missing, of another shape or of no dtype of weights.
+
+    Rows of embedding and head may be fewer than ours: those of new tokens.
+
+    Raises:
+      ConfigError: names the first.
+    """
+    for weight in weights:
+        for name in weight.names:
+            if name not in tensors:
+                raise ConfigError(
+                    f"{folder}: has no tensor {name}, which config.json's model has; fetch it again"
+                )
+            tensor, wanted = tensors[name], weight.form.theirs
+            grows = weight.form.groups[0] == "V" and tensor.shape[1:] == wanted[1:]
+            refuse(
+                [
+                    (
+                        tensor.shape != wanted and not (grows and 0 < tensor.rows < wanted[0]),
+                        f"{tensor.file}: {name} is {list(tensor.shape)}, but the config makes it "
+                        f"{list(wanted)}; give the keys it was trained with",
+                    ),
+                    (
+                        tensor.dtype not in DTYPES,
+                        f"{tensor.file}: {name} is {tensor.dtype}; weights are read in "
+                        f"{', '.join(DTYPES)}: give the model before it was quantized",
+                    ),
+                ]
+            )
+
+
+def prepared(
+    folder: ModelFolder, model: Decoder, decoder_block: str, note: Callable[[str], None]
+) -> Callable[[], Decoder]:
+    """What reads the weights of a folder, which is known to have them all.
+
+    Args:
+      folder: of the tensors.
+      model: the shapes, dtypes and shardings of the weights.
+      decoder_block: the family.
+      note: takes a line about tensors that no weight takes.
+
+    Raises:
+      ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
+    """
+    weights, tensors = list(named(in_layer_order(model), decoder_block)), folder.tensors
+    check(weights, tensors, folder.path)
+    used = {name for weight in weights for name in weight.names}
+    for why, names in left_out(tensors, used, model.tied).items():
+        note(f"{folder.path}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
+    return functools.partial(load, tensors, model, decoder_block)
+
+
+def load(tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str) -> Decoder:
+    """The weights of checked tensors, with the shapes, dtypes and shardings of `model`.
+
+    Args:
+      tensors: of a folder, by name.
+      model: shapes, on a mesh of devices.
+      decoder_block: its family.
+    """
+    ordered, arrays = in_layer_order(model), []
+    with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
+        steps = [
+            (weight, layer, tensors[name], parts)
+            for weight in named(ordered, decoder_block)
+            for parts in [_Parts.of(weight)]
+            for layer, name in enumerate(weight.names)
+        ]
+        ahead = (pool.submit(parts.read, tensor) for *_, tensor, parts in steps)
+        coming = next(ahead)
+        for weight, layer, tensor, parts in steps:
+            x_NR = parts.placed(tensor, coming.result())
+            coming = next(ahead, None)
+            if layer == 0:
+                arrays.append(_nothing(weight))
+            moved = weight.form, tensor.rows, parts
+            arrays[-1] = _put(arrays[-1], x_NR, layer, weight.is_stack, *moved)
+            del x_NR
+            jax.block_until_ready(arrays[-1])  # programs that wait would hold their parts
+    return in_stage_order(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
+
+
+def _nothing(weight: Named) -> jax.Array:
+    (shape,) = jax.tree.leaves(weight.weight)
+    zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
+    return jax.jit(zeros, out_shardings=shape.sharding)()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Which rows of a tensor every process reads, and how they come to where they belong."""
+
+    mesh: Mesh
+    split: tuple[str | None, ...]  # the mesh axis of each axis of the tensor, at last
+    axes: tuple[str, ...]  # all mesh axes: rows are cut over them, in this order
+    # the parts in the order of the rows: at which place of `axes` each is read, those of a process
+    # one behind the other
+    readers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weight: Named) -> "_Parts":
+        """Those of the tensors of a weight."""
+        mesh, spec = mesh_of(weight.weight), _spec_of(weight)
+        split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
+        # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
+        # exchanged along that one, and joined along the others.
+        first = [axis for axis in split[:1] if axis]
+        last = [axis for axis in split[1:] if axis]
+        axes = (*first, *(axis for axis in AXES if axis not in (*first, *last)), *last)
+        devices = _line(mesh, axes)
+        readers = sorted(range(len(devices)), key=lambda i: (devices[i].process_index, i))
+        return cls(mesh, split, axes, tuple(readers))
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        """The rows of this process, by one read."""
+        own, r = self._own, math.ceil(tensor.rows / len(self.readers))
+        return tensor.read(*(min(i * r, tensor.rows) for i in (own[0], own[-1] + 1)))
+
+    def placed(self, tensor: Tensor, rows: np.ndarray) -> jax.Array:
+        """[N * r, ...]: the tensor on the devices that read it, padded behind its last row."""
+        own, r = self._own, math.ceil(tensor.rows / len(self.readers))
+        if missing := len(own) * r - len(rows):
+            rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+        devices = _line(self.mesh, self.axes)
+        pieces = [
+            jax.device_put(rows[k * r : (k + 1) * r], devices[self.readers[i]])
+            for k, i in enumerate(own)
+        ]
+        spec = of_axes(self.axes, *(None,) * (rows.ndim - 1))
+        return jax.make_array_from_single_device_arrays(
+            (len(devices) * r, *rows.shape[1:]), NamedSharding(self.mesh, spec), pieces
+        )
+
+    def joined(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
+        """The tensor, cut as `split` says; traced.
+
+        Args:
+          x_NR: from `placed`.
+          rows: of the tensor.
+          wanted: how many there shall be; new ones are the mean of the others.
+        """
+        exchange = [(at, i) for i, at in enumerate(self.readers)]
+        if any(at != i for at, i in exchange):
+            move = functools.partial(jax.lax.ppermute, axis_name=self.axes, perm=exchange)
+            spec = jax.typeof(x_NR).sharding.spec
+            x_NR = on_devices(move, spec, spec)(x_NR)
+        row_axis, *rest = self.split
+        others = tuple(axis for axis in self.axes if axis not in rest)
+        x = jax.reshard(x_NR, of_axes(others, *rest))
+        if len(x) != wanted or rows != wanted:
+            x = jax.reshard(x, of_axes(None, *rest))[:rows]
+            if rows < wanted:
+                mean = jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)
+                new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
+                x = jnp.concatenate([x, new])
+        return jax.reshard(x, of_axes(row_axis, *rest))
+
+    @property
+    def _own(self) -> list[int]:
+        """The parts of this process."""
+        devices, here = _line(self.mesh, self.axes), jax.process_index()
+        return [i for i, at in enumerate(self.readers) if devices[at].process_index == here]
+
+
+def _line(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
+    """The devices of a mesh, along its axes in this order."""
+    return list(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]).flat)
+
+
+def _spec_of(weight: Named) -> tuple[str | None, ...]:
+    """The mesh axis of each axis of one layer's weight."""
+    (array,) = jax.tree.leaves(weight.weight)
+    partitions = array.sharding.spec.partitions
+    partitions += (None,) * (array.ndim - len(partitions))
+    return partitions[array.ndim - len(weight.form.axes) :]
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=0)
+def _put(
+    stack: jax.Array,
+    x_NR: jax.Array,
+    layer: int,
+    is_stack: bool,
+    form: Form,
+    rows: int,
+    parts: _Parts,
+) -> jax.Array:
+    """A stack with one more tensor in it.
+
+    Args:
+      stack: [L, ...], or where `is_stack` is false one weight; its memory is taken.
+      x_NR: the tensor's rows, by device.
+      layer: its place in the stack.
+      is_stack: whether `stack` has an axis of layers.
+      form: how it lies there and here.
+      rows: of the tensor.
+      parts: how its rows come together.
+    """
+    x = parts.joined(x_NR, rows, form.theirs[0])
+    # Only the first letter of an axis of theirs is sharded here, so a reshape moves nothing.
+    first = dict(zip((group[0] for group in form.groups), parts.split, strict=True))
+    letters = [form.axes[i] for i in form.order]
+    x = jax.lax.reshape(x, form.split, out_sharding=of_axes(*map(first.get, letters)))
+    x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
+    if not is_stack:
+        return x
+    spec_L = jax.typeof(stack).sharding.spec
+    is_staged = spec_L.partitions[0] == "stage"
+
+    def put(stack: jax.Array, x: jax.Array, layer: jax.Array) -> jax.Array:
+        at = layer - jax.lax.axis_index("stage") * len(stack) if is_staged else layer
+        at = jnp.where((at < 0) | (at >= len(stack)), len(stack), at)  # on another stage: nowhere
+        return stack.at[at].set(x, mode="drop")
+
+    return on_devices(put, (spec_L, unstacked(spec_L), REPLICATED), spec_L)(stack, x, layer)

@@ -1,0 +1,241 @@
+"""The weights of a model into a folder that transformers opens.
+
+Tensors are made one after the other on the devices; the process that writes a file gets its
+tensors whole, so that a host holds two of them beside its shards. The folder appears at once, when
+all of it is there; what a killed export has written is not written again.
+
+Shapes: L layers of a stack.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxramp.errors import ConfigError, reason_of
+from maxramp.files.place import ObjectPath, Place, make_folder, move_tree, sizes, write_whole
+from maxramp.huggingface.names import Form, Named, named
+from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
+from maxramp.model.decoder import Decoder
+from maxramp.model.order import in_layer_order
+from maxramp.parallel.collectives import on_devices, psum
+from maxramp.parallel.mesh import mesh_of
+from maxramp.parallel.sharding import REPLICATED, unstacked
+from maxramp.processes import agreement
+
+FILE_BYTES = 5_000_000_000  # of a file, at most, as transformers writes them
+_SOURCE = ".source.json"  # what an unfinished export was made from
+_CODES = {str(dtype): code for code, dtype in DTYPES.items()}
+
+
+def write(
+    folder: Place,
+    model: Decoder,
+    decoder_block: str,
+    beside: Mapping[str, bytes],
+    *,
+    dtype: str,
+    vocab_size: int,
+    source: Mapping[str, Any],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes a model's folder; every process of the job takes part.
+
+    Args:
+      folder: which is not there yet.
+      model: the weights.
+      decoder_block: its family.
+      beside: other files of the folder, by name.
+      dtype: of the tensors, such as "bfloat16".
+      vocab_size: rows of embedding and head that are written.
+      source: what the weights are; an unfinished export of the same is gone on with.
+      file_bytes: the size of a file of tensors, at most.
+
+    Raises:
+      ConfigError: the folder is there, or cannot be written.
+    """
+    agreement.raise_everywhere(lambda: check_free(folder))
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    model = in_layer_order(model)
+    tensors = {
+        name: (weight, layer)
+        for weight in named(model, decoder_block)
+        for layer, name in enumerate(weight.names)
+    }
+    shapes = {
+        name: (vocab_size, *weight.form.theirs[1:])
+        if weight.form.groups[0] == "V"
+        else weight.form.theirs
+        for name, (weight, _) in tensors.items()
+    }
+    files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes)
+    source = {**source, "dtype": dtype, "files": list(files)}
+    with jax.set_mesh(mesh_of(model)):
+        done = agreement.raise_everywhere(lambda: _begin(unfinished, source))
+        done = agreement.all_gather_json(done)[0]
+        for number, (file, names) in enumerate(files.items()):
+            header = header_of({name: (_CODES[dtype], shapes[name]) for name in names})
+            size = len(header) + sum(_bytes(shapes[name], dtype) for name in names)
+            if done.get(file) == size:
+                continue
+            is_own = number % jax.process_count() == jax.process_index()
+            parts = _parts(tensors, names, shapes, dtype, is_own)
+            agreement.raise_everywhere(
+                functools.partial(_write_file, unfinished / file, header, parts, is_own)
+            )
+
+    def finish() -> None:
+        if jax.process_index():
+            return
+        with _refusing(folder):
+            if list(files) != [ONE]:
+                total = sum(_bytes(shape, dtype) for shape in shapes.values())
+                where = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": total}, "weight_map": where}
+                write_whole(unfinished / INDEX, json.dumps(index, indent=2).encode())
+            for name, data in beside.items():
+                write_whole(unfinished / name, data)
+            (unfinished / _SOURCE).unlink(missing_ok=True)
+            move_tree(unfinished, folder)
+
+    agreement.raise_everywhere(finish)
+
+
+def check_free(folder: Place) -> None:
+    """Makes sure that an export may make this folder.
+
+    Raises:
+      ConfigError: something is there, or it cannot be asked.
+    """
+    with _refusing(folder):
+        if folder.exists():
+            raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
+
+
+@contextlib.contextmanager
+def _refusing(folder: Place) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--to {folder}: cannot be written: {reason_of(error)}") from None
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * DTYPES[_CODES[dtype]].itemsize
+
+
+def _files(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int
+) -> dict[str, list[str]]:
+    """The tensors of every file, by its name."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * itemsize
+        if size and size + own > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    if len(files) == 1:
+        return {ONE: files[0]}
+    stem = f"model-{{:05d}}-of-{len(files):05d}.safetensors"
+    return {stem.format(i): names for i, names in enumerate(files, 1)}
+
+
+def _begin(unfinished: Place, source: Mapping[str, Any]) -> dict[str, int]:
+    """Makes the folder of an export, or goes on with it; returns the sizes of what is there."""
+    if jax.process_index():
+        return {}
+    text = json.dumps(source, sort_keys=True).encode()
+    with _refusing(unfinished):
+        try:
+            if (unfinished / _SOURCE).read_bytes() == text:
+                return sizes(unfinished)
+        except FileNotFoundError:
+            pass
+        make_folder(unfinished)
+        write_whole(unfinished / _SOURCE, text)
+    return {}
+
+
+def _parts(
+    tensors: Mapping[str, tuple[Named, int]],
+    names: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    is_own: bool,
+) -> Iterator[np.ndarray]:
+    """The tensors of a file; every process makes them, and the one that writes it reads them."""
+    for name in names:
+        weight, layer = tensors[name]
+        (array,) = jax.tree.leaves(weight.weight)
+        rows = shapes[name][0]
+        x = _take(array, layer, weight.is_stack, weight.form, rows, dtype)
+        jax.block_until_ready(x)
+        if is_own:
+            yield np.asarray(x.addressable_data(0))
+
+
+def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own: bool) -> None:
+    """Writes a file of tensors; takes part in making them where another process writes it."""
+    unfinished, failure = path.with_name(f"{path.name}.tmp"), None
+    try:
+        if is_own:
+            with _refusing(path):
+                if isinstance(path, ObjectPath):
+                    with path.ask("open", "wb") as file:
+                        file.write(header)
+                        for part in parts:
+                            file.write(part.reshape(-1).view(np.uint8).data)
+                else:
+                    with open(unfinished, "wb") as file:
+                        file.write(header)
+                        for part in parts:
+                            file.write(part.reshape(-1).view(np.uint8).data)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    os.replace(unfinished, path)
+    except ConfigError as error:
+        failure = error
+    for _ in parts:  # the others wait for what this process has to do in making the rest
+        pass
+    if failure:
+        raise failure
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _take(
+    stack: jax.Array, layer: int, is_stack: bool, form: Form, rows: int, dtype: str
+) -> jax.Array:
+    """A tensor of one layer, as it lies in a folder, on every device.
+
+    Args:
+      stack: [L, ...], or where `is_stack` is false one weight.
+      layer: which.
+      is_stack: whether `stack` has an axis of layers.
+      form: how it lies there and here.
+      rows: that are written of its first axis.
+      dtype: of the tensor.
+    """
+    x = stack
+    if is_stack:
+        spec_L = jax.typeof(stack).sharding.spec
+        is_staged = spec_L.partitions[0] == "stage"
+
+        def take(stack: jax.Array, layer: jax.Array) -> jax.Array:
+            at = layer - jax.lax.axis_index("stage") * len(stack) if is_staged else layer
+            here = jnp.where((at < 0) | (at >= len(stack)), len(stack), at)
+            x = stack.at[here].get(mode="fill", fill_value=0)  # zeros of another stage's layers
+            return psum(x, "stage") if is_staged else x
+
+        x = on_devices(take, (spec_L, REPLICATED), unstacked(spec_L))(stack, jnp.int32(layer))
+    x = jax.reshard(x.astype(dtype), REPLICATED)
+    return x.transpose(form.order).reshape(form.theirs)[:rows]

@@ -1,0 +1,163 @@
+"""Models of folders beside transformers itself: the extra `compare` brings it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import batch_of, make_mesh
+from opened import config_of, load, logits
+from small_models import CONFIGS, FEATURES, TOKENS_BT, tensors, write_file, write_folder
+
+from maxramp.huggingface import config_json, writing
+from maxramp.huggingface.names import named
+from maxramp.model.decoder import Decoder
+from maxramp.training.loss import next_token_prediction
+from maxramp.training.state import state_of
+from maxramp.training.step import make_train_step
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5  # of the range of the logits
+
+
+def opened(folder):
+    """A folder's model, as transformers opens it without a flag but the dtype."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def theirs(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
+
+
+def assert_near(found, expected, tolerance=TOLERANCE):
+    np.testing.assert_allclose(
+        found, expected, atol=tolerance * (expected.max() - expected.min()), rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_a_folder(tmp_path, name):
+    """Ours are theirs; without what makes it another model than a Llama 2, theirs are others."""
+    folder = write_folder(tmp_path / "a", name)
+    config = config_of(folder)
+    expected = theirs(opened(folder))
+    assert_near(logits(load(folder, config), config, TOKENS_BT), expected)
+    if name in FEATURES:
+        changes, gone = FEATURES[name]
+        without = write_folder(tmp_path / "b", name, **changes)
+        held = {
+            k: x for k, x in tensors(CONFIGS[name]).items() if not k.endswith(tuple(gone) or "-")
+        }
+        write_file(without / "model.safetensors", held)
+        moved = np.abs(theirs(opened(without)) - expected).max()
+        assert moved > 100 * TOLERANCE * (expected.max() - expected.min())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_was_made_here(tmp_path, name):
+    """transformers opens what we write without a config.json that came in."""
+    config = config_of(write_folder(tmp_path / "in", name))
+    with jax.set_mesh(make_mesh(config)):
+        model = jax.jit(lambda: Decoder(config.model, jax.random.key(1)))()
+    values = config_json.of_keys(
+        config.model, {}, {"bos_token_id": 1, "eos_token_id": 2}, "float32"
+    )
+    writing.write(
+        tmp_path / "out",
+        model,
+        config.model.decoder_block,
+        {"config.json": json.dumps(values).encode()},
+        dtype="float32",
+        vocab_size=40,
+        source={},
+        file_bytes=30_000,
+    )
+    assert_near(theirs(opened(tmp_path / "out")), logits(model, config, TOKENS_BT))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients(tmp_path, name):
+    """Of the loss, per tensor within 1e-4 of its largest entry."""
+    folder = write_folder(tmp_path, name)
+    config, model = config_of(folder, "max_target_length=23"), opened(folder)
+    rows = torch.tensor(TOKENS_BT, dtype=torch.long)
+    model(rows, labels=rows).loss.backward()
+    objective = next_token_prediction(config.recipe.objective, config.model)
+    batch = batch_of(TOKENS_BT.astype(np.int32))
+
+    def loss(weights):
+        total, aux = objective(weights, batch)
+        return total / aux.shown["tokens"]
+
+    with jax.set_mesh(make_mesh(config)):
+        gradient = jax.jit(jax.grad(loss))(load(folder, config))
+    expected = dict(model.named_parameters())
+    for weight in named(gradient, config.model.decoder_block):
+        (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
+        for layer, tensor in enumerate(weight.names):
+            own = array[layer] if weight.is_stack else array
+            own = own.transpose(weight.form.order).reshape(weight.form.theirs)
+            grad = expected[tensor].grad.numpy()
+            np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
+
+
+def test_training_beside_torch(tmp_path):
+    """200 steps of a Qwen3 with AdamW: the gap is that of torch against itself from weights that
+    differ by 1e-7."""
+    folder = write_folder(tmp_path, "qwen3")
+    random = np.random.default_rng(1)
+    # Text with something to learn: each token follows from the one before, but for some noise.
+    rows = np.zeros((200, 8, 24), np.int64)
+    rows[..., 0] = random.integers(0, 40, (200, 8))
+    for t in range(1, 24):
+        follows = (rows[..., t - 1] * 3 + 1) % 40
+        rows[..., t] = np.where(random.random((200, 8)) < 0.9, follows, rows[..., t - 1])
+
+    def of_torch(change):
+        torch.manual_seed(0)
+        model = opened(folder).train()
+        with torch.no_grad():
+            for x in model.parameters():
+                x += change * torch.randn_like(x)
+        plain = [x for x in model.parameters() if x.ndim > 1]
+        norms = [x for x in model.parameters() if x.ndim == 1]
+        groups = [{"params": plain, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+        losses = []
+        for batch in rows:
+            batch = torch.tensor(batch)
+            loss = model(batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return np.array(losses)
+
+    plain = of_torch(0.0)
+    spread = np.abs(of_torch(1e-7) - plain).max()
+    ours = losses_here(folder, rows)
+    assert plain[0] - plain[-1] > 1
+    assert np.abs(ours - plain).max() <= 3 * spread + 1e-6, (np.abs(ours - plain).max(), spread)
+
+
+def losses_here(folder, rows):
+    config = config_of(
+        folder,
+        *("max_target_length=23", "gradient_clipping_threshold=0", "adam_weight_decay=0.1"),
+        *("adam_b1=0.9", "adam_b2=0.95", "adam_eps=1e-8", "adamw_mask=[scale,bias]"),
+    )
+    step = make_train_step(config.recipe, lambda samples, batch: jnp.float32(3e-3))
+    losses = []
+    with jax.set_mesh(make_mesh(config)):
+        state = state_of(config.recipe, load(folder, config))
+        step = jax.jit(step)
+        for batch in rows:
+            state, metrics = step(state, batch_of(batch[None].astype(np.int32)))
+            losses.append(float(metrics["loss"]))
+    return np.array(losses)

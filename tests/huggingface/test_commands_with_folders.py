@@ -1,0 +1,106 @@
+"""Commands that begin with a released model: train, its restarts, convert, generate."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import BASE, run
+from small_models import CONFIGS, write_folder
+
+from maxramp.config.load import load
+from maxramp.data.tokenizers import train_bpe
+from maxramp.errors import ConfigError
+from maxramp.huggingface.safetensors import tensors_of
+from maxramp.run.metrics import read_records
+
+CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1")
+VOCAB = 300
+
+
+def given(tmp_path, name, *more):
+    """Of `train`, a run of 4 steps with two checkpoints."""
+    return [
+        *(BASE, "model_name=hf", f"load_parameters_path={tmp_path / 'model'}", *CONSTANT),
+        *("steps=4", "checkpoint_period=2", "max_target_length=32", "learning_rate=1e-2"),
+        *("enable_tensorboard=False", f"base_output_directory={tmp_path}", f"run_name={name}"),
+        *more,
+    ]
+
+
+def contents(folder):
+    return {name: x.read(0, x.rows) for name, x in tensors_of(str(folder)).items()}
+
+
+def with_tokenizer(tmp_path):
+    """A model whose tokenizer was trained on a few sentences; its end marks are a list."""
+    changes = {"vocab_size": VOCAB, "bos_token_id": None}
+    folder = write_folder(tmp_path / "model", "qwen3", **changes)
+    texts = [f"the {a} {b} fox" for a in ("quick", "slow", "lazy") for b in ("brown", "red")]
+    (folder / "tokenizer.json").write_bytes(train_bpe(iter(texts * 20), VOCAB))
+    said = {"bos_token": None, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in texts * 50)
+    )
+    return folder
+
+
+DATA = ("dataset_type=grain", "eval_fraction=0")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
+    folder = with_tokenizer(tmp_path)
+    data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
+    for name in "ab":
+        done = run(*given(tmp_path, name, *data))
+        assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
+    shutil.rmtree(folder)
+    again = run(*given(tmp_path, "b", *data))
+    assert again.returncode == 2 and "allow_changed=[tokenizer_path]" in again.stderr
+    again = run(*given(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
+    assert again.returncode == 0, again.stderr
+    losses = [
+        [record["loss"] for record in read_records(tmp_path / name / "metrics.jsonl")]
+        for name in "ab"
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    for name in "ab":
+        made = run(str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert")
+        assert made.returncode == 0, made.stderr
+    a, b = (contents(tmp_path / f"{name}-out") for name in "ab")
+    assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+    for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        kept = (tmp_path / "b" / "huggingface" / file).read_bytes()
+        assert (tmp_path / "b-out" / file).read_bytes() == kept
+    wrote = json.loads((tmp_path / "b-out" / "config.json").read_text())
+    assert wrote == CONFIGS["qwen3"] | {"vocab_size": VOCAB, "bos_token_id": None}
+    prompt = ("--prompt", "the quick", "--max_new_tokens", "4", "--temperature", "0", "--json")
+    answers = [run(str(tmp_path / of), *prompt, module="generate").stdout for of in ("b", "b-out")]
+    assert answers[0] == answers[1] and json.loads(answers[0])["tokens"]
+
+
+def refused(tmp_path, *more):
+    with pytest.raises(ConfigError) as error:
+        load(given(tmp_path, "r", *more), "train")
+    return str(error.value)
+
+
+def test_what_a_folder_says_of_keys(tmp_path):
+    with_tokenizer(tmp_path)
+    data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
+    config = load(given(tmp_path, "r", *data), "train")
+    assert config.model.base_emb_dim == 32 and config.model.use_qk_norm
+    assert (config.data.add_bos, config.data.add_eos) == (False, True)
+    assert config.data.tokenizer_path == str(tmp_path / "model" / "tokenizer.json")
+    larger = load(given(tmp_path, "r", *data, "vocab_size=320"), "train")
+    assert larger.model.vocab_size == 320
+    assert "base_emb_dim=128: " in refused(tmp_path, *data, "base_emb_dim=128")
+    assert "makes it 300" in refused(tmp_path, *data, "vocab_size=256")
+    assert "dataset_type=text trains on bytes" in refused(tmp_path)
+    nowhere = f"load_parameters_path={tmp_path / 'nowhere'}"
+    assert "no config.json there" in refused(tmp_path, *data, nowhere)

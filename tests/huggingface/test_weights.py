@@ -1,0 +1,271 @@
+"""Folders in, and out again: logits of transformers 5.23.0, and bits that nothing changes."""
+
+import json
+import os
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from opened import config_of, load, logits
+from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
+
+from maxramp.errors import ConfigError
+from maxramp.huggingface import config_json, writing
+from maxramp.huggingface import folder as released
+from maxramp.huggingface.safetensors import tensors_of
+
+# Logits of tokens 0 to 3 behind the first 4, 12 and 24 tokens of the first row, in float64.
+LOGITS = {
+    "llama2": [
+        [1.175526, 0.642594, 1.380062, -0.03630068],
+        [0.9840232, 0.3098106, 1.416055, 0.2270893],
+        [1.025871, 0.6503075, 1.612939, 0.3055606],
+    ],
+    "llama3.1": [
+        [1.852278, -0.4362993, -0.8152397, -0.4328445],
+        [0.04828554, 0.4769418, -0.329815, 0.5752356],
+        [-1.066454, -0.2543226, 0.2883878, 1.745472],
+    ],
+    "smollm2": [
+        [1.646943, 0.5233368, -1.740834, 0.3942967],
+        [1.657353, -0.8872548, 0.5921472, -0.4542169],
+        [-0.4556763, -0.7171515, 0.9099445, 0.9408427],
+    ],
+    "mistral": [
+        [1.175526, 0.642594, 1.380062, -0.03630068],
+        [-0.1432175, 3.171013, 0.546155, -0.8604101],
+        [0.4431652, 1.279232, 0.5133868, -0.4040432],
+    ],
+    "qwen2.5": [
+        [0.4356766, -1.019924, 0.5355505, 0.1737017],
+        [0.06905376, -1.034955, -1.440165, -0.2357595],
+        [-1.093388, 0.4035266, -0.6340503, 0.1460493],
+    ],
+    "qwen3": [
+        [1.242822, 0.1236027, -1.429219, 1.531564],
+        [1.24458, -0.06032722, -2.119161, 0.5722437],
+        [0.5307152, 0.263553, -1.938719, -0.01671704],
+    ],
+}
+MESHES = {
+    "one": (),
+    "all axes": ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
+    "pipeline": ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=4"),
+    "circular pipeline": (
+        *("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_tensor_parallelism=2"),
+        *("ici_fsdp_parallelism=2", "num_pipeline_microbatches=2"),
+    ),
+}
+
+
+def on_mesh(folder, mesh, *keys):
+    """A config of a folder's model on a mesh, and its weights there."""
+    devices = 8 if MESHES[mesh] else 1
+    rows = f"per_device_batch_size={2 if 'pipeline' in mesh else 1}"
+    config = config_of(folder, *MESHES[mesh], rows, *keys, devices=devices)
+    return config, load(folder, config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(tmp_path, name):
+    """Of transformers, within 1e-5 of their range."""
+    folder = write_folder(tmp_path, name)
+    config, model = on_mesh(folder, "one")
+    found = logits(model, config, TOKENS_BT)
+    limit = 1e-5 * (found.max() - found.min())
+    np.testing.assert_allclose(found[0, [3, 11, 23], :4], LOGITS[name], atol=limit)
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("qwen3", "all axes"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name, mesh in (
+                *(("qwen2.5", "all axes"), ("qwen2.5", "pipeline")),
+                *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
+            )
+        ),
+    ],
+)
+def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mesh):
+    """Bit by bit, in several files, from several files."""
+    # A single key and value head cannot be cut.
+    folder = write_folder(tmp_path / "in", name, files=3)
+    config, model = on_mesh(folder, mesh)
+    _, one = on_mesh(folder, "one")
+    if mesh != "circular pipeline":  # which holds its layers in another order
+        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    write(tmp_path / "out", config, model, file_bytes=20_000)
+    assert len([n for n in os.listdir(tmp_path / "out") if n.endswith(".safetensors")]) > 3
+    assert_same_tensors(tmp_path / "out", tensors(CONFIGS[name]))
+
+
+def write(to, config, model, dtype="float32", vocab_size=40, **options):
+    block = config.model.decoder_block
+    values = config_json.of_keys(config.model, {}, {}, dtype)
+    beside = {"config.json": json.dumps(values).encode()}
+    options = {"source": {}, "dtype": dtype, "vocab_size": vocab_size, **options}
+    writing.write(to, model, block, beside, **options)
+
+
+def assert_same_tensors(folder, expected):
+    found = tensors_of(str(folder))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name].read(0, found[name].rows), x)
+
+
+def test_dtypes(tmp_path):
+    """Tensors are read in theirs and held in ours; bfloat16 goes round bit-equal."""
+    folder = write_folder(tmp_path / "in", "llama2", dtype="bfloat16")
+    config, model = on_mesh(folder, "one", "weight_dtype=bfloat16")
+    write(tmp_path / "out", config, model, "bfloat16")
+    expected = {k: x.astype(ml_dtypes.bfloat16) for k, x in tensors(CONFIGS["llama2"]).items()}
+    assert_same_tensors(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json_says_the_same_again(tmp_path, name):
+    folder = write_folder(tmp_path, name)
+    keys = released.find("", str(folder)).keys
+    for came_in in ({}, CONFIGS[name]):
+        values = config_json.of_keys(config_of(folder).model, came_in, {}, "float32")
+        assert config_json.keys_of(values, "") == keys
+
+
+@pytest.mark.parametrize("mesh", ["one", "all axes"])
+def test_a_larger_vocabulary(tmp_path, mesh):
+    """New rows are the mean of the others, so that no new token is likely; the rest stays."""
+    folder = write_folder(tmp_path, "llama2")
+    _, model = on_mesh(folder, mesh, "vocab_size=48")
+    plain = tensors(CONFIGS["llama2"])
+    for ours, name in ((model.embedding_VD, "model.embed_tokens"), (model.head_DV, "lm_head")):
+        found = np.asarray(ours[...])
+        found, old = found if len(found) == 48 else found.T, plain[f"{name}.weight"]
+        np.testing.assert_array_equal(found[:40], old)
+        np.testing.assert_allclose(found[40:], np.tile(old.mean(0), (8, 1)), atol=1e-6)
+
+
+def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
+    folder = write_folder(tmp_path, "qwen3")
+    more = {f"vision_tower.layer.{i}.weight": np.zeros((2, 2), np.float32) for i in range(4)}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    embedding = tensors(CONFIGS["qwen3"])["model.embed_tokens.weight"]
+    write_file(
+        folder / "model.safetensors",
+        {**tensors(CONFIGS["qwen3"]), **more, "lm_head.weight": embedding},
+    )
+    notes = []
+    load(folder, config_of(folder), notes.append)
+    text = " ".join(notes)
+    assert "4 tensors are left out, of no text model: vision_tower.layer.0.weight" in text
+    assert "inv_freq" in text and "the head, which is the embedding: lm_head.weight" in text
+
+
+def _spoil(folder, what):
+    file = folder / "model.safetensors"
+    held = tensors(CONFIGS["qwen3"])
+    one = "model.layers.1.mlp.up_proj.weight"
+    if what == "missing":
+        del held[one]
+    elif what == "misshapen":
+        held[one] = held[one].T.copy()
+    elif what == "quantized":
+        held[one] = held[one].astype(np.int8)
+    elif what == "unknown":
+        held["model.layers.1.mlp.experts.0.weight"] = held[one]
+    write_file(file, held)
+    if what == "torn":
+        os.truncate(file, file.stat().st_size - 1)
+    elif what == "no header":
+        file.write_bytes(b"\xff" * 100)
+    elif what == "no tensors":
+        file.rename(folder / "pytorch_model.bin")
+    elif what == "a file that is not there":
+        index = {"weight_map": {one: "model-00001-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("missing", "has no tensor model.layers.1.mlp.up_proj.weight"),
+        ("misshapen", r"up_proj.weight is \[32, 48\], but the config makes it \[48, 32\]"),
+        ("quantized", "up_proj.weight is I8; weights are read in"),
+        ("unknown", "model.layers.1.mlp.experts.0.weight is no tensor of such a model"),
+        ("torn", r"is torn: \d+ bytes, but its tensors end at \d+"),
+        ("no header", "is torn, or no safetensors file"),
+        ("no tensors", "pytorch_model.bin is a pickle, which could run any code"),
+        ("a file that is not there", "names model-00001-of-00002.safetensors, which is not in"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_name(tmp_path, what, says):
+    folder = write_folder(tmp_path, "qwen3")
+    config = config_of(folder)
+    _spoil(folder, what)
+    with pytest.raises(ConfigError, match=says):
+        load(folder, config)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"model_type": "gpt2"}, "model_type=gpt2 is no family that is built here"),
+        ({"hidden_size": None}, "hidden_size=None is no number"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 without factor"),
+    ],
+)
+def test_a_model_that_is_none_of_ours(changes, says):
+    with pytest.raises(ConfigError, match=f"^FILE: .*{says}"):
+        config_json.keys_of(CONFIGS["llama2"] | changes, "FILE")
+
+
+def test_what_config_json_need_not_say():
+    """As transformers' classes fill it in."""
+    few = {"hidden_size": 64, "num_attention_heads": 32, "intermediate_size": 8, "vocab_size": 9}
+    few["num_hidden_layers"] = 1
+    for kind, heads, width, window in (
+        ("llama", 32, 2, 0),
+        ("mistral", 8, 2, 4096),
+        ("qwen2", 32, 2, 0),
+        ("qwen3", 32, 128, 0),
+    ):
+        keys = config_json.keys_of({"model_type": kind, **few}, "")
+        assert (keys["base_num_kv_heads"], keys["head_dim"]) == (heads, width)
+        assert keys.get("sliding_window_size", 0) == window
+        assert keys["rope_max_timescale"] == 10_000 and keys["normalization_layer_epsilon"] == 1e-6
+
+
+def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    """What it has written stays as it is; another model's begins anew."""
+    folder = write_folder(tmp_path / "in", "llama2")
+    config, model = on_mesh(folder, "one")
+    real, written = writing._write_file, []
+
+    def stops(path, *arguments):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        real(path, *arguments)
+
+    monkeypatch.setattr(writing, "_write_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", config, model, file_bytes=20_000)
+    assert not (tmp_path / "out").exists()
+    before = list(written)
+    written[:] = []
+    monkeypatch.setattr(writing, "_write_file", lambda *a: (written.append(a[0].name), real(*a)))
+    write(tmp_path / "out", config, model, file_bytes=20_000)
+    assert written and not {*written} & {*before}
+    assert_same_tensors(tmp_path / "out", tensors(CONFIGS["llama2"]))
+    with pytest.raises(ConfigError, match="is there already"):
+        write(tmp_path / "out", config, model)
+    assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
