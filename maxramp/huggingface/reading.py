@@ -274,8 +274,16 @@ def _put(
     is_staged = spec_L.partitions[0] == "stage"
 
     def put(stack: jax.Array, x: jax.Array, layer: jax.Array) -> jax.Array:
-        at = layer - jax.lax.axis_index("stage") * len(stack) if is_staged else layer
-        at = jnp.where((at < 0) | (at >= len(stack)), len(stack), at)  # on another stage: nowhere
-        return stack.at[at].set(x, mode="drop")
+        # An update is done in place, also by a stage that may have nothing to do; one that reads
+        # what it replaces would copy the stack.
+        if not is_staged:
+            return jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0)
+        at = layer - jax.lax.axis_index("stage") * len(stack)
+        return jax.lax.cond(
+            (at >= 0) & (at < len(stack)),
+            lambda stack: jax.lax.dynamic_update_index_in_dim(stack, x, at, 0),
+            lambda stack: stack,
+            stack,
+        )
 
     return on_devices(put, (spec_L, unstacked(spec_L), REPLICATED), spec_L)(stack, x, layer)
