@@ -46,7 +46,7 @@ before, read, done, peak = status("RssAnon:"), status("rchar:", "io", 1), [], [0
 def watch():
     while not done:
         peak[0] = max(peak[0], status("RssAnon:"))
-        time.sleep(0.002)
+        time.sleep(0.02)
 thread = threading.Thread(target=watch)
 thread.start()
 start = time.perf_counter()
