@@ -43,9 +43,9 @@ def load_parameters(path: str, model: Decoder, values: Mapping[str, Any]) -> Dec
     return check_parameters(path, model, values, lambda line: None)()
 
 
-def find_released(path: str) -> released.ModelFolder | None:
-    """The Hugging Face folder that a path means; None of a place that is here and none."""
-    return released.find("load_parameters_path", path)
+def find_released(path: str, key: str = "load_parameters_path") -> released.ModelFolder | None:
+    """The Hugging Face folder that the value of a key means; None of a place that is none."""
+    return released.find(key, path)
 
 
 def beside(path: str) -> released.ModelFolder | None:

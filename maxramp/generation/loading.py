@@ -180,7 +180,8 @@ class TrainedRun(Opened):
         """Type, file and marks of the tokenizer of the documents."""
         keys = self.config.data
         of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
-        if keys.dataset_type not in ("grain", "hf"):  # a document of text_files has both marks
+        # A document of text_files has both marks, and so would one that synthetic stands for.
+        if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):
             return kind, path, marks | {"add_bos": True, "add_eos": True}
         if self._another:
             return of_keys
@@ -221,6 +222,6 @@ def open_model(path: str, arguments: Sequence[str]) -> Opened:
     Raises:
       ConfigError: there is none, or a key is wrong.
     """
-    if of_hub := find_released(path):
+    if of_hub := find_released(path, "RUN"):
         return ReleasedModel(of_hub, arguments)
     return TrainedRun(place(path), arguments)
