@@ -22,7 +22,7 @@ import jax
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
-from maxramp.generation.loading import PromptTokenizer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms

@@ -13,9 +13,10 @@ import jax
 from maxramp.commandline import OneLineParser, command
 from maxramp.config.load import list_keys
 from maxramp.files.place import place
-from maxramp.generation.export import export
-from maxramp.generation.loading import open_model
+from maxramp.handover.export import export
+from maxramp.handover.opening import open_model
 from maxramp.huggingface import writing
+from maxramp.processes import backend
 from maxramp.processes.ending import run
 
 USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
@@ -39,6 +40,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)
     opened = open_model(given.run, given.keys)
+    backend.start(opened.config.backend)
     export(opened, opened.load(), given.to, given.dtype or "")
     if jax.process_index() == 0:
         print(f"wrote {given.to}")

@@ -20,9 +20,10 @@ from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Generator, Writing
-from maxramp.generation.loading import open_model
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
+from maxramp.handover.opening import open_model
+from maxramp.processes import backend
 from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
 from maxramp.training.programs import compiler_options
@@ -89,6 +90,7 @@ def _generate(given: argparse.Namespace) -> None:
     vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
     sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
     writing = Writing(most_tokens, sampling, given.seed, tuple(tokenizer.ends))
+    backend.start(trained.config.backend)
     model = trained.load()
     options = compiler_options(jax.default_backend())
     generator = Generator(trained.config.model, model, writing, options)

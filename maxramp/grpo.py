@@ -26,7 +26,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
-from maxramp.generation.loading import PromptTokenizer, open_model
+from maxramp.handover.opening import PromptTokenizer, open_model
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.processes import agreement

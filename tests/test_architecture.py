@@ -27,7 +27,7 @@ FLOORS = (
     ("run",),
     ("planning.keys", "launch.keys", "rl.keys"),
     ("config",),
-    ("planning",),
+    ("planning", "handover"),
     ("measuring", "job", "launch", "generation"),
     ("rl",),
     (

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
+from maxramp.huggingface import config_json
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
 from maxramp.launch.keys import LaunchKeys
@@ -96,6 +97,8 @@ class Config:
         relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
         refuse(itertools.chain(*relations, _of_all(self)))
         notations.check(self.batch)
+        if self.run.export_huggingface:
+            config_json.of_keys(self.model, {}, {}, "")
 
     @property
     def recipe(self) -> Recipe:
@@ -274,6 +277,11 @@ def _of_run(keys: RunKeys) -> Relations:
         keys.run_name in (".", "..") or "/" in keys.run_name,
         f"run_name={keys.run_name} must name one folder below base_output_directory; put the path "
         "into base_output_directory",
+    )
+    yield (
+        keys.export_huggingface and not keys.enable_checkpointing,
+        "export_huggingface=True hands over the last checkpoint and enable_checkpointing=False "
+        "saves none; leave one of them out",
     )
     for name in ("base_output_directory", "run_name"):
         globs = sorted(set("*?[") & set(value := getattr(keys, name)))

@@ -114,9 +114,18 @@ def check_free(folder: Place) -> None:
     Raises:
       ConfigError: something is there, or it cannot be asked.
     """
+    if is_there(folder):
+        raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
+
+
+def is_there(folder: Place) -> bool:
+    """Whether there is something at the place of an export.
+
+    Raises:
+      ConfigError: it cannot be asked.
+    """
     with _refusing(folder):
-        if folder.exists():
-            raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
+        return folder.exists()
 
 
 @contextlib.contextmanager
@@ -124,7 +133,7 @@ def _refusing(folder: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"--to {folder}: cannot be written: {reason_of(error)}") from None
+        raise ConfigError(f"{folder}: cannot be written: {reason_of(error)}") from None
 
 
 def _bytes(shape: tuple[int, ...], dtype: str) -> int:

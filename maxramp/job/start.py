@@ -21,6 +21,7 @@ from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import EXIT_STAGE_END, is_expected, report
 from maxramp.files.place import Place
+from maxramp.handover.export import export_run
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
@@ -48,7 +49,10 @@ def run(
     preemption, notes = preemption or Preemption(), []
     try:
         with start(load(notes.append), notes, preemption) as begun:
-            return work(begun)
+            status = work(begun)
+        if status == 0 and begun.config.run.export_huggingface:
+            export_run(begun.config.run.folder, begun.config.mesh)
+        return status
     except Exception as error:
         if not is_expected(error):
             raise

@@ -12,7 +12,7 @@ from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.generation.loading import open_model
+from maxramp.handover.opening import open_model
 from maxramp.job.start import Job
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
-from maxramp.generation.loading import PromptTokenizer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.keys import ModelKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.rewards import shortened

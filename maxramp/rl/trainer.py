@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding
 from maxramp.data.batch import PADDING, Batch
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
-from maxramp.generation.loading import PromptTokenizer
 from maxramp.generation.sampling import Sampling
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.mesh import mesh_of

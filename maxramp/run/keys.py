@@ -19,6 +19,7 @@ class RunKeys(Keys):
     model_name: str
     log_period: int = at_least(1)
     enable_checkpointing: bool
+    export_huggingface: bool
     enable_tensorboard: bool
     wandb_project: str
     abort_on_nan_loss: bool

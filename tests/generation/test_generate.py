@@ -12,8 +12,8 @@ from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer
-from maxramp.generation.loading import TrainedRun
 from maxramp.generation.text import AnswerText
+from maxramp.handover.opening import TrainedRun
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
 

@@ -43,7 +43,7 @@ def with_tokenizer(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": t}) + "\n" for t in texts * 50)
+        "".join(json.dumps({"text": t}) + "\n" for t in texts * 100)
     )
     return folder
 
@@ -104,3 +104,31 @@ def test_what_a_folder_says_of_keys(tmp_path):
     assert "dataset_type=text trains on bytes" in refused(tmp_path)
     nowhere = f"load_parameters_path={tmp_path / 'nowhere'}"
     assert "no config.json there" in refused(tmp_path, *data, nowhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, mesh", [(1, ()), (4, ("ici_pipeline_parallelism=2",))])
+def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
+    """The folder that convert makes, for each end of the run; from any mesh."""
+    with_tokenizer(tmp_path)
+    data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "export_huggingface=true")
+    command = given(tmp_path, "r", *data, *mesh)
+    done = run(*command, devices=devices)
+    assert done.returncode == 0, done.stderr
+    exported = tmp_path / "r" / "exported" / "4"
+    assert f"wrote {exported}" in done.stdout
+    made = run(str(tmp_path / "r"), "--to", str(tmp_path / "out"), module="convert")
+    assert made.returncode == 0, made.stderr
+    files = sorted(file.name for file in exported.iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "out").iterdir())
+    for file in files:
+        assert (exported / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+    before = exported.stat().st_ino
+    again = run(*command, devices=devices)  # a finished run: nothing to do
+    assert again.returncode == 0 and "wrote" not in again.stdout
+    assert exported.stat().st_ino == before
+    shutil.rmtree(exported)  # as if the job had been killed before
+    again = run(*command, devices=devices)
+    assert again.returncode == 0 and exported.is_dir()
+    longer = run(*[key.replace("steps=4", "steps=6") for key in command], devices=devices)
+    assert longer.returncode == 0 and (tmp_path / "r" / "exported" / "6").is_dir()

@@ -8,7 +8,7 @@ from conftest import make_config
 
 from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
-from maxramp.generation.loading import PromptTokenizer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager

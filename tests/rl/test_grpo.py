@@ -14,7 +14,7 @@ from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.generation.loading import PromptTokenizer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.rl import first_weights
 from maxramp.rl.prompts import FilePrompts, check_enough, open_prompts
 from maxramp.run.metrics import read_records

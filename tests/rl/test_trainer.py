@@ -11,7 +11,7 @@ import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.data import tokenizers
-from maxramp.generation.loading import PromptTokenizer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel.mesh import Jitted
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms

@@ -3,15 +3,41 @@
 import json
 from typing import Any
 
+import jax
+
 from maxramp.commandline import print_note
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
-from maxramp.generation.loading import Opened
+from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import config_json, writing
 from maxramp.model.decoder import Decoder
+from maxramp.parallel.keys import MeshKeys
+from maxramp.processes import agreement
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_run(run: Place, mesh: MeshKeys) -> None:
+    """Hands over the end of a run that is finished, in exported/STEP of its folder, once.
+
+    Args:
+      run: the run's folder.
+      mesh: of the job's devices.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    sizes = [
+        f"{name}={size}" for group in ("ici", "dcn") for name, size in mesh.group(group).items()
+    ]
+    opened = open_model(str(run), sizes)
+    to = run / "exported" / opened.path.rpartition("/")[2]
+    there = agreement.raise_everywhere(lambda: writing.is_there(to))
+    if not agreement.all_gather_json(there)[0]:
+        export(opened, opened.load(), to, "")
+        if jax.process_index() == 0:
+            print(f"wrote {to}")
 
 
 def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:

@@ -29,7 +29,6 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.keys import MeshKeys
-from maxramp.processes import backend
 from maxramp.processes.keys import BackendKeys
 from maxramp.training.state import abstract_state
 
@@ -102,12 +101,11 @@ class Opened:
         self.config.check()
 
     def load(self) -> Decoder:
-        """The weights, on a mesh of all devices; starts the backend.
+        """The weights, on a mesh of all devices; the backend was started.
 
         Raises:
           ConfigError: the devices do not suit the keys, or the weights cannot be read.
         """
-        backend.start(self.config.backend)
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
