@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from conftest import make_config
+from small_models import write_folder
 from test_formats import TEXTS, write_file
 from test_prepare import content, documents
 
@@ -15,6 +16,7 @@ from maxramp.data import hub, tokenizers
 from maxramp.data.hub import HubSet
 from maxramp.data.opening import open_corpus
 from maxramp.errors import ConfigError
+from maxramp.handover.opening import open_model
 
 constants = pytest.importorskip("huggingface_hub.constants")
 pytest.importorskip("tokenizers")
@@ -70,6 +72,18 @@ def test_what_no_cache_holds_is_one_line(name, file, cache):
     line = str(caught.value)
     assert line.startswith(f"tokenizer_path={name}: no such file or folder here; {file} of ")
     assert "out of reach" in line and f"hf download {name} {file}" in line and "\n" not in line
+
+
+def test_a_model_by_its_name(cache):
+    """Its keys and weights are those of the folder in the cache; another name is one line."""
+    write_folder(cache, "qwen3", files=2)
+    by_name, by_path = (open_model(path, []) for path in (NAME, str(cache)))
+    assert by_name.config.model == by_path.config.model
+    assert by_name.released.tensors.keys() == by_path.released.tensors.keys()
+    assert by_name.tokenizer().tokenizer.hash == by_path.tokenizer().tokenizer.hash
+    with pytest.raises(ConfigError, match="an-org/other: no such file or folder here") as caught:
+        open_model("an-org/other", [])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ("my/tok--v2", "my/tok..v2", f"my/{'x' * 100}"))

@@ -2,15 +2,14 @@
 
 import functools
 import json
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, TINY, environment, run
-from forked import Forked
+from conftest import BASE, ROOT, TINY, run
+from jobs import finish, start
 
 from maxramp.config.load import load
 from maxramp.data.files.megatron import MegatronWriter
@@ -50,37 +49,6 @@ def data(tmp_path_factory):
             writer.add([np.frombuffer(text.encode(), np.uint8) for text in part])
             writer.finish()
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(command, processes, devices, folders, optimized=False, process=Forked):
-    """Starts a job; process i stands in folders[i]."""
-    port, job = free_port(), []
-    for i in range(processes):
-        job.append(
-            process(
-                command,
-                env=environment(devices, optimized)
-                | {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}"}
-                | {"MAXRAMP_NUM_PROCESSES": str(processes), "MAXRAMP_PROCESS_ID": str(i)},
-                cwd=folders[i],
-            )
-        )
-    return job
-
-
-def finish(job, timeout=300):
-    """(exit status, stdout, stderr) of every process."""
-    try:
-        return [(*p.communicate(timeout=timeout), p.returncode) for p in job]
-    finally:
-        for p in job:
-            p.kill()
 
 
 def keys(devices, *given, factor=1, tensor=1, accumulation=1):

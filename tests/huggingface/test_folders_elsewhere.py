@@ -1,0 +1,75 @@
+"""Folders in object storages, and jobs of several processes that read and write one."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import BASE, run
+from jobs import finish, start
+from small_models import write_folder
+
+from maxramp.files.place import place
+from maxramp.huggingface.safetensors import tensors_of
+
+pytestmark = pytest.mark.slow
+
+
+def assert_equal(folder, other):
+    a, b = (
+        {name: x.read(0, x.rows) for name, x in tensors_of(str(path)).items()}
+        for path in (folder, other)
+    )
+    assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_storage(storage, tmp_path):
+    """What is read there, trained from there, and written there."""
+    folder = write_folder(tmp_path / "in", "qwen2.5", files=3, dtype="bfloat16")
+    there = place(f"{storage.address}/{tmp_path.name}")
+    for path in folder.iterdir():
+        (there / "in" / path.name).write_bytes(path.read_bytes())
+    made = run(str(there / "in"), "--to", str(there / "out"), module="convert")
+    assert made.returncode == 0, made.stderr
+    assert_equal(folder, there / "out")
+    trained = run(
+        *(BASE, "model_name=hf", f"load_parameters_path={there / 'in'}", "steps=2"),
+        *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
+        *("learning_rate=0", "run_name=r", f"base_output_directory={there}"),
+        *("enable_rampup_batch_size=False", "per_device_batch_size=1", "eval_interval=-1"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert_equal(folder, there / "r" / "exported" / "2")
+    said = json.loads((there / "r" / "huggingface" / "config.json").read_bytes())
+    assert said == json.loads((folder / "config.json").read_bytes())
+    (there / "in" / "model-00002-of-00003.safetensors").unlink()
+    torn = run(str(there / "in"), "--to", str(there / "none"), module="convert")
+    assert torn.returncode == 2 and "model-00002-of-00003.safetensors" in torn.stderr
+
+
+CONVERT = """
+import sys
+from maxramp.files.place import place
+from maxramp.handover.opening import open_model
+from maxramp.huggingface import writing
+from maxramp.processes import backend
+from maxramp.processes.ending import end_process
+
+opened = open_model(sys.argv[1], ["ici_tensor_parallelism=2"])
+backend.start(opened.config.backend)
+model, beside = opened.load(), opened.released.beside
+of = dict(dtype="float32", vocab_size=40, source={}, file_bytes=30_000)
+writing.write(place(sys.argv[2]), model, "qwen3", beside, **of)
+end_process(0)
+"""
+
+
+def test_several_processes(tmp_path):
+    """Each reads its part of every tensor, and writes files of its own."""
+    folder = write_folder(tmp_path / "in", "qwen3", files=2)
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", CONVERT, str(folder), str(out)]
+    for _, error, status in finish(start(command, 2, 2, [tmp_path] * 2)):
+        assert status == 0, error
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    assert_equal(folder, out)
