@@ -20,7 +20,6 @@ from figures import ROOT, parser, save
 sys.path.insert(0, str(ROOT / "tests" / "huggingface"))
 from small_models import CONFIGS, write_folder
 
-from maxramp.commandline import print_table
 from maxramp.data.tokenizers import train_bpe
 
 # Of sizes that its kernels for CPUs take.
@@ -47,10 +46,8 @@ def main() -> None:
             line = (str(out), *prompts, "--max_new_tokens", str(TOKENS), "--temperature", "0")
             ours = [json.loads(x)["tokens"] for x in _maxramp("generate", *line, "--json")]
             theirs = _of_vllm(out)
-            figures[name] = {"ours": ours, "vllm": theirs, "equal": ours == theirs}
+            figures[name] = {"answers": len(ours), "equal": ours == theirs}
             print(name, "equal" if ours == theirs else f"{ours} is not {theirs}", flush=True)
-    answers = [[name, f"{len(x['ours'])}", str(x["equal"])] for name, x in figures.items()]
-    print_table(["model", "answers", "equal"], answers)
     save(arguments.json, figures)
 
 
