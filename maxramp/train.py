@@ -28,20 +28,25 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
+from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
+from maxramp.data.rows import Corpus
+from maxramp.files.place import Place
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
-from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import text_fields
+from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.spec import Fields, text_fields
 from maxramp.run.metrics import Record, Taken, of_sums
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -61,7 +66,8 @@ def _run(begun: Start) -> int:
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
     begun.watchdog.beat()
-    job = begun.open_run(corpus.hash, functools.partial(text_fields, separate=corpus.packed))
+    fields = functools.partial(text_fields, separate=corpus.packed)
+    job = begun.open_run(corpus.hash, fields, functools.partial(_with_length, corpus, fields))
     if not job.has_steps:
         return job.end()
     loader = Loader(
@@ -75,6 +81,16 @@ def _run(begun: Start) -> int:
     )
     job.closing.callback(loader.close)
     return train(job, Pretrainer(job, loader, job.abstract_state()))
+
+
+def _with_length(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:
+    """The configuration of a run as long as `num_epoch` passes over its data, if no key says how
+    long it is; what is left at the end and makes no whole step is not trained on."""
+    if not config.batch.is_open:
+        return config
+    rows = len(RunRows(corpus.train, config.data.num_epoch, None))
+    ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
+    return config.replace(total_samples=ramp.samples_before(ramp.step_at_sample(rows)))
 
 
 class Pretrainer:

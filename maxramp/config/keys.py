@@ -131,11 +131,6 @@ def _of_batch(keys: BatchKeys) -> Relations:
         "add up to more than 1; lower one",
     )
     yield (
-        keys.steps == keys.total_samples == keys.total_tokens == -1,
-        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open; give one "
-        "of them",
-    )
-    yield (
         keys.open_pipeline and keys.nodes > 1 and keys.node_schedule != "fixed",
         f"{keys.open_pipeline} makes other stages on other numbers of nodes, and "
         f"node_schedule={keys.node_schedule} takes any up to num_nodes={keys.nodes}; give the "
@@ -232,8 +227,45 @@ def _of_data(keys: DataKeys) -> Relations:
         f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "
         "out",
     )
+    yield from _of_chats(keys)
     if keys.tokenizer_path:
         _ = keys.type_of_tokenizer  # raises where the name says nothing
+
+
+def _of_chats(keys: DataKeys) -> Relations:
+    if not keys.use_sft:
+        return
+    yield (
+        keys.dataset_type not in ("grain", "hf"),
+        f"use_sft=True reads chats, and dataset_type={keys.dataset_type} has none; use "
+        "dataset_type=grain grain_train_files=FILES",
+    )
+    yield (
+        keys.type_of_tokenizer != "huggingface",
+        f"use_sft=True: tokenizer_type={keys.type_of_tokenizer} has no marks for turns; give "
+        "tokenizer_path=FOLDER of a tokenizer.json with a chat template",
+    )
+    yield (
+        not keys.tokenize_train_data,
+        "tokenize_train_data=False: use_sft=True makes the tokens of chats itself; leave it out",
+    )
+    yield (
+        keys.packing and not (keys.separate_documents and keys.grain_packing_type == "best_fit"),
+        f"separate_documents={keys.separate_documents}, grain_packing_type="
+        f"{keys.grain_packing_type}: use_sft=True packs chats whole and apart; use "
+        "separate_documents=true grain_packing_type=best_fit, or packing=false",
+    )
+    yield (
+        keys.sft_train_on_last_answer_only and not keys.sft_train_on_completion_only,
+        "sft_train_on_last_answer_only=True: sft_train_on_completion_only=False trains on all; "
+        "leave one of them out",
+    )
+    for switch in keys.chat_template_switches:
+        yield (
+            "=" not in str(switch),
+            f"chat_template_switches={list(keys.chat_template_switches)}: {switch} has no value; "
+            "write it as enable_thinking=false",
+        )
 
 
 def _of_optimizer(keys: OptimizerKeys) -> Relations:
@@ -315,6 +347,11 @@ def _of_rollout(keys: RolloutKeys) -> Relations:
 
 def _of_all(config: "Config") -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
+    yield (
+        config.batch.is_open and config.data.dataset_type == "synthetic",
+        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
+        "no end of synthetic data; give one of them",
+    )
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
         "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from maxramp.data.files.records import Record, RecordFile
+from maxramp.data.files.records import WHOLE, Record, RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files.storage import allow_many_files, optional
 
@@ -118,7 +118,8 @@ class HubSet(RecordFile):
         return len(self._table)
 
     def _record(self, index: int) -> Record:
-        return self._checked(self._table[index][self.column])
+        record = self._table[index]
+        return self._checked(record if self.column == WHOLE else record[self.column])
 
     @functools.cached_property
     def _table(self) -> Any:
@@ -133,6 +134,8 @@ class HubSet(RecordFile):
                 f"the hub gives it ({_said(error)}); load it once where there is a network, or "
                 "give files to grain_train_files"
             ) from None
+        if self.column == WHOLE:
+            return table
         if self.column not in table.column_names:
             raise ConfigError(f"hf_path={path}: {self._missing(table.column_names)}")
         return table.select_columns([self.column])

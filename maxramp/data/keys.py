@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from maxramp.data import hub
+from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
 from maxramp.keys.section import (
     Keys,
@@ -23,7 +24,7 @@ _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "ti
 
 
 @dataclasses.dataclass(frozen=True)
-class DataKeys(Keys):
+class DataKeys(ChatKeys):
     """Which text a run trains on, as which tokens, in which order."""
 
     dataset_type: str = one_of("text", "synthetic", "grain", "hf")

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
+from maxramp.data.chats.chats import Chats, open_template
+from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import TokenStream
-from maxramp.data.files.records import RecordFile
+from maxramp.data.files.records import WHOLE, RecordFile
 from maxramp.data.hub import HubSet
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
@@ -142,12 +144,19 @@ def open_mixture(keys: DataKeys) -> Corpus:
     (documents,) = kinds
     is_used = _check_sets(keys, entries)
     tokenizer = _open_tokenizer(keys) if documents and keys.tokenize_train_data else None
-    items, hashes = zip(*(_open(keys, entry, tokenizer) for entry in entries), strict=True)
+    if keys.use_sft and not documents:
+        raise ConfigError(
+            f"use_sft=True reads chats, and {entries[0].name} holds rows or tokens; give files of "
+            "JSON lines or Parquet"
+        )
+    chats = open_template(tokenizer, keys) if keys.use_sft else None
+    opened = (_open(keys, entry, tokenizer, chats) for entry in entries)
+    items, hashes = zip(*opened, strict=True)
     cuts, held_out = [len(x) for x in items[: len(train)]], items[len(train) :]
     if not evaluated:  # the end of every part
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
         held_out = [x[cut:] for x, cut in zip(items, cuts, strict=True)]
-    noun = "documents" if documents else "rows"
+    noun = "chats" if chats else "documents" if documents else "rows"
     count, held_count = sum(cuts), sum(map(len, held_out))
     if 0 in cuts:
         raise ConfigError(
@@ -184,6 +193,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
 def _find(keys: DataKeys, name: str) -> list[_Entry]:
     """The entries that the value of a key names."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
+    column = WHOLE if keys.use_sft else column  # a chat's messages may be in several
     value, found = getattr(keys, name), []
     if value and keys.dataset_type == "hf":
         file = HubSet(keys.hf_path, keys.hf_name, value, column, tokens)
@@ -200,13 +210,17 @@ def _find(keys: DataKeys, name: str) -> list[_Entry]:
     return found
 
 
-def _open(keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None) -> tuple[Any, str]:
+def _open(
+    keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None, chats: ChatTemplate | None
+) -> tuple[Any, str]:
     """The items of an entry, and their hash."""
     files, length, size = entry.files, keys.max_target_length, keys.vocab_size
     if not entry.sets:
         for file in files:
             file.check()
-    if tokenizer:
+    if chats:
+        items = Chats(files, tokenizer, chats, keys, length)
+    elif tokenizer:
         items = Documents(files, tokenizer)
     elif entry.documents or entry.kind == "arrayrecord":
         items = TokenRecords(files, size, None if entry.documents else length)
@@ -223,11 +237,13 @@ def _open(keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None) -> tuple[A
         return items, "+".join(manifest["hash"] for manifest in entry.sets.values())
     # Of the count, the bytes and evenly spaced items: reading terabytes would take hours.
     text = f"{len(items)} {sum(file.num_bytes for file in files)}"
+    text += f" {chats.hash}" if chats else ""
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
         item = items[int(index)]
-        tokens = item if entry.documents else item.tokens
-        digest.update(f"{len(tokens)} ".encode() + tokens.tobytes())
+        digest.update(f"{len(item.tokens)} ".encode() + item.tokens.tobytes())
+        if item.is_target is not None:
+            digest.update(item.is_target.tobytes())
     return items, digest.hexdigest()
 
 

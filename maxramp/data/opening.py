@@ -24,7 +24,7 @@ from maxramp.data import packing
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.mixture import open_mixture
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.rows import Corpus, Part, StreamRows, SyntheticRows
+from maxramp.data.rows import LEFT_OUT, Corpus, Document, Part, StreamRows, SyntheticRows
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
@@ -87,17 +87,24 @@ def open_rows(
     lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
     separate = data.packing and data.separate_documents
 
-    def rows_of(documents: Sequence[np.ndarray]) -> packing.PackedRows:
-        lengths = _count_lengths(reading, documents, list(read), beat)
-        layout = lay_out(lengths, data.max_target_length)
+    counted = [_count(reading, part.items, list(read), beat) for part in corpus.train]
+    left_out = sum((np.bincount(each[:, 2], minlength=len(LEFT_OUT)) for each in counted), 0)
+    left_out = [f"{n} {why}" for n, why in zip(left_out, LEFT_OUT, strict=True) if n and why]
+    nothing = ", ".join(left_out) or "no document has two tokens"
+
+    def rows_of(documents: Sequence[Document], counted: np.ndarray) -> packing.PackedRows:
+        layout = lay_out(counted[:, 0], data.max_target_length)
         return packing.PackedRows(documents, layout, data.max_target_length, separate)
 
-    train = [dataclasses.replace(part, items=rows_of(part.items)) for part in corpus.train]
-    refuse(
-        (not len(part.items), f"{part.name}: no document has two tokens: nothing to predict")
-        for part in train
-    )
-    held_out = rows_of(corpus.held_out) if data.eval_interval > 0 else ()
+    train = [
+        dataclasses.replace(part, items=rows_of(part.items, of_part))
+        for part, of_part in zip(corpus.train, counted, strict=True)
+    ]
+    refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
+    held_out = ()
+    if data.eval_interval > 0:
+        of_held_out = _count(reading, corpus.held_out, list(read), beat)
+        held_out = rows_of(corpus.held_out, of_held_out)
     if data.eval_interval > 0 and not len(held_out):
         files = data.grain_eval_files
         source = f"grain_eval_files={files}" if files else f"eval_fraction={data.eval_fraction}"
@@ -107,60 +114,73 @@ def open_rows(
         )
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (data.max_target_length + 1)
+    shown = f"; left out: {', '.join(left_out)}" if left_out else ""
+    if data.use_sft:
+        tokens, targets = np.concatenate(counted)[:, :2].sum(0, dtype=np.int64)
+        shown = f", {targets / tokens:.1%} of the tokens are targets{shown}"
     return dataclasses.replace(
         corpus,
         train=tuple(train),
         held_out=held_out,
         documents=False,
         packed=separate,
-        description=f"{corpus.description}, in {rows} rows, {full:.1%} full",
+        description=f"{corpus.description}, in {rows} rows, {full:.1%} full{shown}",
     )
 
 
-class _Lengths:
-    """Element n: the lengths of the n-th block of documents."""
+class _Counts:
+    """Element n: what there is to know of the n-th block of documents for their layout, int32
+    [documents, 3]: tokens, targets among them, and the number in LEFT_OUT."""
 
-    def __init__(self, documents: Sequence[np.ndarray]):
+    def __init__(self, documents: Sequence[Document]):
         self._documents = documents
 
     def __len__(self) -> int:
         return -(-len(self._documents) // _BLOCK)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        block = range(index * _BLOCK, min((index + 1) * _BLOCK, len(self._documents)))
-        return np.array([len(self._documents[i]) for i in block], np.int32)
+        last = min((index + 1) * _BLOCK, len(self._documents))
+        block = (self._documents[i] for i in range(index * _BLOCK, last))
+        return np.array([_counted(document) for document in block], np.int32)
 
     def __repr__(self) -> str:
         return f"{self._documents}: block of {_BLOCK} documents"
 
 
-def _count_lengths(
+def _counted(document: Document) -> tuple[int, int, int]:
+    tokens, is_target, left_out = document
+    targets = len(tokens) - 1 if is_target is None else int(is_target[1:].sum())
+    return len(tokens), targets, LEFT_OUT.index(left_out)
+
+
+def _count(
     reading: ReadingKeys,
-    documents: Sequence[np.ndarray],
+    documents: Sequence[Document],
     readers: list[int],
     beat: Callable[[], None],
 ) -> np.ndarray:
-    """Counts the tokens of all documents; each reading process counts a part of them.
+    """Counts the tokens of all documents (`_Counts`); each reading process counts a part of them.
 
     Works in rounds, so that every process learns that the others get on, or that one has failed.
     """
+    nothing = np.empty((0, 3), np.int32)
     if not len(documents):
-        return np.empty(0, np.int32)
-    blocks, me = _Lengths(documents), jax.process_index()
+        return nothing
+    blocks, me = _Counts(documents), jax.process_index()
     per_reader = -(-len(blocks) // len(readers))
     first = last = 0
     if me in readers:
         first = min(readers.index(me) * per_reader, len(blocks))
         last = min(first + per_reader, len(blocks))
     ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
-    counts = [np.empty(0, np.int32)]
+    counts = [nothing]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):
             counts += raise_everywhere(lambda: list(itertools.islice(ahead, _ROUND)))
             beat()
     counted = np.concatenate(counts)
-    padded = np.pad(counted, (0, per_reader * _BLOCK - len(counted)))
-    everyone = np.atleast_2d(multihost_utils.process_allgather(padded))
+    padded = np.pad(counted, ((0, per_reader * _BLOCK - len(counted)), (0, 0)))
+    everyone = multihost_utils.process_allgather(padded).reshape(-1, *padded.shape)
     return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxramp.data.batch import PADDING, Row
+from maxramp.data.rows import Document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PackedRows:
     """Rows made of pieces of documents."""
 
     def __init__(
-        self, documents: Sequence[np.ndarray], layout: RowLayout, length: int, separate: bool
+        self, documents: Sequence[Document], layout: RowLayout, length: int, separate: bool
     ):
         """A row predicts `length` tokens; `separate`: its pieces do not see each other."""
         self._documents, self._layout, self._length = documents, layout, length
@@ -52,14 +53,18 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Row:
         tokens, begins = np.full((self._length + 1,), PADDING, np.int32), []
+        is_target = None
         layout, at = self._layout, 0
         for piece in range(layout.first[index], layout.first[index + 1]):
             start, size = int(layout.start[piece]), int(layout.size[piece])
             document = self._documents[int(layout.document[piece])]
-            tokens[at : at + size] = document[start : start + size]
+            tokens[at : at + size] = document.tokens[start : start + size]
+            if document.is_target is not None:
+                is_target = np.zeros(len(tokens), bool) if is_target is None else is_target
+                is_target[at : at + size] = document.is_target[start : start + size]
             begins.append(at)
             at += size
-        return Row(tokens, np.array(begins, np.int64) if self._separate else None)
+        return Row(tokens, np.array(begins, np.int64) if self._separate else None, is_target)
 
 
 def concat_then_split(lengths: np.ndarray, length: int) -> RowLayout:

@@ -8,7 +8,7 @@ of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,22 @@ from maxramp.data.batch import Row
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
+
+# Why a document is left out, and counted; of most there is nothing to say.
+LEFT_OUT = (
+    "",
+    LONG := "longer than a row",
+    MARKED := "with marks in their messages",
+    UNANSWERED := "without an answer to train on",
+)
+
+
+class Document(NamedTuple):
+    """What a file holds of a document."""
+
+    tokens: np.ndarray  # int32 ids
+    is_target: np.ndarray | None = None  # bool, which of them are to be predicted; None = all
+    left_out: str = ""  # why it has no tokens: one of LEFT_OUT
 
 
 class Items:
@@ -101,8 +117,8 @@ class Documents(Chain):
         super().__init__(files)
         self._tokenizer = tokenizer
 
-    def _item(self, number: int) -> np.ndarray:
-        return self._tokenizer.encode([super()._item(number)])[0]
+    def _item(self, number: int) -> Document:
+        return Document(self._tokenizer.encode([super()._item(number)])[0])
 
 
 class TokenRecords(Chain):
@@ -112,7 +128,7 @@ class TokenRecords(Chain):
         super().__init__(files)
         self._vocab_size, self._length = vocab_size, length
 
-    def _item(self, number: int) -> np.ndarray | Row:
+    def _item(self, number: int) -> Document | Row:
         file, record = self._find(number)
         tokens, length = file[record], self._length
         if length and len(tokens) != length + 1:
@@ -122,7 +138,7 @@ class TokenRecords(Chain):
                 "or prepare the files with maxramp.prepare, which takes any length"
             )
         _check(tokens, self._vocab_size, lambda _: file.where(record))
-        return Row(tokens) if length else tokens
+        return Row(tokens) if length else Document(tokens)
 
 
 def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
 
 # Marks by the names that published tokenizers give them; those that this file names come first.
 _MARKS = "tokenizer_config.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|endoftext|>")
 _END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
@@ -40,6 +42,9 @@ class _Model:
     end: int | None
     encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]  # without marks
     decode: Callable[[list[int]], str]
+    # of one text whose marks are marks, with the characters [n, 2] of each id
+    encode_with_offsets: Callable[[str], tuple[list[int], list[tuple[int, int]]]] | None = None
+    special: Sequence[str] = ()  # the texts of its marks
 
 
 def _open_bytes(file: str, split: bool) -> _Model:
@@ -71,12 +76,21 @@ def _open_huggingface(file: str, split: bool) -> _Model:
         ids = (model.token_to_id(name) for name in known)
         marks.append(next((i for i in ids if i is not None), None))
     encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
+
+    def encode_with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = whole.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    whole = library.Tokenizer.from_str(model.to_str())  # whose marks are marks
+    added = model.get_added_tokens_decoder().values()
     return _Model(
         vocab_size=max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         begin=marks[0],
         end=marks[1],
         encode=lambda texts: [encoded.ids for encoded in encode(texts)],
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
+        encode_with_offsets=encode_with_offsets,
+        special=[token.content for token in added if token.special],
     )
 
 
@@ -140,6 +154,12 @@ class Tokenizer:
             np.concatenate([begin, np.asarray(ids, np.int32), end])
             for ids in self._model.encode(list(texts))
         ]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text that names marks itself, int32 [n], and which of its characters each
+        stands for, [n, 2]; none are put around it. Of type huggingface only."""
+        ids, offsets = self._model.encode_with_offsets(text)
+        return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
@@ -205,6 +225,36 @@ class Tokenizer:
     def mark_keys(self) -> dict[str, bool]:
         """MARK_KEYS with their values."""
         return {name: getattr(self, name) for name in MARK_KEYS}
+
+    @property
+    def special(self) -> Sequence[str]:
+        """The texts of its marks (special tokens)."""
+        return self._model.special
+
+    @property
+    def named_marks(self) -> dict[str, str]:
+        """Marks by the names that chat templates know, such as eos_token."""
+        named = {name: self._described.get(name) for name in _NAMED}
+        texts = {n: x["content"] if isinstance(x, dict) else x for n, x in named.items()}
+        return {name: text for name, text in texts.items() if text}
+
+    @property
+    def chat_template(self) -> str:
+        """The template that lies beside its file, or in what describes it; "" if there is none."""
+        beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
+        if self.type == "huggingface" and storage.exists(beside):
+            return storage.read_bytes(beside).decode(errors="replace")
+        found = self._described.get("chat_template") or ""
+        if isinstance(found, list):  # several, by their names
+            found = {one["name"]: one["template"] for one in found}.get("default", "")
+        return found
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        """What the file beside it says of a tokenizer of type huggingface."""
+        marks = _marks_file(self.file)
+        known = self.type == "huggingface" and storage.exists(marks)
+        return json.loads(storage.read_bytes(marks)) if known else {}
 
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ together. Every field has its line, its default and its reason in configs/base.y
 """
 
 import dataclasses
+import datetime
 import functools
 import re
 import types
@@ -45,6 +46,18 @@ above_zero_or_open = functools.partial(
 fraction = functools.partial(_key, lambda value: 0 <= value <= 1, "must lie between 0 and 1")
 share = functools.partial(_key, lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
 below_one = functools.partial(_key, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+
+
+def day() -> Any:
+    """A day of the calendar."""
+    return _key(_is_day, "must be a day, such as 2026-01-31")
+
+
+def _is_day(value: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
 
 
 def path_or_storage() -> Any:

@@ -123,6 +123,11 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return cls.of(left_out | {"max_target_length": 1} | given)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the length of the run is left to the data."""
+        return self.steps == self.total_samples == self.total_tokens == -1
+
+    @property
     def samples_of_run(self) -> int:
         """total_samples, or the samples of total_tokens; -1 where neither is given."""
         if self.total_tokens != -1:

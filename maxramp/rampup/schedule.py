@@ -352,7 +352,10 @@ class RampupBatchManager:
             return self.keys.steps
         samples = self.keys.samples_of_run
         if samples < 1:
-            raise ConfigError("none of steps, total_samples and total_tokens is given; give one")
+            raise ConfigError(
+                "steps=-1, total_samples=-1 and total_tokens=-1: the run is as long as num_epoch "
+                "passes over its data, which only maxramp.train reads; give one of them"
+            )
         if samples <= self.stages[0].first_sample:
             return self.stages[0].first_step
         return self.step_at_sample(samples - 1) + 1

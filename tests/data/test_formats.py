@@ -366,12 +366,12 @@ def test_documents_of_a_corpus(tmp_path):
     opened = corpus(f"{tmp_path}/*/*.parquet", "eval_fraction=0.1")
     (part,) = opened.train
     assert opened.documents and len(part.items) + len(opened.held_out) == len(TEXTS) == 205
-    got = [part.items[i] for i in range(len(part.items))]
-    got += [opened.held_out[i] for i in range(len(opened.held_out))]
+    got = [part.items[i].tokens for i in range(len(part.items))]
+    got += [opened.held_out[i].tokens for i in range(len(opened.held_out))]
     assert [bytes(ids[1:-1].astype(np.uint8)).decode() for ids in got] == TEXTS
     assert {(ids[0], ids[-1]) for ids in got} == {(256, 257)} and len(opened.held_out) == 20
     elsewhere = pickle.loads(pickle.dumps(part.items))  # in a process that reads ahead
-    np.testing.assert_array_equal(elsewhere[17], part.items[17])
+    np.testing.assert_array_equal(elsewhere[17].tokens, part.items[17].tokens)
 
 
 def test_evaluation_files_leave_the_training_files_whole(tmp_path):

@@ -56,7 +56,7 @@ def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
     assert content(tmp_path / "name") == content(tmp_path / "path")
     keys = ["dataset_type=grain", f"tokenizer_path={NAME}", "vocab_size=320", COLUMN]
     items = open_corpus(make_config(*keys, f"grain_train_files={source}").data).train[0].items
-    assert items[3].tolist() == documents(tmp_path / "name")[3]
+    assert items[3].tokens.tolist() == documents(tmp_path / "name")[3]
     of_set = make_config(*keys, f"grain_train_files={tmp_path}/name").data
     assert "not used" not in open_corpus(of_set).description
 
@@ -140,7 +140,7 @@ def test_a_data_set_by_name(data_set, tmp_path):
     items = opened.train[0].items
     assert (len(items), len(opened.held_out)) == (len(TEXTS), 9) and opened.documents
     expected = [[256, *text.encode(), 257] for text in TEXTS]
-    assert [items[i].tolist() for i in range(len(items))] == expected
+    assert [items[i].tokens.tolist() for i in range(len(items))] == expected
     given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
     assert prepare_lib.main(given) == 0
     assert documents(tmp_path / "set") == expected

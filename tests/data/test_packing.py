@@ -10,6 +10,7 @@ from conftest import batch_of, make_config, make_mesh, numpy_fingerprint
 
 from maxramp.data.batch import PADDING, Row, stack
 from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
+from maxramp.data.rows import Document
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.spec import text_fields
@@ -27,6 +28,10 @@ def documents(count=200, longest=60, seed=0):
     return [np.arange(e - n, e, dtype=np.int32) for e, n in zip(ends, lengths, strict=True)]
 
 
+def rows_of(texts, *given, **keys):
+    return PackedRows([Document(text) for text in texts], *given, **keys)
+
+
 def pieces_of(row):
     """The pieces in a packed row, without padding."""
     filled = row.tokens[row.tokens != PADDING]
@@ -40,7 +45,7 @@ def test_rows_decode_to_the_documents(layout):
     """Pieces put together again give every document; its tokens but the first are targets once."""
     texts = documents()
     lengths = np.array([len(text) for text in texts])
-    rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, separate=True)
+    rows = rows_of(texts, layout(lengths, LENGTH), LENGTH, separate=True)
     predicted, pieces = collections.Counter(), []
     for i in range(len(rows)):
         for piece in pieces_of(rows[i]):
@@ -75,7 +80,7 @@ def test_small_corners(lengths):
     texts = [np.arange(n, dtype=np.int32) for n in lengths]
     targets = sum(max(0, n - 1) for n in lengths)
     for layout in LAYOUTS:
-        rows = PackedRows(texts, layout(np.array(lengths, int), LENGTH), LENGTH, separate=False)
+        rows = rows_of(texts, layout(np.array(lengths, int), LENGTH), LENGTH, separate=False)
         assert len(rows) == -(-targets // LENGTH)
 
 
@@ -160,7 +165,7 @@ def test_a_packed_batch_is_its_documents(arguments):
         return eval_step(decoder, zeros, batch, objective=objective)
 
     def sums_of(layout, packed):
-        rows = PackedRows(texts, layout(lengths, LENGTH), LENGTH, separate=packed)
+        rows = rows_of(texts, layout(lengths, LENGTH), LENGTH, separate=packed)
         fill = [Row(np.full(LENGTH + 1, PADDING, np.int32))] * (-len(rows) % 8)
         batch = stack([*(rows[i] for i in range(len(rows))), *fill], text_fields(LENGTH, packed))
         batch = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)

@@ -72,7 +72,7 @@ def test_documents_are_tokenized_by_it(f):
     keys += (f"tokenizer_path={f}/one/tokenizer.json", "add_bos=False", "add_eos=False")
     items = open_corpus(make_config(*keys).data).train[0].items
     ids = hf.Tokenizer.from_file(f"{f}/one/tokenizer.json").encode(TEXTS[20]).ids
-    assert items[20].tolist() == ids and len(ids) < len(TEXTS[20]) / 2
+    assert items[20].tokens.tolist() == ids and len(ids) < len(TEXTS[20]) / 2
 
 
 @pytest.mark.parametrize(

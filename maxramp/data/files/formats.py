@@ -17,6 +17,7 @@ import numpy as np
 
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.data.files.records import (
+    WHOLE,
     BadRecord,
     Piece,
     Record,
@@ -265,6 +266,8 @@ class JsonLines(RecordFile):
             raise BadRecord(f"is not JSON ({what}); cut off?") from None
         if not isinstance(record, dict):
             raise BadRecord(f"is no JSON object but {shown(record)}")
+        if self.column == WHOLE:
+            return self._checked(record)
         if self.column not in record:
             raise self._missing(record)
         return self._checked(record[self.column])
@@ -302,9 +305,9 @@ class ParquetFile(RecordFile):
         """The rows of row groups [start, stop)."""
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
-            batches = file.iter_batches(1024, list(range(start, stop)), [self.column])
+            batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
             while batch := self._guarded(lambda: next(batches, None)):
-                for scalar in batch.column(0):
+                for scalar in self._of(batch):
                     yield attempt(index, self._value, scalar)
                     index += 1
 
@@ -318,7 +321,15 @@ class ParquetFile(RecordFile):
 
     def _column(self, group: int) -> Any:
         with self._open(self._metadata) as file:
-            return self._guarded(lambda: file.read_row_group(group, [self.column]).column(0))
+            return self._guarded(lambda: self._of(file.read_row_group(group, self._columns)))
+
+    @property
+    def _columns(self) -> list[str] | None:
+        return None if self.column == WHOLE else [self.column]
+
+    def _of(self, table: Any) -> Any:
+        """What a table or batch of the columns holds, by record."""
+        return table.to_struct_array() if self.column == WHOLE else table.column(0)
 
     def _value(self, scalar: Any) -> Record:
         try:
@@ -336,7 +347,7 @@ class ParquetFile(RecordFile):
         # Kept without the file: a run may have more files than a process can hold open.
         with self._open() as file:
             names = file.schema_arrow.names
-            if self.column not in names:
+            if self.column not in (WHOLE, *names):
                 raise ConfigError(f"{self.path}: {self._missing(names)}")
             return file.metadata
 

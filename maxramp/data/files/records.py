@@ -1,6 +1,7 @@
 """What every file of records can do: be read in order by pieces, or one record by its number.
 
-Record: text (str), or with `tokens` the ids of an already tokenized document (int32).
+Record: text (str), or with `tokens` the ids of an already tokenized document (int32); of the column
+WHOLE all of the record's columns by their names.
 Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records), for reading
 in order without an index; the pieces of a file cover it once.
 """
@@ -15,7 +16,8 @@ import numpy as np
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
-Record = str | np.ndarray
+Record = str | np.ndarray | dict[str, Any]
+WHOLE = ""  # the column that stands for all of a record's
 Piece = tuple[int, int, int]
 
 
@@ -36,7 +38,7 @@ class RecordFile(abc.ABC):
         """
         Args:
           path: a local path or one of fsspec's.
-          column: the field or column that holds the document, where records have such.
+          column: the field or column that holds the document, where records have such; or WHOLE.
           tokens: whether it holds token ids, else text.
         """
         self.path, self.column, self.tokens = path, column, tokens
@@ -102,11 +104,15 @@ class RecordFile(abc.ABC):
         return type(self), (self.path, self.column, self.tokens)
 
     def _checked(self, value: Any) -> Record:
-        """What a record holds, as text or ids.
+        """What a record holds, as text or ids, or whole.
 
         Raises:
           BadRecord: it is neither.
         """
+        if self.column == WHOLE:
+            if not isinstance(value, dict):
+                raise BadRecord(f"is no record of several columns but {shown(value)}")
+            return value
         if self.tokens:
             try:
                 ids = np.asarray(value)

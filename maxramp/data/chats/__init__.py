@@ -1,0 +1,1 @@
+"""Chats: their messages (`messages`), a template's text of them (`template`), tokens (`chats`)."""

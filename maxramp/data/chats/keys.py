@@ -1,0 +1,20 @@
+"""The keys of chats."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from maxramp.keys.section import Keys, day, one_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatKeys(Keys):
+    """How chats become text, and which of it is trained on."""
+
+    use_sft: bool
+    sft_train_on_completion_only: bool
+    sft_train_on_last_answer_only: bool
+    chat_template: str
+    chat_template_date: str = day()
+    chat_template_switches: Sequence[str]
+    long_chats: str = one_of("leave_out", "cut")
+    chats_with_marks: str = one_of("refuse", "leave_out")

@@ -1,0 +1,147 @@
+"""A record of a data set -> the messages of a chat, in the form that templates read.
+
+Forms: `messages` (role and content, as in OpenAI, TRL, MaxText), `conversations` (from and value,
+ShareGPT's), `prompt` and `completion`, and `instruction`, `input` and `output` (Alpaca's).
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from maxramp.data.files.records import BadRecord, shown
+
+ANSWERS = "assistant"
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "model", "chatgpt", "assistant"), ANSWERS),
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    "system": "system",
+}
+_FORMS = "messages, conversations, prompt and completion, instruction and output"
+# A message's own word on whether it is trained on: Axolotl's, OpenAI's.
+_TRAINED = ("train", "weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """The messages of a chat."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    trained: list[bool]  # of each answer, whether it may be trained on
+
+    def texts(self) -> Iterator[str]:
+        """Every text in it."""
+        return _texts([self.messages, self.tools])
+
+
+def read(record: Mapping[str, Any]) -> Chat:
+    """The chat of a record.
+
+    Raises:
+      BadRecord: it holds none.
+    """
+    record = {name: value for name, value in record.items() if value is not None}
+    messages = [_message(message) for message in _messages(record)]
+    if not messages:
+        raise BadRecord("has no message; leave it out")
+    trained = []
+    for message in messages:
+        says = [bool(message.pop(name)) for name in _TRAINED if name in message]
+        trained += [all(says)] * (message["role"] == ANSWERS)
+    tools = record.get("tools") or None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or None
+        except ValueError as error:
+            raise BadRecord(f"tools is not JSON ({error})") from None
+    if tools is not None and not isinstance(tools, list):
+        raise BadRecord(f"tools is no list but {shown(tools)}")
+    return Chat(messages, tools, trained)
+
+
+def _messages(record: Mapping[str, Any]) -> list[Any]:
+    """The messages of a record of any form."""
+    if "messages" in record:
+        return _list("messages", record["messages"])
+    if "conversations" in record:
+        said = _list("conversations", record["conversations"])
+        first = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        return [*first, *map(_of_sharegpt, said)]
+    if "prompt" in record and "completion" in record:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": ANSWERS, "content": completion}]
+        return [*_list("prompt", prompt), *_list("completion", completion)]
+    if "instruction" in record and "output" in record:
+        asked = "\n\n".join(str(record[n]) for n in ("instruction", "input") if record.get(n))
+        first = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        answer = {"role": ANSWERS, "content": record["output"]}
+        return [*first, {"role": "user", "content": asked}, answer]
+    there = ", ".join(list(record)[:8]) or "nothing"
+    raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}")
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadRecord(f"{name} is no list of messages but {shown(value)}")
+    return value
+
+
+def _of_sharegpt(message: Any) -> Any:
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    role = _ROLES.get(str(message["from"]))
+    if not role:
+        raise BadRecord(f'a message is from "{message["from"]}"; there are {", ".join(_ROLES)}')
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": role, "content": message.get("value"), **others}
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message without the columns that only other messages of a table have."""
+    if not isinstance(message, dict):
+        raise BadRecord(f"a message is no object but {shown(message)}")
+    message = _without_none(message)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise BadRecord(f"a message's role is {shown(role)}")
+    if content is not None and not isinstance(content, str):
+        blocks = content if isinstance(content, list) else [content]
+        if any(not isinstance(b, dict) or b.get("type", "text") != "text" for b in blocks):
+            raise BadRecord(f"a message's content is no text but {shown(content)}")
+        message["content"] = "".join(str(block.get("text", "")) for block in blocks)
+    if content is None and not message.get("tool_calls"):
+        raise BadRecord(f"a message of the role {role} has no content")
+    for call in message.get("tool_calls") or ():
+        of = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(of.get("arguments"), str):  # OpenAI's; templates take an object
+            try:
+                of["arguments"] = json.loads(of["arguments"])
+            except ValueError as error:
+                raise BadRecord(f"a tool call's arguments are not JSON ({error})") from None
+    return message
+
+
+def _without_none(value: Any) -> Any:
+    """Without what a table's columns hold where a record has nothing."""
+    if isinstance(value, dict):
+        return {name: _without_none(x) for name, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [_without_none(x) for x in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, x in value.items():
+            yield name
+            yield from _texts(x)
+    elif isinstance(value, list):
+        for x in value:
+            yield from _texts(x)

@@ -1,0 +1,213 @@
+"""A tokenizer's chat template: the text of a chat, and where its answers lie in it.
+
+Templates are Jinja, and code of others: they run in a sandbox, with what transformers gives them.
+An answer begins behind the text that asks for one (`add_generation_prompt`) and ends with the mark
+that ends a turn, which belongs to it. Where a template has {% generation %} blocks, these say it.
+"""
+
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxramp.data.chats.messages import ANSWERS, Chat
+from maxramp.data.files.records import BadRecord
+from maxramp.errors import ConfigError
+from maxramp.files.storage import optional
+
+# Around the text of a {% generation %} block while it is rendered: no characters, by Unicode.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_BLOCKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Span = tuple[int, int]  # of a text: characters from the first up to the second
+
+
+class ChatTemplate:
+    """A template, with the switches and the date that it sees."""
+
+    def __init__(
+        self,
+        source: str,
+        marks: Sequence[str],
+        named: Mapping[str, str],
+        date: datetime.date,
+        switches: Mapping[str, Any],
+    ):
+        """
+        Args:
+          source: Jinja.
+          marks: the special tokens of the tokenizer, which no message may hold.
+          named: some of them by name, such as eos_token.
+          date: what it takes for today.
+          switches: other variables, such as enable_thinking.
+
+        Raises:
+          ConfigError: it is no template.
+        """
+        self._named, self._date, self._switches = dict(named), date, dict(switches)
+        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        self._has_marks, self._has_blocks = bool(marks), bool(_BLOCKS.search(source))
+        jinja2 = optional("jinja2", "jinja2", "a chat template")
+        try:
+            self._template = self._environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is not valid ({_said(error)})") from None
+        described = repr((source, sorted(named.items()), str(date), sorted(switches.items())))
+        self.hash = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+    def mark_in(self, text: str) -> str:
+        """A mark of the tokenizer that a text names; "" if there is none."""
+        found = self._marks.search(text) if self._has_marks else None
+        return found[0] if found else ""
+
+    def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
+        """The text of a chat's first messages, all of them unless `count` says how many.
+
+        Args:
+          chat: the chat.
+          count: how many messages.
+          ask: whether the text goes on up to where an answer begins.
+
+        Raises:
+          BadRecord: the template fails, or refuses the chat.
+        """
+        return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
+
+    def answers(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The text of a chat, and where each answer lies in it, its end mark included.
+
+        Raises:
+          BadRecord: the template fails, or what it makes of the answers cannot be found.
+        """
+        wanted = sum(message["role"] == ANSWERS for message in chat.messages)
+        text = self._render(chat, None, False)
+        if self._has_blocks:
+            spans, text = _of_blocks(text)
+        else:
+            spans = self._behind_headers(chat, text, wanted) or self._by_prefixes(chat, text)
+        if len(spans) != wanted:
+            raise BadRecord(
+                f"the chat template shows {len(spans)} of its {wanted} answers where they can be "
+                "told from the rest; give a chat_template with {% generation %} blocks"
+            )
+        return text, spans
+
+    def _behind_headers(self, chat: Chat, text: str, wanted: int) -> list[Span]:
+        """Answers behind what asks for one, or behind the longest beginning of it that is there as
+        often as answers are: some templates go on with a thought that old answers have lost. No
+        message can feign it, as it begins with a mark."""
+        roles = [message["role"] for message in chat.messages]
+        first = roles.index(ANSWERS) if wanted else 0
+        header = self._render(chat, first, True).removeprefix(self._render(chat, first, False))
+        start = self._marks.match(header) if self._has_marks else None
+        if not start:
+            return []
+        ends = {match.end() for match in self._marks.finditer(header)}
+        ends |= {i + 1 for i, character in enumerate(header) if character == "\n"} | {len(header)}
+        for end in sorted(ends, reverse=True):
+            found = [match.start() for match in re.finditer(re.escape(header[:end]), text)]
+            if len(found) == wanted:
+                break
+        else:
+            return []
+        spans = []
+        for at in found:
+            begin = at + (len(header) if text.startswith(header, at) else end)
+            spans.append((begin, self._end(text, begin)))
+        # With another end mark than expected an answer would go on into the next turn.
+        apart = all(start[0] not in text[begin:stop] for begin, stop in spans)
+        return spans if apart else []
+
+    def _end(self, text: str, at: int) -> int:
+        """Where the answer ends that begins at a place: behind the mark that ends turns, or with
+        the text."""
+        end = text.find(self._end_mark, at) if self._end_mark else -1
+        return end + len(self._end_mark) if end >= 0 else len(text)
+
+    def _by_prefixes(self, chat: Chat, text: str) -> list[Span]:
+        """Answers of a template whose text only grows with every message."""
+        spans = []
+        for i, message in enumerate(chat.messages):
+            if message["role"] != ANSWERS:
+                continue
+            before, whole = self._render(chat, i, True), self._render(chat, i + 1, False)
+            if not (whole.startswith(before) and text.startswith(whole)):
+                return []
+            spans.append((len(before), self._end(whole, len(before))))
+        return spans
+
+    @functools.cached_property
+    def _end_mark(self) -> str:
+        """The last mark behind an answer."""
+        said = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
+        text = self._render(Chat(said, None, [True]), None, False)
+        found = self._marks.findall(text[text.rfind("b") :]) if self._has_marks else []
+        return found[-1] if found else ""
+
+    def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
+        messages = chat.messages[:count]
+        try:
+            return self._template.render(
+                **{**self._named, **self._switches},
+                messages=messages,
+                tools=chat.tools,
+                documents=None,
+                add_generation_prompt=ask,
+            )
+        except Exception as error:  # a template is a program
+            raise BadRecord(f"the chat template refuses it ({_said(error)})") from None
+
+    def _environment(self) -> Any:
+        """What transformers gives templates; without a clock."""
+        from jinja2 import ext, nodes, sandbox
+        from jinja2.exceptions import TemplateError
+
+        class Generation(ext.Extension):
+            """{% generation %} ... {% endgeneration %}: an answer."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                call = self.call_method("_marked")
+                return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+            def _marked(self, caller: Any) -> str:
+                return f"{_BEGIN}{caller()}{_END}"
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            given = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+            return json.dumps(x, ensure_ascii=ensure_ascii, **given)
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = self._date.strftime
+        return environment
+
+
+def _of_blocks(marked: str) -> tuple[list[Span], str]:
+    """Where the blocks lie in a text, and the text without their marks."""
+    spans, parts, at = [], [], 0
+    for part in re.split(f"({_BEGIN}|{_END})", marked):
+        if part == _BEGIN:
+            start = at
+        elif part == _END:
+            spans.append((start, at))
+        else:
+            parts.append(part)
+            at += len(part)
+    return spans, "".join(parts)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,239 @@
+"""use_sft: records to messages, messages to text, answers to targets, chats to rows."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_config
+
+from maxramp.data.chats import messages
+from maxramp.data.opening import open_corpus, open_rows
+from maxramp.data.tokenizers import train_bpe
+from maxramp.errors import ConfigError
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# As Mistral's: nothing asks for an answer, whose end mark begins nothing.
+INST = """{% for m in messages %}{% if m.role == "user" %}<s>[INST] {{ m.content }} [/INST]
+{%- else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
+# As Qwen3's: answers before the last have lost their thoughts.
+THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if loop.last and m.role == "assistant" %}<think>
+{{ m.thinking }}
+</think>
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined %}<think>
+{% endif %}{% endif %}"""
+BLOCKS = """{% for m in messages %}{{ m.role }}: {% if m.role == "assistant" %}
+{% generation %}{{ m.content | trim }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+# As gpt-oss's: turns end with one of several marks.
+SEVERAL = """{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}
+{%- if loop.last %}<|im_end|>{% else %}</s>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+TURNS = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "assistant\nI", "thinking": "a"},
+    {"role": "user", "content": "assistant"},
+    {"role": "assistant", "content": "Yes.", "thinking": "b"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer with marks for turns."""
+    model = json.loads(train_bpe(iter(["the quick brown fox"] * 9), 264))
+    size = len(model["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for i, mark in enumerate(("<|im_start|>", "<|im_end|>")):
+        model["added_tokens"].append({"id": size + i, "content": mark, "special": True} | flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    said = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    return tmp_path
+
+
+def data_keys(folder, *arguments):
+    return make_config(
+        *("use_sft=True", "dataset_type=grain", f"tokenizer_path={folder}", "vocab_size=320"),
+        *("grain_packing_type=best_fit", "eval_interval=-1", "max_target_length=64"),
+        *("enable_rampup_batch_size=False", f"grain_train_files={folder}/chats.jsonl"),
+        "eval_fraction=0",
+        *arguments,
+    )
+
+
+def chats_of(folder, records, *arguments, template=""):
+    """The chats of a file of these records."""
+    (folder / "chats.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    if template:
+        (folder / "template.jinja").write_text(template)
+        arguments += (f"chat_template={folder}/template.jinja",)
+    (part,) = open_corpus(data_keys(folder, *arguments).data).train
+    return part.items
+
+
+def trained(folder, record, *arguments, template=""):
+    """The parts of a chat's text that are trained on; the tokens say the same."""
+    items = chats_of(folder, [record], *arguments, template=template)
+    text, spans = items.text(0)
+    tokens, is_target, left_out = items[0]
+    decode = items._tokenizer.decode
+    if not left_out:
+        assert decode(tokens) == text
+        assert decode(tokens[is_target]) == "".join(text[a:b] for a, b in spans)
+    return [text[a:b] for a, b in spans]
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (CHATML, ["assistant\nI<|im_end|>", "Yes.<|im_end|>"]),
+        (INST, [" assistant\nI</s>", " Yes.</s>"]),
+        (THINKS, ["assistant\nI<|im_end|>", "<think>\nb\n</think>\nYes.<|im_end|>"]),
+        (BLOCKS, ["assistant\nI.", "Yes.."]),
+    ],
+)
+def test_answers_are_the_targets(folder, template, expected):
+    assert trained(folder, {"messages": TURNS}, template=template) == expected
+
+
+def test_what_else_is_trained_on(folder):
+    """The last answer, what a message's own key says, everything, what follows a header."""
+    record = {"messages": TURNS}
+    assert trained(folder, record, "sft_train_on_last_answer_only=True") == ["Yes.<|im_end|>"]
+    (whole,) = trained(folder, record, "sft_train_on_completion_only=False")
+    assert whole.startswith("<|im_start|>user\nWho?<|im_end|>\n") and whole.endswith("<|im_end|>\n")
+    for key, value in (("train", False), ("weight", 0)):
+        one = [TURNS[0], TURNS[1] | {key: value}, *TURNS[2:]]
+        assert trained(folder, {"messages": one}) == ["Yes.<|im_end|>"]
+    switches = ("chat_template_switches=[enable_thinking=true]",)
+    said = trained(folder, record, *switches, template=THINKS)
+    assert said == ["assistant\nI<|im_end|>", "b\n</think>\nYes.<|im_end|>"]
+
+
+def test_forms_of_records():
+    """The same chat in every form."""
+    said = [("system", "Be."), ("user", "Who?"), ("assistant", "I")]
+    expected = [{"role": role, "content": content} for role, content in said]
+    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
+    for record in (
+        {"messages": expected},
+        {"messages": [message | {"name": None} for message in expected], "tools": None},
+        {"conversations": talk, "system": "Be."},
+        {"prompt": expected[:2], "completion": expected[2:]},
+        {"prompt": [expected[0], *parts], "completion": "I"},
+        {"system": "Be.", "instruction": "Who?", "input": "", "output": "I"},
+    ):
+        assert messages.read(record).messages == expected
+    assert messages.read({"prompt": "a", "completion": "b"}).trained == [True]
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    chat = messages.read({"messages": [asked], "tools": '[{"name": "add"}]'})
+    assert chat.tools == [{"name": "add"}]
+    assert chat.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+GOOD = {"prompt": "Who?", "completion": "I"}
+FAILS = "{{ raise_exception('only one system message') }}"
+
+
+@pytest.mark.parametrize(
+    "records, arguments, template, parts",
+    [
+        ([GOOD, {"text": "x"}], (), "", ["line 2", "is no chat: it has text"]),
+        ([{"messages": "x"}], (), "", ["line 1", "no list of messages"]),
+        ([{"messages": [{"role": "user"}]}], (), "", ["role user has no content"]),
+        ([{"conversations": [{"from": "bot", "value": "x"}]}], (), "", ['from "bot"']),
+        ([GOOD], (), FAILS, ["line 1", "only one system message"]),
+        ([GOOD], (), "{% if %}", ["chat template is not valid"]),
+        ([{"messages": TURNS}], (), SEVERAL, ["shows 0 of its 2 answers", "{% generation %}"]),
+        ([GOOD | {"completion": "a</s>b"}], (), "", ["line 1", "holds </s>", "=leave_out"]),
+        ([GOOD], ("tokenizer_type=bytes", "tokenizer_path="), "", ["use_sft=True", "no marks"]),
+        ([GOOD], ("grain_packing_type=concat_then_split",), "", ["packs chats whole"]),
+        ([GOOD], ("chat_template_date=2026-02-30",), "", ["must be a day"]),
+        ([GOOD], ("chat_template_switches=[thinking]",), "", ["thinking has no value"]),
+        ([GOOD], ("chat_template=nowhere",), "", ["nowhere", "No such file"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(folder, records, arguments, template, parts):
+    with pytest.raises(ConfigError) as caught:
+        chats_of(folder, records, *arguments, template=template)
+    line = str(caught.value)
+    assert all(part in line for part in parts) and "\n" not in line, line
+
+
+def test_without_a_template(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no chat template; give chat_template=FILE"):
+        chats_of(folder, [GOOD])
+
+
+def test_rows_hold_whole_chats(folder):
+    """Each in one row, apart; what is left out is counted, and targets are those of the chats."""
+    random = np.random.default_rng(0)
+    records = [
+        {"prompt": "q" * int(n), "completion": f"{i} " + "a" * int(m)}
+        for i, (n, m) in enumerate(random.integers(1, 12, (60, 2)))
+    ]
+    records[7]["completion"] = "x" * 99
+    records[9] = {"messages": [{"role": "user", "content": "alone"}]}
+    records[11]["prompt"] = "<s>"
+    items = chats_of(folder, records, "chats_with_marks=leave_out")
+    keys = data_keys(folder, "chats_with_marks=leave_out")
+    corpus = open_rows(keys.data, keys.reading, True)
+    for part in ("1 longer than a row", "1 with marks", "1 without an answer", "are targets"):
+        assert part in corpus.description
+    (part,) = corpus.train
+    found = []
+    for i in range(len(part.items)):
+        tokens, begins, is_target = part.items[i]
+        ends = [*begins[1:], np.flatnonzero(tokens >= 0)[-1] + 1]
+        found += [
+            (tokens[a:b].tolist(), is_target[a:b].tolist())
+            for a, b in zip(begins, ends, strict=True)
+        ]
+    kept = [items[i] for i in range(len(records)) if not items[i].left_out]
+    expected = [(chat.tokens.tolist(), chat.is_target.tolist()) for chat in kept]
+    assert sorted(found) == sorted(expected) and len(kept) == 57
+    cut = chats_of(folder, records, "chats_with_marks=leave_out", "long_chats=cut")
+    assert len(cut[7].tokens) == 65 and cut[7].is_target.any()
+    with pytest.raises(ConfigError, match="nothing to predict: 1 without an answer"):
+        chats_of(folder, records[9:10])
+        open_rows(keys.data, keys.reading, True)
+
+
+def test_what_changes_the_text_changes_the_hash(folder):
+    hashes = set()
+    for given in (
+        ("", ()),
+        (CHATML + " ", ()),
+        ("", ("chat_template_date=2026-02-01",)),
+        ("", ("chat_template_switches=[a=1]",)),
+        ("", ("sft_train_on_completion_only=False",)),
+    ):
+        chats_of(folder, [GOOD], *given[1], template=given[0])
+        extra = (f"chat_template={folder}/template.jinja",) if given[0] else ()
+        hashes.add(open_corpus(data_keys(folder, *given[1], *extra).data).hash)
+    assert len(hashes) == 5
+
+
+def test_parquet(folder):
+    """Columns of structs, which lack what other messages have."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = [{"messages": TURNS}, {"messages": TURNS[2:]}, {"messages": TURNS[:2]}]
+    parquet.write_table(arrow.Table.from_pylist(records), folder / "chats.parquet")
+    lines = chats_of(folder, records)
+    keys = data_keys(folder, f"grain_train_files={folder}/chats.parquet")
+    (part,) = open_corpus(keys.data).train
+    for i in range(3):
+        np.testing.assert_array_equal(part.items[i].tokens, lines[i].tokens)
+        np.testing.assert_array_equal(part.items[i].is_target, lines[i].is_target)
