@@ -76,7 +76,7 @@ tensorstore_utils._use_gcs_driver = lambda path: re.match("(gs|s3)://", path) is
 gcs_utils.get_kvstore_for_gcs = _store
 
 # Keys that decide which arrays there are, of what shape and dtype.
-_ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type")
+_ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type", "sgd_momentum")
 
 
 def items_of(state: TrainState) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
-from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, PolicyKeys, Recipe
+from maxramp.training.keys import (
+    HALF_LIVES,
+    LearningRateKeys,
+    ObjectiveKeys,
+    OptimizerKeys,
+    PolicyKeys,
+    Recipe,
+)
 
 # Sections that one of the programs that train reads, and the other does not.
 OF_ONE_PROGRAM = {
@@ -274,6 +281,12 @@ def _of_optimizer(keys: OptimizerKeys) -> Relations:
             role not in ROLES,
             f"adamw_mask={keys.adamw_mask}: {role} is no role of a weight; use some of "
             f"{', '.join(ROLES)}",
+        )
+    for name in keys.half_lives_in_samples:
+        yield (
+            name not in HALF_LIVES[keys.opt_type],
+            f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is no half-life of "
+            f"opt_type={keys.opt_type}; use some of {', '.join(HALF_LIVES[keys.opt_type])}",
         )
 
 

@@ -19,7 +19,12 @@ CONFIGS = next(
 
 # Keys that may be unset, and their type where they are set.
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list, "learning_rate": float}
+_OPTIONAL = {
+    "max_num_checkpoints_to_keep": int,
+    "rampup_batch_size": list,
+    "learning_rate": float,
+    "muon_consistent_rms": float,
+}
 
 _MOST_WHOLE = 12  # keys with their values, in one line
 

@@ -39,7 +39,7 @@ def positive_or_open(meaning: str = "see --help-keys") -> Any:
 
 
 # Numbers within bounds: each makes the field of a key.
-above_zero = functools.partial(_key, lambda value: value > 0, "must be above 0")
+above_zero = functools.partial(_key, lambda value: value is None or value > 0, "must be above 0")
 above_zero_or_open = functools.partial(
     _key, lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)"
 )

@@ -33,18 +33,33 @@ class PolicyKeys(Keys):
     loss_block_tokens: int = at_least(0)
 
 
+# By opt_type, the keys of its optimizers that half_lives_in_samples may name.
+_ADAMW = ("adam_b1", "adam_b2", "adam_weight_decay")
+HALF_LIVES = {
+    "adamw": _ADAMW,
+    "sgd": ("sgd_momentum",),
+    "muon": ("muon_beta", "muon_weight_decay", *_ADAMW),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerKeys(Keys):
     """Gradients -> new weights."""
 
     init_weights_seed: int = uint32()
-    opt_type: str = one_of("adamw", "sgd")
+    dtype: str = dtype_of()
+    opt_type: str = one_of(*HALF_LIVES)
     adam_b1: float = below_one()
     adam_b2: float = below_one()
     adam_eps: float = at_least(0)
     adam_weight_decay: float = at_least(0)
     adamw_mask: Sequence[str]
     mu_dtype: str = dtype_of("")
+    sgd_momentum: float = below_one()
+    muon_beta: float = below_one()
+    muon_weight_decay: float = at_least(0)
+    muon_consistent_rms: float | None = above_zero()
+    half_lives_in_samples: Sequence[str]
     gradient_clipping_threshold: float = at_least(0)
     skip_bad_steps: int = at_least(0)
     log_gradient_noise_scale: bool

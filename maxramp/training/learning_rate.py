@@ -13,6 +13,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import LearningRateKeys
+from maxramp.training.optimizers.half_lives import Pace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +75,7 @@ class LearningRate:
             s = self._step_at(s)
         peak = keys.learning_rate
         if global_batch_size is not None:
-            power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[keys.batch_size_lr_scaling]
-            peak *= (global_batch_size / self.reference) ** power
+            peak *= self.pace(global_batch_size).rate
         final, fall = peak * curve.final, curve.total - curve.decay
         cosine = curve.style == "cosine"
         done = self._progress(s - fall, curve.decay, 1.0 if cosine else 0.0)
@@ -83,6 +83,12 @@ class LearningRate:
         rate = jnp.where(s < fall, peak, final + (peak - final) * left)
         rate = jnp.where(s < curve.warmup, peak * self._progress(s, curve.warmup, 0.0), rate)
         return jnp.where(s < curve.total, rate, 0.0)
+
+    def pace(self, global_batch_size: Any) -> Pace:
+        """A step of so many samples beside one of the reference batch."""
+        power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
+        batch = global_batch_size / self.reference
+        return Pace(batch, batch**power)
 
     def _progress(self, since: Any, length: float, of_one_batch: float) -> Any:
         """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""

@@ -37,7 +37,7 @@ from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stacked
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers import Optimizer
+from maxramp.training.optimizers.table import Optimizer
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
 Squares = dict[str, jax.Array]
@@ -73,7 +73,7 @@ def squares_of(
       keys, opt_state: the optimizer before the step.
     """
     found = {"": squares(_of_products(gradients)), "norms_": squares(of_rows)}
-    if moment := Optimizer(keys).second_moment(opt_state):
+    if moment := _moment(keys, opt_state):
         found["adam_"] = _as_adam_sees(gradients, keys, moment)
     return found
 
@@ -112,7 +112,7 @@ def metrics(
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_of_products(gradients))
-        if moment := Optimizer(keys).second_moment(opt_state):
+        if moment := _moment(keys, opt_state):
             groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, moment)
     found = {}
     for kind, (tokens, whole) in groups.items():
@@ -130,6 +130,12 @@ def _is_probe(x: Any) -> bool:
 def _of_products(tree: Any) -> list[Any]:
     """The weights of products; the gradients of others are whole where theirs lie apart."""
     return [x for x in weights_of(tree) if x.is_in_products]
+
+
+def _moment(keys: OptimizerKeys, opt_state: dict[str, Any]) -> tuple[Decoder, jax.Array] | None:
+    """The second moment of the layers' products; None where their optimizer has none."""
+    moment = Optimizer(keys).second_moment(opt_state)
+    return moment if moment and _of_products(moment[0].layers) else None
 
 
 def _as_adam_sees(

@@ -12,7 +12,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.parts.weights import Weight, is_weight, joined, part_of
 from maxramp.parallel.mesh import mesh_of, on_mesh, platform
 from maxramp.training.keys import Recipe
-from maxramp.training.optimizers import Optimizer
+from maxramp.training.optimizers.table import Optimizer
 
 
 @jax.tree_util.register_dataclass

@@ -24,7 +24,8 @@ from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers import Optimizer
+from maxramp.training.optimizers.half_lives import STEADY
+from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.state import TrainState, no_counts
 
 Metrics = dict[str, jax.Array]
@@ -179,9 +180,10 @@ def update(
         first = low - jnp.uint32(samples), high - (low < samples).astype(jnp.uint32)
     first_low, first_high = (word.astype(jnp.float32) for word in first)
     rate = learning_rate(first_high * 2.0**32 + first_low, samples)
+    pace = learning_rate.pace(samples) if optimizer.half_lives_in_samples else STEADY
     with jax.named_scope("optimizer"):
         change = Optimizer(optimizer).update
-        direction, opt_state = change(gradients, state.opt_state, state.trained)
+        direction, opt_state = change(gradients, state.opt_state, state.trained, pace)
         trained = jax.tree.map(
             lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction
         )

@@ -21,7 +21,7 @@ from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers import Optimizer
+from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import train_step, update

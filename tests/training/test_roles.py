@@ -14,7 +14,7 @@ from maxramp.errors import ConfigError
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import part_of, weights_of
 from maxramp.parallel.sharding import BATCH_ABT
-from maxramp.training.optimizers import OPTIMIZERS, TAKES, Optimizer
+from maxramp.training.optimizers.table import OPTIMIZERS, TAKES, Optimizer
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 

@@ -1,0 +1,1 @@
+"""Optimizers, a file each, and the table of which weights take which."""

@@ -1,0 +1,60 @@
+"""How long an optimizer remembers: so many steps, or so many samples whatever their batch.
+
+A mean that keeps the share b of itself in a step has a half-life of log(1/2) / log(b) steps. Where
+the batch grows 16 times, that is 16 times as many samples. With b^(B / R) in a step of B samples,
+it is as many samples as at the batch R that b was tuned for (arXiv 2507.07101 for Adam's second
+moment). A weight that loses the share r d of itself in a step of learning rate r does the same with
+a decay d B / R, where r does not follow the batch (arXiv 2405.13698, 2505.13738).
+
+Only the step's own batch is in it, so a restart, a ramp that is still to be decided or a batch that
+falls changes nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from maxramp.model.parts.weights import Weight, map_weights
+from maxramp.training.keys import OptimizerKeys
+
+
+class Pace(NamedTuple):
+    """A step beside one of the reference batch."""
+
+    batch: Any = 1.0  # its samples over those of the reference: a float, or a float32 scalar
+    rate: Any = 1.0  # what the learning rate is multiplied by for the sake of that
+
+
+STEADY = Pace()  # every step is one of the reference batch
+
+
+def kept(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
+    """The share of itself that a mean keeps in a step.
+
+    Args:
+      keys: of the optimizer.
+      name: of the key that says it for the reference batch.
+      pace: of the step.
+    """
+    share = getattr(keys, name)
+    return share**pace.batch if name in keys.half_lives_in_samples else share
+
+
+def with_decay(direction: Any, weights: Any, keys: OptimizerKeys, name: str, pace: Pace) -> Any:
+    """The direction in which weights move that decay too, but for the roles of adamw_mask.
+
+    Args:
+      direction: of each weight, before the learning rate.
+      weights: before the step.
+      keys, name, pace: as of `kept`; the key is a decay, which the learning rate multiplies.
+    """
+    decay = getattr(keys, name)
+    if name in keys.half_lives_in_samples:
+        decay = decay * pace.batch / pace.rate
+
+    def decayed(direction: Weight, weight: Weight) -> Weight:
+        if weight.role in keys.adamw_mask:
+            return direction
+        return jax.tree.map(lambda d, w: d + decay * w, direction, weight)
+
+    return map_weights(decayed, direction, weights)

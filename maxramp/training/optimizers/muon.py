@@ -1,0 +1,196 @@
+"""Muon: momentum whose singular values are made about 1 (arXiv 2409.20325, 2502.16982).
+
+What is computed is `optax.contrib.muon`'s, which MaxText uses: Nesterov momentum without bias, five
+iterations of Newton and Schulz, and a factor by the shape of the matrix.
+
+Newton-Schulz needs whole matrices. Sharded products would send parts of them in every iteration. So
+each device takes some layers' matrices whole, of all matrices of one shape together: of the layers
+that it has a shard of, it sends away the shards of others and receives those of its own, along one
+mesh axis after the other. Afterwards they go back the same way. Where there are copies of the
+weights, each takes other layers, and the results are gathered at the end, as shards.
+
+Shapes: L matrices of one shape, of all layers; M their shorter side, N their longer one. Those in
+lower case are of a device.
+"""
+
+import collections
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.model.parts.weights import weights_of
+from maxramp.parallel.collectives import all_gather, all_to_all, on_devices
+from maxramp.parallel.keys import AXES
+from maxramp.parallel.sharding import Spec
+from maxramp.training.keys import OptimizerKeys
+from maxramp.training.optimizers.half_lives import Pace, kept, with_decay
+
+# Of the polynomial whose slope at zero is steepest (Jordan, kellerjordan.github.io/posts/muon).
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_ITERATIONS = 5
+
+
+class State(NamedTuple):
+    """The mean of gradients, and what is still in it of zeros, as of AdamW."""
+
+    mu: Any  # in mu_dtype
+    zeros_in_mu: jax.Array
+
+
+class Muon:
+    """A mean of gradients, of which only the directions count, and weights that decay."""
+
+    def __init__(self, keys: OptimizerKeys):
+        self._keys = keys
+
+    def init(self, weights: Any) -> State:
+        """Before the first step."""
+        mu_dtype = jnp.dtype(self._keys.mu_dtype)
+        return State(jax.tree.map(lambda w: jnp.zeros_like(w, mu_dtype), weights), jnp.float32(1))
+
+    def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
+        """The direction in which each weight moves, and the next state."""
+        keys, b = self._keys, kept(self._keys, "muon_beta", pace)
+        mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
+        zeros = b * state.zeros_in_mu
+
+        def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+            return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
+
+        directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
+        factors = [self._factor(weight) for weight in weights_of(weights)]
+        arrays, structure = jax.tree.flatten(directions)
+        directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
+        directions = with_decay(directions, weights, keys, "muon_weight_decay", pace)
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        return directions, State(mu, zeros)
+
+    def second_moment(self, state: State) -> None:
+        """It has none."""
+
+    def _factor(self, weight: Any) -> float:
+        of_layer = weight.shape[weight.ndim - len(weight.axes) :]
+        cut = _inputs(weight.axes)
+        inputs, outputs = math.prod(of_layer[:cut]), math.prod(of_layer[cut:])
+        if self._keys.muon_consistent_rms is None:
+            return math.sqrt(max(1.0, outputs / inputs))
+        return self._keys.muon_consistent_rms * math.sqrt(max(inputs, outputs))
+
+
+def orthogonal(tree: Any, epsilon: float) -> Any:
+    """A tree of weights' arrays with every layer's matrix made nearly orthogonal, in their dtype.
+
+    Args:
+      tree: arrays on the mesh that is set; axes in front of a weight's own are layers.
+      epsilon: is added to the norm that a matrix is divided by.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    pools = collections.defaultdict(list)
+    for i, (weight, spec) in enumerate(zip(weights_of(tree), specs, strict=True)):
+        form = _Form.of(weight, spec)
+        pools[form.pool].append((i, form))
+
+    def local(arrays: list[jax.Array]) -> list[jax.Array]:
+        found = [*arrays]
+        for pool, members in pools.items():
+            x_lmn = [form.matrices(arrays[i]) for i, form in members]
+            y_lmn = _made_whole(jnp.concatenate(x_lmn), pool, epsilon)
+            ends = [0]
+            for (i, form), x in zip(members, x_lmn, strict=True):
+                ends.append(ends[-1] + x.shape[0])
+                found[i] = form.weight(y_lmn[ends[-2] : ends[-1]], arrays[i].shape)
+        return found
+
+    with jax.named_scope("newton_schulz"):
+        return structure.unflatten(on_devices(local, (specs,), specs)(arrays))
+
+
+class _Pool(NamedTuple):
+    """What matrices have in common that are made orthogonal together."""
+
+    sizes: tuple[int, int]  # M and N
+    axes: tuple[str, str]  # the mesh axis that each side is sharded on; "" where it is whole
+    copies: tuple[str, ...]  # those along which every device holds the same
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How the matrices of a weight's layers lie in its array."""
+
+    pool: _Pool
+    sides: int  # how many of the array's axes are those of a matrix
+    cut: int  # how many of these are the input side
+    is_turned: bool  # whether the input side is N
+
+    @classmethod
+    def of(cls, weight: Any, spec: Spec) -> "_Form":
+        """Of a weight with an array, sharded so: at most the first axis of each side is."""
+        sides, cut = len(weight.axes), _inputs(weight.axes)
+        layers = weight.ndim - sides
+        partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]
+        used = {*jax.tree.leaves(partitions)}
+        sizes = weight.shape[layers:]
+        pairs = [
+            (math.prod(sizes[part]), partitions[layers:][part][0] or "")
+            for part in (slice(cut), slice(cut, sides))
+        ]
+        short, long = sorted(pairs)
+        copies = tuple(axis for axis in AXES if axis not in used)
+        pool = _Pool((short[0], long[0]), (short[1], long[1]), copies)
+        return cls(pool, sides, cut, pairs[0] != short)
+
+    def matrices(self, x: jax.Array) -> jax.Array:
+        """A device's part of the array as [l, m, n]."""
+        of_layer = x.shape[x.ndim - self.sides :]
+        shape = -1, math.prod(of_layer[: self.cut]), math.prod(of_layer[self.cut :])
+        x = x.reshape(shape)
+        return x.swapaxes(1, 2) if self.is_turned else x
+
+    def weight(self, x_lmn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `matrices`."""
+        return (x_lmn.swapaxes(1, 2) if self.is_turned else x_lmn).reshape(shape)
+
+
+def _inputs(axes: str) -> int:
+    """How many of a matrix's axes, by their letters, its product with the stream sums over."""
+    return 1 if axes[0] == "D" else len(axes) - 1
+
+
+def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
+    """Matrices of which a device has shards, nearly orthogonal: each device makes some of them."""
+    count = x_lmn.shape[0]
+    ways = [(axis, 1 + side) for side, axis in enumerate(pool.axes) if axis]
+    copies = math.prod(map(jax.lax.axis_size, pool.copies))
+    devices = copies * math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
+    x_lmn = jnp.pad(x_lmn, ((0, -count % devices), (0, 0), (0, 0)))
+    if copies > 1:
+        own = x_lmn.shape[0] // copies
+        first = jax.lax.axis_index(pool.copies) * own
+        x_lmn = jax.lax.dynamic_slice_in_dim(x_lmn, first, own)
+    for axis, side in ways:
+        x_lmn = all_to_all(x_lmn, axis, split=0, join=side)
+    x_lmn = newton_schulz(x_lmn, epsilon)
+    for axis, side in reversed(ways):
+        x_lmn = all_to_all(x_lmn, axis, split=side, join=0)
+    return all_gather(x_lmn, pool.copies)[:count]
+
+
+def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:
+    """Matrices with the same singular vectors, and singular values of about 0.7 to 1.2.
+
+    Args:
+      x_LMN: whole, M <= N.
+      epsilon: is added to the Frobenius norm that each is divided by first.
+    """
+    dtype, (a, b, c) = x_LMN.dtype, _COEFFICIENTS
+    x_LMN = x_LMN.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.square(x_LMN).sum((1, 2), keepdims=True))
+    x_LMN = (x_LMN / (norm + epsilon)).astype(dtype)
+    for _ in range(_ITERATIONS):
+        xx_LMM = x_LMN @ x_LMN.swapaxes(1, 2)
+        x_LMN = a * x_LMN + (b * xx_LMM + c * (xx_LMM @ xx_LMM)) @ x_LMN
+    return x_LMN
