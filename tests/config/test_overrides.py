@@ -177,8 +177,6 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("num_experts_per_tok=2", "experts"),
         ("base_moe_mlp_dim=1024", "experts"),
         ("routed_bias=True", "experts"),
-        ("muon_beta=0.9", "opt_type is adamw or sgd"),
-        ("muon_consistent_rms=0.2", "opt_type is adamw or sgd"),
         ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
         ("quantization=int8", "dtype"),

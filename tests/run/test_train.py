@@ -19,6 +19,7 @@ from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
+from maxramp.training.keys import HALF_LIVES
 from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
@@ -214,6 +215,25 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
     assert run(*line).returncode == 0
     assert_same_run(folder, uninterrupted[0])
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"450", "460"}
+
+
+@pytest.mark.slow
+def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
+    """In the middle of a ramp: what is left of the means' first zeros is in the checkpoint."""
+    half_lives = ",".join(HALF_LIVES["muon"])
+    more = (
+        "opt_type=muon",
+        "muon_consistent_rms=0.2",
+        "muon_weight_decay=0.1",
+        "learning_rate=3e-3",
+    )
+    more += (f"half_lives_in_samples=[{half_lives}]", "batch_size_lr_scaling=sqrt")
+    assert run(*arguments(tmp_path, cache_dir, "whole", *more)).returncode == 0
+    line = arguments(tmp_path, cache_dir, "killed", *more)
+    process = start_until(230, tmp_path / "killed", signal.SIGKILL, *line)
+    assert process.returncode == -signal.SIGKILL
+    assert run(*line).returncode == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):

@@ -195,7 +195,7 @@ SHARDED = {
     "up_DF": {1: "fsdp", 2: "tensor"},
     "out_FD": {1: "tensor", 2: "fsdp"},
 }
-UNSHARDED = {"scale_D", "count", "consumed_samples", "bad_steps"}
+UNSHARDED = {"scale_D", "zeros_in_mu", "zeros_in_nu", "consumed_samples", "bad_steps"}
 
 
 # Stages are in tests/model/test_pipeline.py.

@@ -167,6 +167,8 @@ def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
     copies = math.prod(map(jax.lax.axis_size, pool.copies))
     devices = copies * math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
     x_lmn = jnp.pad(x_lmn, ((0, -count % devices), (0, 0), (0, 0)))
+    # XLA for CPUs would send the joined arrays as they lay before, in layouts that it then refuses.
+    x_lmn = jax.lax.optimization_barrier(x_lmn)
     if copies > 1:
         own = x_lmn.shape[0] // copies
         first = jax.lax.axis_index(pool.copies) * own

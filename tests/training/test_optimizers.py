@@ -1,0 +1,249 @@
+"""Optimizers beside the originals of others, on any mesh; half-lives beside plain arithmetic."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import batch_of, make_config, make_mesh
+from jax.sharding import NamedSharding
+from optax.contrib import MuonDimensionNumbers, muon
+
+from maxramp.errors import ConfigError
+from maxramp.model.order import in_layer_order
+from maxramp.model.parts.weights import weights_of
+from maxramp.parallel.keys import AXES, NAME_IN_KEYS
+from maxramp.parallel.mesh import abstract_mesh
+from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.planning.plan import estimate
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.keys import HALF_LIVES
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.optimizers.half_lives import STEADY, Pace
+from maxramp.training.optimizers.sgd import SGD
+from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.state import abstract_state, init_state
+from maxramp.training.step import make_train_step
+
+CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=4")
+RATE = 0.1
+
+
+def by_name(tree):
+    found = jax.tree.leaves_with_path(in_layer_order(tree))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+
+
+def moved(*given, paces=(STEADY,) * 3, devices=8):
+    """Weights before and after an update of each pace by gradients that depend on the weights'
+    places alone, and these gradients; all by name, layers in their order."""
+    config = make_config(*CONSTANT, *given, devices=devices)
+    optimizer = Optimizer(config.optimizer)
+
+    def made(state):
+        return jax.tree.map(lambda w: jnp.sin(jnp.float32(1e4) * w), state.trained)
+
+    def change(state, weights, gradients, pace):
+        direction, state = optimizer.update(gradients, state, weights, Pace(*pace))
+        return state, jax.tree.map(lambda w, d: w - RATE * d, weights, direction)
+
+    with jax.set_mesh(make_mesh(config)):
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        gradients = jax.jit(made)(state)
+        weights, held = state.trained, state.opt_state
+        change = jax.jit(change, static_argnums=3)
+        for k, pace in enumerate(paces):
+            scaled = jax.tree.map(lambda g, k=k: g * (1 + k) + 0.1 * k, gradients)
+            held, weights = change(held, weights, scaled, pace)
+        of_weights = zip(by_name(weights), weights_of(weights), strict=True)
+        roles = {name: weight.role for name, weight in of_weights}
+        return by_name(state.trained), by_name(weights), by_name(gradients), roles
+
+
+def as_optax(transformation, weights, gradients, steps=3):
+    change = jax.jit(transformation.update)
+    state = transformation.init(weights)
+    for k in range(steps):
+        scaled = {name: g * (1 + k) + np.float32(0.1 * k) for name, g in gradients.items()}
+        direction, state = change(scaled, state, weights)
+        weights = optax.apply_updates(weights, direction)
+    return weights
+
+
+def dimensions(name):
+    """Of a matrix of layers, which axes of [L, ...] its product sums over, and which it makes."""
+    letters = re.search("_([A-Za-z]+)'?]?[.]value", name)[1]
+    cut = 1 if letters[0] == "D" else len(letters) - 1
+    axes = tuple(range(1, 1 + len(letters)))
+    return MuonDimensionNumbers(axes[:cut], axes[cut:])
+
+
+MUON = (
+    *("opt_type=muon", "muon_weight_decay=0.3", "adam_weight_decay=0.2", "adam_b2=0.98"),
+    *("base_num_kv_heads=4", "adamw_mask=[scale]"),
+)
+
+
+def check_muon(sizes, layers, *more, rms=None):
+    axes = dict(zip(AXES, sizes, strict=True))
+    given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
+    before, after, gradients, roles = moved(
+        *MUON, *given, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *more
+    )
+    matrices = {name: w for name, w in before.items() if roles[name] == "matrix"}
+    assert len(matrices) == 7 and {w.shape[0] for w in matrices.values()} == {layers}
+    reference = muon(
+        *(RATE, (3.4445, -4.7750, 2.0315)),
+        weight_decay=0.3,
+        consistent_rms=rms,
+        muon_weight_dimension_numbers={name: dimensions(name) for name in matrices},
+    )
+    expected = as_optax(reference, matrices, {name: gradients[name] for name in matrices})
+    adam = optax.adamw(
+        *(RATE, 0.9, 0.98), weight_decay=0.2, mask=lambda ws: {n: roles[n] != "scale" for n in ws}
+    )
+    others = {name: w for name, w in before.items() if name not in matrices}
+    expected |= as_optax(adam, others, {name: gradients[name] for name in others})
+    for name, weight in after.items():
+        np.testing.assert_allclose(weight, expected[name], atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (1, 2, 4, 1)], ids=str)
+def test_muon_is_that_of_optax(sizes):
+    """Layers do not divide over the devices; heads have axes of their own; some decay, some not."""
+    check_muon(sizes, 4 if sizes[1] > 1 else 3, rms=0.2 if sizes[1] > 1 else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes, layers",
+    [
+        *(((8, 1, 1, 1), 1), ((1, 1, 8, 1), 5), ((2, 1, 1, 4), 11), ((1, 1, 2, 4), 3)),
+        ((2, 1, 4, 1), 11),
+    ],
+    ids=str,
+)
+def test_muon_on_every_mesh(sizes, layers):
+    check_muon(sizes, layers)
+
+
+@pytest.mark.slow
+def test_muon_in_a_circular_pipeline():
+    check_muon((1, 2, 2, 2), 8, "num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
+
+
+def test_momentum_is_that_of_optax():
+    before, after, gradients, _ = moved("opt_type=sgd", "sgd_momentum=0.9", devices=1)
+    expected = as_optax(optax.sgd(RATE, 0.9), before, gradients)
+    for name, weight in after.items():
+        np.testing.assert_allclose(weight, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def adam(weights, gradients, betas, decays):
+    """Adam from its definition: means of all gradients so far, weighed by what each step keeps of
+    those before it, and divided by the sum of the weights."""
+    first, second, eps = [], [], 1e-8
+    for k, (b1, b2) in enumerate(betas):
+        g = gradients.astype(np.float64) * (1 + k) + 0.1 * k
+        first = [(w * b1, g_k) for w, g_k in first] + [(1 - b1, g)]
+        second = [(w * b2, g_k) for w, g_k in second] + [(1 - b2, g**2)]
+        m, v = (sum(w * x for w, x in held) / sum(w for w, _ in held) for held in (first, second))
+        weights = weights - RATE * (m / (np.sqrt(v) + eps) + decays[k] * weights)
+    return weights
+
+
+def test_half_lives_through_a_ramp():
+    """Batches of 4, 8 and 64 samples where the keys are meant for 64, and learning rates that
+    follow their root."""
+    config = make_config(
+        *("per_device_batch_size_start=1", "per_device_batch_size=8", "total_samples=4096"),
+        *("per_device_batch_size_increment=1", "global_rampup_samples=1024", "opt_type=adamw"),
+        *("batch_size_lr_scaling=sqrt", "batch_size_lr_reference=final"),
+    )
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    assert rate.reference == 64
+    batches = 4, 4, 8, 64, 64
+    names = "adam_b1", "adam_b2", "adam_weight_decay"
+    before, after, gradients, _ = moved(
+        f"half_lives_in_samples=[{','.join(names)}]",
+        *("adam_b1=0.9", "adam_b2=0.95", "adam_weight_decay=0.4"),
+        paces=tuple(rate.pace(batch) for batch in batches),
+        devices=1,
+    )
+    betas = [(0.9 ** (batch / 64), 0.95 ** (batch / 64)) for batch in batches]
+    # Of the learning rate times the decay the batch is left, its root being in the former.
+    decays = [0.4 * (batch / 64) / (batch / 64) ** 0.5 for batch in batches]
+    for name, weight in after.items():
+        expected = adam(before[name], gradients[name], betas, decays)
+        np.testing.assert_allclose(weight, expected, atol=2e-5, err_msg=name)
+
+
+def stepped(*given, steps=3):
+    config = make_config(*CONSTANT, *given)
+    mesh = make_mesh(config)
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    with jax.set_mesh(mesh):
+        state = jax.jit(functools.partial(init_state, config.recipe))()
+        step = jax.jit(make_train_step(config.recipe, rate))
+        for k in range(steps):
+            rows = np.random.default_rng(k).integers(0, 264, (2, 16, 17), dtype=np.int32)
+            batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
+            state, metrics = step(state, batch)
+    return by_name(state), {name: np.asarray(x) for name, x in metrics.items()}
+
+
+def test_a_constant_batch_is_of_the_reference():
+    """So each half-life is exactly that of its key, whatever it counts."""
+    config = make_config(*CONSTANT, "batch_size_lr_scaling=sqrt", "steps=9")
+    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    assert rate.pace(32) == STEADY
+
+
+@pytest.mark.slow
+def test_a_constant_batch_has_the_half_lives_of_its_keys():
+    """To the last bit, with Muon and Adam."""
+    given = ("opt_type=muon", "muon_weight_decay=0.1", "steps=9")
+    plain, _ = stepped(*given)
+    held, _ = stepped(*given, f"half_lives_in_samples=[{','.join(HALF_LIVES['muon'])}]")
+    for name, x in held.items():
+        np.testing.assert_array_equal(x, plain[name], err_msg=name)
+
+
+def test_the_noise_scale_beside_muon():
+    """What Adam makes of the layers' gradients is not there: none of them is Adam's."""
+    _, found = stepped("opt_type=muon", "log_gradient_noise_scale=True", steps=1)
+    kinds = {name.removesuffix("noise_signal") for name in found if name.endswith("noise_signal")}
+    assert kinds == {"", "norms_"} and all(np.isfinite(x).all() for x in found.values())
+
+
+def test_a_plan_knows_what_muon_keeps():
+    """One mean for a matrix in place of two."""
+
+    def planned(name):
+        config = make_config(*CONSTANT, f"opt_type={name}")
+        ramp = RampupBatchManager(config.batch, meshes=lambda devices: config.mesh)
+        return config, estimate(config.recipe, ramp.stages[0].spec)["optimizer"]
+
+    config, adamw = planned("adamw")
+    state = abstract_state(config.recipe, abstract_mesh(config.mesh.sizes))
+    of_device = sum(4 * w.size // 8 for w in weights_of(state.model) if w.role == "matrix")
+    assert (adamw - planned("muon")[1]) * 2**30 == pytest.approx(of_device, abs=16)
+
+
+def test_momentum_in_samples_has_one_effect():
+    """Of a constant gradient, in the end: at any batch that of the reference."""
+    keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
+    sgd, g = SGD(keys.optimizer), {"w": jnp.ones(1)}
+    for batch in (0.25, 1.0, 4.0):
+        state = sgd.init(g)
+        for _ in range(int(200 / batch)):
+            direction, state = sgd.update(g, state, g, Pace(batch))
+        assert direction["w"] == pytest.approx(10, rel=1e-3)
+
+
+def test_half_lives_are_those_of_the_optimizer():
+    with pytest.raises(ConfigError, match=r"muon_beta is no half-life of opt_type=adamw; use some"):
+        make_config("half_lives_in_samples=[adam_b1, muon_beta]")
