@@ -16,6 +16,7 @@ class ObjectiveKeys(Keys):
 
     z_loss_multiplier: float = at_least(0)
     loss_block_tokens: int = at_least(0)
+    log_token_statistics: bool
 
 
 @dataclasses.dataclass(frozen=True)

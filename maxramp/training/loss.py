@@ -32,16 +32,17 @@ from maxramp.parallel.sharding import (
 )
 from maxramp.training.keys import ObjectiveKeys
 
-_Sums = tuple[jax.Array, jax.Array, jax.Array]
+_Sums = tuple[jax.Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def cross_entropy_sums(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     targets_BT: jax.Array,
     z_loss_multiplier: float,
     block_tokens: int,
+    statistics: bool = False,
 ) -> _Sums:
     """Sums over the tokens that are targets, of logits = x @ head in float32.
 
@@ -51,21 +52,23 @@ def cross_entropy_sums(
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
+      statistics: whether to count what the model gets right, too.
 
     Returns:
       (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy
-      plus the z-loss) and the cross-entropy alone, both in nats, and the number of targets. Only
-      the objective has a gradient.
+      plus the z-loss) and the cross-entropy alone, both in nats, and the number of targets; with
+      `statistics` also how many targets no other token is likelier than, and the entropy of the
+      predictions in nats. Only the objective has a gradient.
     """
-    sums, _ = _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, False)
-    return sums
+    keys = z_loss_multiplier, block_tokens, statistics
+    return _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
 
-def _forward(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens):
-    return _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, True)
+def _forward(x_BTD, head_DV, targets_BT, *keys):
+    return _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients=True)
 
 
-def _backward(z_loss_multiplier, block_tokens, gradients, cotangents):
+def _backward(z_loss_multiplier, block_tokens, statistics, gradients, cotangents):
     def scaled(gradient):
         factor = cotangents[0].astype(gradient.dtype)
         return gradient * jax.reshard(factor, of_factor(jax.typeof(gradient).sharding.spec))
@@ -76,7 +79,7 @@ def _backward(z_loss_multiplier, block_tokens, gradients, cotangents):
 cross_entropy_sums.defvjp(_forward, _backward)
 
 
-def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):
+def _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
 
     head_spec = jax.typeof(head_DV).sharding.spec
@@ -84,9 +87,7 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
     def local(x_BTD, head_DV, targets_BT):
         head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
         head_DV = all_gather(head_DV, "fsdp")
-        sums, gradients = _blocks(
-            x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients
-        )
+        sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
         if with_gradients:
@@ -102,10 +103,18 @@ def _on_devices(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, wit
     specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
     of_gradients = (X_BTD, of_gradient(head_spec)) if with_gradients else ()
-    return on_devices(local, specs, ((REPLICATED,) * 3, of_gradients))(*arrays)
+    of_sums = (REPLICATED,) * _count(keys[-1])
+    return on_devices(local, specs, (of_sums, of_gradients))(*arrays)
 
 
-def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gradients):
+def _count(statistics):
+    """How many sums there are."""
+    return 5 if statistics else 3
+
+
+def _blocks(
+    x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, statistics, with_gradients
+):
     """One device's sums, and the gradients of its objective to x and head; () without."""
     D, V = head_DV.shape
     tokens = targets_BT.size
@@ -128,6 +137,11 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
         cross_entropy = jnp.where(counts_N, log_z_N - target_logit_N, 0).sum()
         z_loss = z_loss_multiplier * jnp.where(counts_N, log_z_N**2, 0).sum()
         new = (cross_entropy + z_loss, cross_entropy, counts_N.sum(dtype=jnp.float32))
+        if statistics:
+            is_right_N = counts_N & (target_logit_N >= top_N)
+            mean_logit_N = psum((exp_NV * logits_NV).sum(-1), "tensor") / z_N
+            entropy = jnp.where(counts_N, log_z_N - mean_logit_N, 0).sum()
+            new = *new, is_right_N.sum(dtype=jnp.float32), entropy
         sums = jax.tree.map(jnp.add, sums, new)
         if not with_gradients:
             return sums, ()
@@ -147,7 +161,7 @@ def _blocks(x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, with_gr
         dhead_DV += jnp.einsum("ND,NV->DV", x, dlogits, preferred_element_type=jnp.float32)
         return (sums, dhead_DV), jnp.einsum("NV,DV->ND", dlogits, head_DV)
 
-    sums = (jnp.float32(0),) * 3
+    sums = (jnp.float32(0),) * _count(statistics)
     dhead_DV = jnp.zeros((D, V), jnp.float32) if with_gradients else ()
     arrays = x.reshape(groups, blocks, size, D), targets.reshape(groups, blocks, size)
     (sums, dhead_DV), dx = jax.lax.scan(group, (sums, dhead_DV), arrays)
@@ -176,24 +190,30 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
     """Cross-entropy of every next token, with the z-loss; what is shown is without it.
 
     Args:
-      keys: the weight of the z-loss, and the block of tokens whose logits exist at a time.
+      keys: the weight of the z-loss, the block of tokens whose logits exist at a time, and what is
+        shown.
       execution: how passes are computed.
     """
+
+    shown = "loss", "tokens"
+    if keys.log_token_statistics:
+        shown += "token_accuracy", "entropy"
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         x_BTD, aux = model.hidden(batch.tokens, execution, batch.segments)
         with jax.named_scope("loss"):
-            minimized, loss, tokens = cross_entropy_sums(
+            minimized, *found = cross_entropy_sums(
                 x_BTD,
                 model.head(execution.dtype),
                 batch.targets,
                 keys.z_loss_multiplier,
                 keys.loss_block_tokens,
+                keys.log_token_statistics,
             )
-        return with_layers(minimized, {"loss": loss, "tokens": tokens}, aux)
+        return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
 
-    return Objective(sums)
+    return Objective(sums, shown)
 
 
 def with_layers(

@@ -1,5 +1,7 @@
 """The loss in blocks against a plain one in float64, on several meshes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,29 @@ def test_blocks_change_nothing(mesh, block_tokens, z_loss):
     np.testing.assert_allclose(alone, sums, rtol=1e-6)
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(gradient, 3 * expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_statistics_of_tokens(mesh):
+    """As numpy counts them from all logits; the other sums stay what they are."""
+    data, fsdp, tensor = mesh
+    sizes = (f"ici_data_parallelism={data}", f"ici_fsdp_parallelism={fsdp}")
+    config = make_config(*sizes, f"ici_tensor_parallelism={tensor}", devices=math.prod(mesh))
+    x, head, targets = inputs()
+    targets[0, :2] = np.einsum("btd,dv->btv", x, head)[0, :2].argmax(-1)
+    logits = np.einsum("btd,dv->btv", x, head)[targets >= 0]
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    expected = (logits.argmax(-1) == targets[targets >= 0]).sum(), -(p * np.log(p)).sum()
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x.astype(np.float32), NamedSharding(mesh, X_BTD))
+        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, HEAD_DV))
+        sums = jax.jit(lambda *a: cross_entropy_sums(*a, 0.1, 3, True))(x, head, targets)
+        without = jax.jit(lambda *a: cross_entropy_sums(*a, 0.1, 3))(x, head, targets)
+    assert sums[3] == expected[0] >= 1
+    np.testing.assert_allclose(sums[4], expected[1], rtol=1e-5)
+    np.testing.assert_array_equal(sums[:3], without)
 
 
 @pytest.mark.parametrize(
