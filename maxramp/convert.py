@@ -16,6 +16,8 @@ from maxramp.files.place import place
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import writing
+from maxramp.model.adapters import merged
+from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
@@ -33,6 +35,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("run")
     parser.add_argument("--to", metavar="FOLDER", type=place, required=True)
+    merge = "write the whole model, adapters added to it, where RUN trained adapters"
+    parser.add_argument("--merge", action="store_true", help=merge)
     of_tensors = "of the tensors; as they came, or weight_dtype"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=of_tensors)
     list_keys(parser)
@@ -41,7 +45,11 @@ def main(arguments: list[str]) -> int:
     writing.check_free(given.to)
     opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
-    export(opened, opened.load(), given.to, given.dtype or "")
+    model = opened.load()
+    if given.merge:
+        with jax.set_mesh(mesh_of(model)):
+            model = jax.jit(merged, donate_argnums=0)(model)
+    export(opened, model, given.to, given.dtype or "")
     if jax.process_index() == 0:
         print(f"wrote {given.to}")
     return 0

@@ -65,6 +65,11 @@ def _refuse(config: Config) -> None:
             f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
             f"prompt in max_target_length={config.model.max_target_length}; raise that, or lower it"
         )
+    if config.model.lora_rank:
+        raise ConfigError(
+            f"lora_rank={config.model.lora_rank}: reinforcement learning trains all weights; leave "
+            "it out"
+        )
     hang, reward = config.run.hang_timeout_seconds, config.rollout.reward_timeout_seconds
     if 0 < hang <= reward:
         raise ConfigError(

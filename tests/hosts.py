@@ -14,6 +14,7 @@ import sys
 import jax
 import numpy as np
 
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.loader import Loader
@@ -24,7 +25,6 @@ from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.spec import text_fields
-from maxramp.rl.first_weights import fingerprint_of_weights
 
 _MOVE = re.compile(
     r"[su]32\[([\d,]+)\]\S* collective-permute(?:-start)?\("

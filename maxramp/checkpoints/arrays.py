@@ -27,7 +27,9 @@ from maxramp import errors
 from maxramp.checkpoints.folder import Checkpoint, TornError
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
-from maxramp.model.keys import SHAPE_KEYS
+from maxramp.model.adapters import kept, onto
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
 from maxramp.model.order import in_layer_order, in_stage_order
 from maxramp.training.state import TrainState
 
@@ -76,13 +78,17 @@ tensorstore_utils._use_gcs_driver = lambda path: re.match("(gs|s3)://", path) is
 gcs_utils.get_kvstore_for_gcs = _store
 
 # Keys that decide which arrays there are, of what shape and dtype.
-_ARRAY_KEYS = (*SHAPE_KEYS, "weight_dtype", "mu_dtype", "opt_type", "sgd_momentum")
+_ARRAY_KEYS = (
+    *(*SHAPE_KEYS, *LORA_KEYS, "weight_dtype", "mu_dtype", "opt_type", "sgd_momentum"),
+    "trainable_parameters_mask",
+)
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """A state as it is stored: the weights can be read by themselves."""
+    """A state as it is stored: the weights can be read by themselves, of adapted ones the adapters
+    alone."""
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
-    return {"model": state.model, "optimizer": {name: getattr(state, name) for name in names}}
+    return {"model": kept(state.model), "optimizer": {name: getattr(state, name) for name in names}}
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -126,14 +132,22 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             )
 
 
-def restore(checkpoint: Checkpoint, abstract: TrainState) -> TrainState:
+def restore(
+    checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
+) -> TrainState:
     """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
+
+    Args:
+      checkpoint: where it goes on.
+      abstract: the state.
+      base: of adapted weights, which a checkpoint does not hold.
 
     Raises:
       ConfigError: the arrays cannot be read.
     """
     loaded = load(checkpoint.path, items_of(abstract))
-    return dataclasses.replace(abstract.with_model(loaded["model"]), **loaded["optimizer"])
+    model = loaded["model"] if base is None else onto(loaded["model"], base)
+    return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"])
 
 
 def reason_of(error: Exception) -> str:

@@ -5,12 +5,15 @@ from typing import Any
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as checkpoints
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.commandline import print_note
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.huggingface import folder as released
 from maxramp.huggingface import reading
+from maxramp.model.adapters import has_adapters, kept, onto, without
 from maxramp.model.decoder import Decoder
+from maxramp.model.order import in_layer_order
 
 
 def check_parameters(
@@ -20,22 +23,59 @@ def check_parameters(
 
     Args:
       path: a checkpoint; a folder of them or of a run, whose newest counts; a Hugging Face folder,
-        or the name of a model there.
+        of a model or of adapters, or the name of one there.
       model: the shapes, dtypes and shardings of its weights.
       values: of all keys, resolved.
       note: takes a line about tensors that no weight takes.
 
     Returns:
-      What reads them, with the shardings of `model`; it raises a ConfigError too.
+      What reads them, with the shardings of `model`; it raises a ConfigError too. Where `model`
+      has adapters and the path has none, what it returns has none.
 
     Raises:
       ConfigError: there are no weights, or others.
     """
-    if of_hub := find_released(path):
-        return reading.prepared(of_hub, model, values["decoder_block"], note)
+    family, of_hub = values["decoder_block"], find_released(path)
+    if of_hub:
+        _check_rank(path, of_hub.adapter and of_hub.adapter.keys["lora_rank"], model)
+        base = reading.prepared(of_hub.path, of_hub.tensors, without(model), family, note)
+        if not of_hub.adapter:
+            return base
+        try:
+            there = of_hub.adapter.path, of_hub.adapter.tensors
+            of_adapter = reading.prepared(*there, kept(model), family, note)
+        except ConfigError as error:
+            raise ConfigError(f"{path} adapts another model than this: {error}") from None
+        return lambda: onto(of_adapter(), base())
     checkpoint = checkpoints.read(checkpoints.find(place(path)))
-    arrays.compare(checkpoint, {"model": model}, values)
-    return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
+    rank = checkpoint.config.get("lora_rank")
+    _check_rank(path, rank, model)
+    if not rank:
+        model = without(model)
+        arrays.compare(checkpoint, {"model": model}, values)
+        return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
+    arrays.compare(checkpoint, {"model": kept(model)}, values)
+    below = checkpoint.config["load_parameters_path"]
+    base = check_parameters(below, model, values, note)
+
+    def load() -> Decoder:
+        weights = without(base())
+        if (found := fingerprint_of_weights(in_layer_order(weights))) != checkpoint.reference:
+            raise ConfigError(
+                f"{below}: not the weights that {checkpoint.path} adapts (hash {found}, was "
+                f"{checkpoint.reference}); put those back"
+            )
+        return onto(arrays.load(checkpoint.path, {"model": kept(model)})["model"], weights)
+
+    return load
+
+
+def _check_rank(path: str, rank: int | None, model: Decoder) -> None:
+    if rank and not has_adapters(model):
+        raise ConfigError(
+            f"{path}: holds adapters of lora_rank={rank} for another model and no model; give "
+            "lora_rank to train them on, or merge them first (maxramp.convert --merge)"
+        )
 
 
 def load_parameters(path: str, model: Decoder, values: Mapping[str, Any]) -> Decoder:

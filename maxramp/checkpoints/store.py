@@ -22,12 +22,15 @@ from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.files.place import Place, is_near, place
+from maxramp.model.adapters import has_adapters, without
+from maxramp.model.order import in_layer_order
 from maxramp.parallel.mesh import line, mesh_of
 from maxramp.parallel.sharding import BY_DEVICE
 from maxramp.processes import agreement
@@ -255,12 +258,43 @@ class Checkpoints(Saves):
         Raises:
           ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
         """
+        path = self._keys.load_parameters_path
+        if has_adapters(abstract.model):
+            return self._first_adapted(position, abstract, recipe)
         if position:
             return arrays.restore(position, abstract)
-        if path := self._keys.load_parameters_path:
+        if path:
             return state_of(recipe, load_parameters(path, abstract.model, self._values))
         with jax.set_mesh(mesh_of(abstract)):
             return initial_state(recipe)
+
+    def _first_adapted(
+        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
+    ) -> TrainState:
+        """`first_state` of a model with adapters: its base is that of load_parameters_path.
+
+        Every checkpoint keeps the base's hash, and goes on from no other.
+        """
+        path = self._keys.load_parameters_path
+        if not path:
+            raise ConfigError(
+                f"lora_rank={recipe.model.lora_rank} adapts the model of load_parameters_path, "
+                "which is not given; give the folder of one"
+            )
+        first = load_parameters(path, abstract.model, self._values)
+        base = without(first)
+        self.reference = fingerprint_of_weights(in_layer_order(base))
+        if not position:
+            return state_of(recipe, first)
+        if position.reference != self.reference and "load_parameters_path" not in (
+            self._keys.allow_changed
+        ):
+            raise ConfigError(
+                f"load_parameters_path={path}: not the weights that {position.path} adapts (hash "
+                f"{self.reference}, was {position.reference or 'none'}); give those, "
+                "allow_changed=[load_parameters_path], or another run_name"
+            )
+        return arrays.restore(position, abstract, base)
 
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""

@@ -16,7 +16,7 @@ from maxramp.huggingface import config_json
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
 from maxramp.launch.keys import LaunchKeys
-from maxramp.model.keys import ACTIVATIONS, FAMILY_KEYS, ROLES, ModelKeys
+from maxramp.model.keys import ACTIVATIONS, FAMILY_KEYS, LORA_MODULES, ROLES, ModelKeys
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
@@ -185,6 +185,16 @@ def _of_model(keys: ModelKeys) -> Relations:
         f"mlp_activations={names} must be two of {', '.join(ACTIVATIONS)}: of the gate, and of "
         "what it gates",
     )
+    for name in keys.lora_targets:
+        yield (
+            name not in ("matrix", *LORA_MODULES),
+            f"lora_targets={list(keys.lora_targets)}: {name} gets no adapter; use matrix for all, "
+            f"or some of {', '.join(LORA_MODULES)}",
+        )
+    yield (
+        keys.lora_rank and not keys.lora_targets,
+        f"lora_targets=[] leaves lora_rank={keys.lora_rank} nothing to adapt; use [matrix] for all",
+    )
 
 
 def _of_data(keys: DataKeys) -> Relations:
@@ -288,6 +298,12 @@ def _of_optimizer(keys: OptimizerKeys) -> Relations:
             f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is no half-life of "
             f"opt_type={keys.opt_type}; use some of {', '.join(HALF_LIVES[keys.opt_type])}",
         )
+    for role in keys.trainable_parameters_mask:
+        yield (
+            role not in ROLES,
+            f"trainable_parameters_mask={list(keys.trainable_parameters_mask)}: {role} is no role "
+            f"of a weight; use some of {', '.join(ROLES)}",
+        )
 
 
 def _of_policy(keys: PolicyKeys) -> Relations:
@@ -364,6 +380,26 @@ def _of_all(config: "Config") -> Relations:
         config.batch.is_open and config.data.dataset_type == "synthetic",
         "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
         "no end of synthetic data; give one of them",
+    )
+    lora, mask = config.model.lora_rank, list(config.optimizer.trainable_parameters_mask)
+    yield (
+        lora and mask not in ([], ["adapter"]),
+        f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
+        "they are in a checkpoint; leave one of them out",
+    )
+    yield (
+        lora and config.checkpoints.load_full_state_path,
+        f"load_full_state_path={config.checkpoints.load_full_state_path} with lora_rank={lora}: a "
+        "checkpoint of adapters has no base; give the same run_name to go on, or "
+        "load_parameters_path to begin with its adapters",
+    )
+    noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
+    is_trained = not (lora or mask) or "scale" in mask
+    yield (
+        noise and not is_trained,
+        "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
+        f"{f'lora_rank={lora}' if lora else f'trainable_parameters_mask={mask}'}; leave out "
+        "log_gradient_noise_scale and rampup_policy=noise",
     )
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",

@@ -39,7 +39,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     config = config.replace(
         run_name=config.run.run_name or config.run.model_name,
         expansion_factor_real_data=1.0 if factor == -1 else factor,
-        mu_dtype=config.optimizer.mu_dtype or config.model.weight_dtype,
+        mu_dtype=config.optimizer.mu_dtype or _dtype_of_trained(config),
         tokenizer_type=config.data.type_of_tokenizer,
         **_adaptive(config),
         **_scaling(config),
@@ -74,6 +74,10 @@ def meshes_of(config: Config) -> Callable[[int], MeshKeys | None]:
             return None
 
     return mesh
+
+
+def _dtype_of_trained(config: Config) -> str:
+    return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 
 def _adaptive(config: Config) -> dict[str, Any]:
@@ -111,6 +115,11 @@ def _pipeline(config: Config) -> dict[str, int]:
     batch, model = config.batch, config.model
     stages, layers = batch.pipeline_stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
+    if stages > 1 and model.lora_rank and model.lora_dropout:
+        raise ConfigError(
+            f"lora_dropout={model.lora_dropout:g} drops by row, and the {stages} stages of a "
+            "pipeline work on other rows at once; use lora_dropout=0, or no pipeline"
+        )
     if stages > 1 and config.optimizer.log_gradient_noise_scale:
         given = "log_gradient_noise_scale=True"
         if config.batch.rampup_policy == "noise":

@@ -1,6 +1,7 @@
 """What a model's folder says besides its tensors, where a run's weights are handed over."""
 
 import json
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.handover.opening import Opened, open_model
-from maxramp.huggingface import config_json, writing
+from maxramp.huggingface import adapter, config_json, writing
+from maxramp.model.adapters import has_adapters, kept
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.keys import MeshKeys
 from maxramp.processes import agreement
@@ -43,6 +45,9 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
 def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     """Writes a model as a folder of Hugging Face's; every process of the job takes part.
 
+    Of a model with adapters these alone are written, as PEFT has them (`adapters.merged` makes it
+    one without).
+
     Args:
       opened: what the weights are of.
       model: the weights.
@@ -52,6 +57,9 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     Raises:
       ConfigError: it cannot be written, or transformers has no such model.
     """
+    if has_adapters(model):
+        _export_adapters(opened, model, to, dtype)
+        return
     keys, came_in = opened.config.model, opened.released.config if opened.released else {}
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
     dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
@@ -76,6 +84,29 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
         dtype=dtype,
         vocab_size=vocab_size,
         source=opened.source,
+    )
+
+
+def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
+    if not opened.adapted:
+        raise ConfigError(
+            f"{opened.path} adapts a run, which PEFT does not open; give --merge, which writes the "
+            "whole model"
+        )
+    keys, beside = opened.config.model, dict(opened.released.beside if opened.released else {})
+    for name in ("config.json", "generation_config.json"):
+        beside.pop(name, None)
+    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted)
+    writing.write(
+        to,
+        kept(model),
+        keys.decoder_block,
+        beside,
+        dtype=dtype or "float32",
+        vocab_size=keys.vocab_size,
+        source=opened.source,
+        file_bytes=math.inf,
+        one=adapter.TENSORS,
     )
 
 

@@ -18,7 +18,7 @@ from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
-from maxramp.data import mixture, tokenizers
+from maxramp.data import hub, mixture, tokenizers
 from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
@@ -76,6 +76,7 @@ class Opened:
     source: dict[str, Any]  # what the weights are
     # what a Hugging Face folder says of it: the one it is, or the one that its run began from
     released: ModelFolder | None
+    adapted: str = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
 
     def __init__(self, own: Mapping[str, Any], arguments: Sequence[str]):
         """Reads the keys; no device is touched.
@@ -138,7 +139,9 @@ class ReleasedModel(Opened):
           ConfigError: the model is none of ours, or a key is wrong.
         """
         self.released, self.path = folder, folder.path
-        self.source = {"path": os.path.abspath(folder.path)}
+        if folder.adapter:
+            self.path, self.adapted = folder.adapter.path, _named(folder.adapter.base)
+        self.source = {"path": os.path.abspath(self.path)}
         longest = folder.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **folder.keys}
         own |= {"max_target_length": longest} if isinstance(longest, int) else {}
@@ -170,6 +173,9 @@ class TrainedRun(Opened):
         there, self.path = self.checkpoint.config, str(self.checkpoint.path)
         self.source = {"path": self.path, "consumed_samples": self.checkpoint.consumed_samples}
         self.released = beside(self.path)
+        below = there.get("load_parameters_path", "")
+        if there.get("lora_rank") and (found := find_released(below)):
+            self.adapted = _named(found.adapter.base if found.adapter else below)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         taken = (names & there.keys()).difference(_OF_TRAINING)
         super().__init__({name: there[name] for name in taken}, arguments)
@@ -209,12 +215,17 @@ class TrainedRun(Opened):
         return of_keys
 
 
+def _named(path: str) -> str:
+    """A model's name on the Hub, or its folder from wherever it is asked for."""
+    return path if hub.is_name(path) else os.path.abspath(os.path.expanduser(path))
+
+
 def open_model(path: str, arguments: Sequence[str]) -> Opened:
     """The model at a path.
 
     Args:
-      path: the folder of a run, a checkpoint, a folder as Hugging Face has them, or the name of a
-        model there.
+      path: the folder of a run, a checkpoint, a folder as Hugging Face has them, of a model or of
+        adapters, or the name of one there.
       arguments: key=value, of the keys that may be given beside it.
 
     Raises:

@@ -9,6 +9,7 @@ from maxramp.data import hub
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.huggingface import config_json
+from maxramp.huggingface.adapter import CONFIG, AdapterFolder
 from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
 
 # What says how a model is used, and not what it is made of.
@@ -22,9 +23,10 @@ KEPT_IN = "huggingface"  # the folder of a run that began with such weights, for
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A folder with a config.json."""
+    """A folder with a config.json; or of adapters, with that of the model that they adapt."""
 
-    path: str
+    path: str  # of the model
+    adapter: AdapterFolder | None = None
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -38,7 +40,8 @@ class ModelFolder:
     @property
     def keys(self) -> dict[str, Any]:
         """The keys of the model (`config_json.keys_of`)."""
-        return config_json.keys_of(self.config, f"{self.path}/config.json")
+        own = self.adapter.keys if self.adapter else {}
+        return config_json.keys_of(self.config, f"{self.path}/config.json") | own
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -104,9 +107,24 @@ def find(key: str, path: str) -> ModelFolder | None:
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):
         return ModelFolder(path)
-    return ModelFolder(hub.fetch_model(key, path)) if hub.is_name(path) else None
+    if not storage.exists(f"{path}/{CONFIG}"):
+        if not hub.is_name(path):
+            return None
+        path = hub.fetch_model(key, path)
+        if not storage.exists(f"{path}/{CONFIG}"):
+            return ModelFolder(path)
+    adapter = AdapterFolder(path)
+    base = find(f"{path}/{CONFIG}: base_model_name_or_path", adapter.base)
+    if base is None or base.adapter:
+        raise ConfigError(
+            f"{path}/{CONFIG}: base_model_name_or_path={adapter.base} is no model; write there the "
+            "folder of the one that it adapts"
+        )
+    return ModelFolder(base.path, adapter)
 
 
 def is_gone(path: str) -> bool:
     """Whether there is no model at a path, and it has not the form of a name on the Hub."""
-    return not hub.is_name(path) and not storage.exists(os.path.expanduser(f"{path}/config.json"))
+    path = os.path.expanduser(path)
+    there = any(storage.exists(f"{path}/{name}") for name in ("config.json", CONFIG))
+    return not hub.is_name(path) and not there

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -36,6 +36,23 @@ class Form:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
 
 
+# What PEFT calls the parts of an `Adapted`, and the places of its axes among the weight's.
+_OF_ADAPTED = {
+    "weight": ("{}.weight", "{} {}"),
+    "down": ("base_model.model.{}.lora_A.weight", "r {1}"),
+    "up": ("base_model.model.{}.lora_B.weight", "{0} r"),
+}
+
+
+def _tensor_of(path: str, tensors: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Name and axes of the tensor of a weight, as in `Family.tensors`."""
+    if path in tensors:
+        return tensors[path]
+    of_weight, _, part = path.rpartition(".")
+    (name, groups), (full_name, axes) = tensors[of_weight], _OF_ADAPTED[part]
+    return full_name.replace("{}", name.removesuffix(".weight")), axes.format(*groups.split())
+
+
 @dataclasses.dataclass(frozen=True)
 class Named:
     """A weight of a model, and its tensors."""
@@ -64,7 +81,7 @@ def named(model: Decoder, decoder_block: str) -> Iterator[Named]:
         layers[layer.kind].append(number)
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        name, groups = tensors[path]
+        name, groups = _tensor_of(path, tensors)
         shape = weight.shape[weight.ndim - len(weight.axes) :]
         form = Form(weight.axes, tuple(shape), tuple(groups.split()))
         numbers = layers[path.split(".")[1]] if "{}" in name else [0]

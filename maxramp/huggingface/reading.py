@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface.folder import ModelFolder
 from maxramp.huggingface.names import Form, Named, named
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.keys.section import refuse
@@ -95,12 +94,17 @@ def check(weights: list[Named], tensors: Mapping[str, Tensor], folder: str) -> N
 
 
 def prepared(
-    folder: ModelFolder, model: Decoder, decoder_block: str, note: Callable[[str], None]
+    folder: str,
+    tensors: Mapping[str, Tensor],
+    model: Decoder,
+    decoder_block: str,
+    note: Callable[[str], None],
 ) -> Callable[[], Decoder]:
     """What reads the weights of a folder, which is known to have them all.
 
     Args:
       folder: of the tensors.
+      tensors: its own, by name.
       model: the shapes, dtypes and shardings of the weights.
       decoder_block: the family.
       note: takes a line about tensors that no weight takes.
@@ -108,11 +112,11 @@ def prepared(
     Raises:
       ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
     """
-    weights, tensors = list(named(in_layer_order(model), decoder_block)), folder.tensors
-    check(weights, tensors, folder.path)
+    weights = list(named(in_layer_order(model), decoder_block))
+    check(weights, tensors, folder)
     used = {name for weight in weights for name in weight.names}
     for why, names in left_out(tensors, used, model.tied).items():
-        note(f"{folder.path}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
+        note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
     return functools.partial(load, tensors, model, decoder_block)
 
 

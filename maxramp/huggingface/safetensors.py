@@ -55,26 +55,31 @@ class Tensor:
         return data.view(dtype).reshape(stop - first, *rest)
 
 
-def tensors_of(folder: str) -> dict[str, Tensor]:
+def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
     """Every tensor of a model's folder by its name.
+
+    Args:
+      folder: of the model.
+      one: the name of its file, where it has only one.
 
     Raises:
       ConfigError: the folder holds no safetensors, or a file is missing or torn.
     """
-    if storage.exists(index := f"{folder}/{INDEX}"):
+    index = f"{folder}/{INDEX}"
+    if one == ONE and storage.exists(index):
         found = read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise ConfigError(f"{index}: has no weight_map, which names the file of every tensor")
-    elif storage.exists(f"{folder}/{ONE}"):
+    elif storage.exists(f"{folder}/{one}"):
         found = None
     else:
         pickles = [p for end in ("bin", "pt", "pth") for p in storage.find(f"{folder}/*.{end}")]
         why = f"; {pickles[0]} is a pickle, which could run any code" if pickles else ""
         raise ConfigError(
-            f"{folder}: holds neither {ONE} nor {INDEX}{why}; save the model with transformers' "
+            f"{folder}: holds neither {one} nor {INDEX}{why}; save the model with transformers' "
             "save_pretrained, which writes them"
         )
-    files = {ONE} if found is None else {*map(str, found.values())}
+    files = {one} if found is None else {*map(str, found.values())}
     tensors: dict[str, Tensor] = {}
     for name in sorted(files):
         path = f"{folder}/{name}"

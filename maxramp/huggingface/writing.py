@@ -44,19 +44,21 @@ def write(
     dtype: str,
     vocab_size: int,
     source: Mapping[str, Any],
-    file_bytes: int = FILE_BYTES,
+    file_bytes: float = FILE_BYTES,
+    one: str = ONE,
 ) -> None:
     """Writes a model's folder; every process of the job takes part.
 
     Args:
       folder: which is not there yet.
-      model: the weights.
+      model: the weights; others may be None.
       decoder_block: its family.
       beside: other files of the folder, by name.
       dtype: of the tensors, such as "bfloat16".
       vocab_size: rows of embedding and head that are written.
       source: what the weights are; an unfinished export of the same is gone on with.
       file_bytes: the size of a file of tensors, at most.
+      one: the name of the file, where one is enough.
 
     Raises:
       ConfigError: the folder is there, or cannot be written.
@@ -75,7 +77,7 @@ def write(
         else weight.form.theirs
         for name, (weight, _) in tensors.items()
     }
-    files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes)
+    files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes, one)
     source = {**source, "dtype": dtype, "files": list(files)}
     with jax.set_mesh(mesh_of(model)):
         done = agreement.raise_everywhere(lambda: _begin(unfinished, source))
@@ -95,7 +97,7 @@ def write(
         if jax.process_index():
             return
         with _refusing(folder):
-            if list(files) != [ONE]:
+            if len(files) > 1:
                 total = sum(_bytes(shape, dtype) for shape in shapes.values())
                 where = {name: file for file, names in files.items() for name in names}
                 index = {"metadata": {"total_size": total}, "weight_map": where}
@@ -141,7 +143,7 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _files(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: float, one: str
 ) -> dict[str, list[str]]:
     """The tensors of every file, by its name."""
     files: list[list[str]] = [[]]
@@ -154,7 +156,7 @@ def _files(
         files[-1].append(name)
         size += own
     if len(files) == 1:
-        return {ONE: files[0]}
+        return {one: files[0]}
     stem = f"model-{{:05d}}-of-{len(files):05d}.safetensors"
     return {stem.format(i): names for i, names in enumerate(files, 1)}
 

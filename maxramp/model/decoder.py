@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxramp.model import layers, pipeline
+from maxramp.model import adapters, layers, pipeline
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import Cache, Rule
@@ -40,6 +40,8 @@ class Decoder(nnx.Module):
         keys_L, stacks = jax.random.split(of_layers, L), {}
         for kind in self.pattern.kinds:
             born = functools.partial(family.blocks[kind], keys)
+            if keys.lora_rank:
+                born = adapters.adapting(born, kind, keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.keys.section import Keys, above_zero, at_least, one_of, positive_or_open
+from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, positive_or_open
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
@@ -22,6 +22,9 @@ SHAPE_KEYS = (
     "attention_bias",
     "use_qk_norm",
 )
+
+# Keys that decide which adapters there are.
+LORA_KEYS = ("lora_rank", "lora_alpha", "use_rslora", "lora_targets")
 
 # Keys that decide what weights mean.
 MODEL_KEYS = (
@@ -46,8 +49,12 @@ FAMILY_KEYS = {
 }
 
 # What a weight can be: others ask this, and not its name or its type.
-ROLES = ("matrix", "embedding", "head", "scale", "bias", "router")
-ROLES_IN_PRODUCTS = ("matrix", "embedding", "head")  # used in dtype, the others in float32
+ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter")
+# used in dtype, the others in float32
+ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter")
+
+# What LoRA can adapt, by the names that Hugging Face's models have for them.
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def dtype_of(*unset: str) -> Any:
@@ -100,6 +107,22 @@ class ModelKeys(Execution):
     sliding_window_size: int = at_least(0)
     max_target_length: int = at_least(1)
     weight_dtype: str = dtype_of()
+    lora_rank: int = at_least(0)
+    lora_alpha: float = above_zero()
+    use_rslora: bool
+    lora_dropout: float = below_one()
+    lora_targets: Sequence[str]
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter's matrices is multiplied by; rsLoRA: arXiv 2312.03732."""
+        return self.lora_alpha / self.lora_rank ** (0.5 if self.use_rslora else 1)
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The names of what LoRA adapts."""
+        every = "matrix" in self.lora_targets
+        return tuple(name for name in LORA_MODULES if every or name in self.lora_targets)
 
     @property
     def sharded_widths(self) -> dict[str, dict[str, int]]:

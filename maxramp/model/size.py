@@ -18,12 +18,19 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
     B, with the causal half as MaxText counts it); with a window of W tokens the part of them that
-    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product.
+    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product. Under LoRA a weight's gradient
+    is that of its adapter.
     """
     D, h = keys.base_emb_dim, keys.head_dim
     H, K = keys.base_num_query_heads, keys.base_num_kv_heads
     layer = D * h * (2 * H + 2 * K) + 3 * D * keys.base_mlp_dim
     products = keys.base_num_decoder_layers * layer + D * keys.vocab_size
+    if keys.lora_rank:  # 4 per weight that is frozen: none for its gradient
+        sizes = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), D + keys.base_mlp_dim)
+        sizes |= dict.fromkeys(("q_proj", "o_proj"), D + H * h)
+        sizes |= dict.fromkeys(("k_proj", "v_proj"), D + K * h)
+        adapters = keys.lora_rank * sum(map(sizes.get, keys.lora_modules))
+        products = products * 4 / 6 + keys.base_num_decoder_layers * adapters
     W = min(keys.sliding_window_size or tokens, tokens)
     attention = keys.base_num_decoder_layers * H * h * W * (2 * tokens - W) / tokens
     return 6.0 * products + 6.0 * attention

@@ -86,23 +86,29 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
+def _bytes_as(dtype: Any, tree: Any) -> int:
+    """`bytes_per_device` of arrays like these of another dtype."""
+    return bytes_per_device(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)
+    )
+
+
 def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
     """GiB per device in a stage.
 
     Returns:
       `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
-      and the weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
+      and copies of weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
       for its backward pass, plus a block of logits; `total`.
     """
     sizes, model = spec.mesh.sizes, recipe.model
     state = abstract_state(recipe, abstract_mesh(sizes))
     weights = bytes_per_device(state.model)
-    count = weights // jnp.dtype(model.weight_dtype).itemsize
-    copies = count * jnp.dtype(model.dtype).itemsize
+    others = [x for x in jax.tree.leaves(state.model) if x.dtype != model.dtype]
     parts = {
         "weights": weights,
         "optimizer": bytes_per_device(state.opt_state),
-        "gradients": 4 * count + (copies if model.dtype != model.weight_dtype else 0),
+        "gradients": _bytes_as(jnp.float32, state.trained) + _bytes_as(model.dtype, others),
         "activations": pass_bytes(model, spec, recipe.objective.loss_block_tokens),
     }
     parts["total"] = sum(parts.values())

@@ -1,12 +1,11 @@
 """The weights that a run of reinforcement learning begins with, and may stay near to."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from maxramp.checkpoints import folder
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import find_released, load_parameters
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
@@ -136,36 +135,3 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
 def _key(config: Config) -> str:
     full = config.checkpoints.load_full_state_path
     return "load_full_state_path" if full else "load_parameters_path"
-
-
-def fingerprint_of_weights(weights: Any) -> str:
-    """A 64-bit hash of a tree of arrays, in hex: the same on any mesh of devices.
-
-    A value with the bits b at index i of the n-th array adds mix(mix(i + n c) ^ b) to the word
-    whose constant is c, modulo 2^32; n counts from 1.
-    """
-    high, low = (int(word) for word in _of_weights(jax.tree.leaves(weights)))
-    return f"{high:08x}{low:08x}"
-
-
-@jax.jit
-def _of_weights(arrays: list[jax.Array]) -> jax.Array:
-    words = jnp.zeros((2,), jnp.uint32)
-    for number, x in enumerate(arrays, 1):
-        sharding = jax.typeof(x).sharding  # with its mesh: none need be set here
-        index = jnp.uint32(0)
-        for axis, size in enumerate(x.shape):
-            along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
-            index = index * jnp.uint32(size) + along
-        unsigned = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
-        bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-        for word, constant in enumerate((0x9E3779B9, 0x7F4A7C15)):
-            mixed = _mix(_mix(index + jnp.uint32(number * constant % 2**32)) ^ bits)
-            words = words.at[word].add(mixed.sum(dtype=jnp.uint32))
-    return words
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

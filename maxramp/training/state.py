@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from maxramp.errors import ConfigError
+from maxramp.model.adapters import has_adapters, onto
 from maxramp.model.decoder import Decoder
-from maxramp.model.parts.weights import Weight, is_weight, joined, part_of
+from maxramp.model.keys import ROLES
+from maxramp.model.parts.weights import Weight, is_weight, joined, part_of, weights_of
 from maxramp.parallel.mesh import mesh_of, on_mesh, platform
 from maxramp.training.keys import Recipe
 from maxramp.training.optimizers.table import Optimizer
@@ -54,14 +58,34 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
     Args:
       recipe: what it is made from.
-      model: its weights, in place of random ones.
+      model: its weights, in place of random ones; under `lora_rank` they may lack adapters, which
+        are made.
     """
-    if model is None:
-        model = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
-    nothing = part_of(model, lambda weight: False)
-    opt_state = Optimizer(recipe.optimizer).init(model)
+    if model is None or (recipe.model.lora_rank and not has_adapters(model)):
+        own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
+        model = own if model is None else onto(own, model)
+    trains = _trains(model, recipe.optimizer.trainable_parameters_mask)
+    trained = part_of(model, trains)
+    frozen = part_of(model, lambda weight: not trains(weight))
+    opt_state = Optimizer(recipe.optimizer).init(trained)
     clock = jnp.zeros((2,), jnp.uint32)
-    return TrainState(clock, model, nothing, no_counts(model), opt_state, jnp.uint32(0))
+    return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0))
+
+
+def _trains(model: Decoder, roles: Sequence[str]) -> Callable[[Weight], bool]:
+    """Which weights train: of these roles; without any all, or the adapters where there are some.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    roles = roles or (("adapter",) if has_adapters(model) else ROLES)
+    there = dict.fromkeys(weight.role for weight in weights_of(model))
+    if there.keys().isdisjoint(roles):
+        raise ConfigError(
+            f"trainable_parameters_mask={list(roles)}: the model has no such weights; use some of "
+            f"{', '.join(there)}"
+        )
+    return lambda weight: weight.role in roles
 
 
 def no_counts(model: Decoder) -> dict[str, jax.Array]:

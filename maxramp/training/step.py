@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
+from maxramp.model.adapters import dropout_of, dropping
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import joined
 from maxramp.parallel.cpu import after
 from maxramp.parallel.keys import COPY_AXES
-from maxramp.parallel.sharding import of_gradient
+from maxramp.parallel.sharding import BATCH_ABT, of_gradient
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -82,9 +83,12 @@ def train_step(
       `noise_scale`.
     """
 
-    def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, Any]:
+    def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
+        micro_batch, rows_B2 = micro_batch
+
         def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
-            return objective(joined(frozen, trained), micro_batch)
+            model = joined(frozen, trained)
+            return objective(dropping(model, rows_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimized, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -106,7 +110,9 @@ def train_step(
     before = optimizer, state.opt_state
 
     zeros = zero_sums(trained, objective.shown)
-    sums, kept = jax.lax.scan(add_micro_batch, zeros, batch)
+    drops = dropout_of(trained) > 0
+    rows_AB2 = _numbers(state.consumed_samples, batch) if drops else None
+    sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, rows_AB2))
     gradients, found = sums
     shown, targets = found.shown, found.shown["tokens"]
     shown["tokens"] = jnp.maximum(targets, 1)  # where no token is a target, sums are 0
@@ -124,6 +130,14 @@ def train_step(
     )
     of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}
+
+
+def _numbers(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
+    """The number in the run of each row of a batch: uint32 [A, B, 2], low and high word."""
+    (A, B, _), (low, high) = batch.tokens.shape, consumed_samples
+    number_AB = low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
+    rows_AB2 = jnp.stack([number_AB, high + (number_AB < low).astype(jnp.uint32)], -1)
+    return jax.reshard(rows_AB2, BATCH_ABT)
 
 
 def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:

@@ -26,7 +26,7 @@ def load(folder: pathlib.Path, config, note=lambda line: None) -> Decoder:
     """The weights, on the config's mesh."""
     model = abstract_state(config.recipe, make_mesh(config)).model
     found = released.find("load_parameters_path", str(folder))
-    return reading.prepared(found, model, config.model.decoder_block, note)()
+    return reading.prepared(found.path, found.tensors, model, config.model.decoder_block, note)()
 
 
 def logits(model: Decoder, config, tokens_BT: np.ndarray) -> np.ndarray:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.model.order import in_layer_order
-from maxramp.rl.first_weights import fingerprint_of_weights
 from maxramp.training.state import initial_state
 
 

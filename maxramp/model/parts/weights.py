@@ -1,8 +1,10 @@
 """Weights that say what they are, and products with them on any mesh and in a pipeline.
 
-Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width.
+Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, r rank of an adapter.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from maxramp.model.keys import ROLES_IN_PRODUCTS
 from maxramp.parallel.keys import COPY_AXES
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
+    X_BTD,
     Spec,
     merged,
     of_gradient,
@@ -57,6 +60,26 @@ def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
     """A summand that changes nothing yet."""
     return Weight(jnp.zeros(shape, dtype, out_sharding=spec), role=role, axes=axes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "down", "up", "seeds_B"),
+    meta_fields=("scale", "dropout"),
+)
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight W that is used as W + scale * down @ up (LoRA, arXiv 2106.09685).
+
+    In a stack every array has an axis of layers in front, as in any block's.
+    """
+
+    weight: Weight
+    down: Weight  # its inputs' axes, r
+    up: Weight  # r, its outputs' axes
+    scale: float
+    dropout: float  # the share of inputs that `down` does not see, where there are seeds
+    seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.dropping`)
 
 
 def is_weight(x: Any) -> bool:
@@ -119,7 +142,7 @@ def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
 STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps
 
 
-def dense(x: jax.Array, subscripts: str, weight: Weight, out_sharding: Spec) -> jax.Array:
+def dense(x: jax.Array, subscripts: str, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
     """An einsum with a weight, computed in x's dtype.
 
     Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
@@ -131,6 +154,8 @@ def dense(x: jax.Array, subscripts: str, weight: Weight, out_sharding: Spec) -> 
       weight: of a layer; or with an axis S in front of it, of a layer on every stage of a pipeline.
       out_sharding: of the result.
     """
+    if isinstance(weight, Adapted):
+        return _adapted(x, subscripts, weight, out_sharding)
     weight = weight[...].astype(x.dtype)
     weight_spec = jax.typeof(weight).sharding.spec
     is_apart = weight_spec.reduced or _confuses_rows(weight_spec)
@@ -152,6 +177,37 @@ def dense(x: jax.Array, subscripts: str, weight: Weight, out_sharding: Spec) -> 
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
+
+
+def _adapted(x: jax.Array, subscripts: str, adapted: Adapted, out_sharding: Spec) -> jax.Array:
+    x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
+    y = dense(x, subscripts, adapted.weight, out_sharding)
+    if adapted.seeds_B is not None:
+        x = _dropped(x, adapted.seeds_B, adapted.dropout)
+    inputs = "".join(axis for axis in weight_axes if axis in x_axes)
+    outputs = "".join(axis for axis in weight_axes if axis not in x_axes)
+    x_BTr = dense(x, f"{x_axes},{inputs}r->BTr", adapted.down, X_BTD)
+    x_BTr = (x_BTr.astype(jnp.float32) * adapted.scale).astype(x.dtype)
+    return y + dense(x_BTr, f"BTr,r{outputs}->{y_axes}", adapted.up, out_sharding)
+
+
+def _dropped(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
+    """x [B, T, ...] with a share of its values 0 and the others larger: the same ones of a row
+    wherever it is computed, as they follow from its seed and their place in it."""
+    spec, place = jax.typeof(x).sharding.spec, jnp.uint32(0)
+    for axis in range(1, x.ndim):
+        along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec)
+        place = place * jnp.uint32(x.shape[axis]) + along
+    seeds = jnp.expand_dims(seeds_B, range(1, x.ndim))
+    kept = mixed(mixed(place) ^ seeds) >= jnp.uint32(round(rate * 2**32))
+    return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+
+
+def mixed(x: jax.Array) -> jax.Array:
+    """A bijection of 32 bits whose outputs look random (MurmurHash3's finalizer)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 @jax.custom_vjp

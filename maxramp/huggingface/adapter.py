@@ -1,0 +1,102 @@
+"""A folder of LoRA adapters as PEFT has them. Imports no JAX."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from maxramp.errors import ConfigError
+from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
+from maxramp.keys.section import refuse
+from maxramp.model.keys import LORA_MODULES, ModelKeys
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+# What PEFT can do besides, and how a file says that it is not done.
+_NOTHING = (
+    *("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("layers_to_transform", "alora_invocation_tokens"),
+)
+# Ways to begin that leave the base as it is.
+_BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterFolder:
+    """A folder with an adapter_config.json."""
+
+    path: str
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json.
+
+        Raises:
+          ConfigError: it cannot be read, or asks for what is none of ours.
+        """
+        where = f"{self.path}/{CONFIG}"
+        found = read_json(where)
+        wanted = {"peft_type": ("LORA",), "bias": ("none", None)}
+        wanted["init_lora_weights"] = _BEGINNINGS
+        wanted |= {name: (None, False, [], {}) for name in _NOTHING}
+        refuse(
+            (
+                found.get(name) not in values,
+                f"{where}: {name}={found.get(name)} is not supported: adapters are LoRA's, of "
+                "matrices of all layers alike",
+            )
+            for name, values in wanted.items()
+        )
+        rank = found.get("r")
+        if type(rank) is not int or rank < 1 or not found.get("base_model_name_or_path"):
+            raise ConfigError(f"{where}: has no r and base_model_name_or_path; save it with PEFT")
+        return found
+
+    @property
+    def base(self) -> str:
+        """The model that they adapt: a folder, or a name on the Hub."""
+        return self.config["base_model_name_or_path"]
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Where its tensors lie (`safetensors.tensors_of`)."""
+        return tensors_of(self.path, TENSORS)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the adapters."""
+        modules = {name.split(".")[-3] for name in self.tensors if name.count(".") > 2}
+        targets = [name for name in LORA_MODULES if name in modules]
+        if targets == list(LORA_MODULES):
+            targets = ["matrix"]
+        return {
+            "lora_rank": self.config["r"],
+            "lora_alpha": float(self.config.get("lora_alpha", 8)),
+            "use_rslora": bool(self.config.get("use_rslora")),
+            "lora_targets": targets,
+        }
+
+
+def config_of(keys: ModelKeys, base: str) -> bytes:
+    """The adapter_config.json of a model's adapters.
+
+    Args:
+      keys: of the model.
+      base: the model that they adapt.
+    """
+    values = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(keys.lora_alpha) if keys.lora_alpha % 1 == 0 else keys.lora_alpha,
+        "lora_dropout": keys.lora_dropout,
+        "peft_type": "LORA",
+        "r": keys.lora_rank,
+        "target_modules": list(keys.lora_modules),
+        "task_type": "CAUSAL_LM",
+        "use_rslora": keys.use_rslora,
+    }
+    return json.dumps(values, indent=2).encode() + b"\n"

@@ -1,0 +1,117 @@
+"""Adapters beside PEFT: the same logits with the same adapter both ways, and the same gradients."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from conftest import batch_of, make_mesh
+from opened import logits
+from small_models import write_folder
+
+from maxramp.handover.export import export
+from maxramp.handover.opening import open_model
+from maxramp.huggingface.names import named
+from maxramp.model.adapters import is_adapter, kept, merged, without
+from maxramp.model.parts.weights import joined, part_of
+from maxramp.training.keys import ObjectiveKeys
+from maxramp.training.loss import next_token_prediction
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+TOKENS_BT = np.random.default_rng(0).integers(0, 40, (8, 24), dtype=np.int32)
+MESH = ("ici_fsdp_parallelism=2", "ici_data_parallelism=4")
+CASES = [
+    ("smollm2", {}),
+    ("qwen2.5", {}),
+    ("qwen3", {"use_rslora": True, "r": 8}),
+    ("llama2", {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3}),
+]
+
+
+def opened_by_torch(base: pathlib.Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def adapted_by_peft(base: pathlib.Path, to: pathlib.Path, **config):
+    """PEFT's model with adapters, both of whose matrices are random, and a folder of them."""
+    torch.manual_seed(0)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **config}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **config)
+    model = peft.get_peft_model(opened_by_torch(base), config)
+    for name, x in model.named_parameters():
+        if "lora_" in name:
+            x.data = torch.randn_like(x) * 0.2
+    model.save_pretrained(to)
+    return model.eval()
+
+
+def theirs(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
+
+
+def opened_here(path: pathlib.Path):
+    """The model of a folder, on eight devices, and its weights."""
+    opened = open_model(str(path), [*MESH, "hardware=cpu"])
+    return opened, opened.load()
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
+    tolerance = 1e-5 * (expected.max() - expected.min())
+    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
+def test_an_adapter_that_peft_made(tmp_path, name, config):
+    """Its logits as it is and merged into its base; written again, PEFT opens it."""
+    base = write_folder(tmp_path / "base", name)
+    expected = theirs(adapted_by_peft(base, tmp_path / "adapter", **config))
+    plain = theirs(opened_by_torch(base))
+    assert np.abs(expected - plain).max() > 0.01 * np.abs(plain).max()
+    opened, model = opened_here(tmp_path / "adapter")
+    assert_near(logits(model, opened.config, TOKENS_BT), expected)
+    assert_near(logits(without(model), opened.config, TOKENS_BT), plain)
+    with jax.set_mesh(make_mesh(opened.config)):
+        whole = jax.jit(merged)(model)
+    assert_near(logits(whole, opened.config, TOKENS_BT), expected)
+    export(opened, model, tmp_path / "again", "")
+    again = peft.PeftModel.from_pretrained(opened_by_torch(base), tmp_path / "again")
+    assert_near(theirs(again), expected)
+    said = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(base)
+
+
+def test_gradients(tmp_path):
+    """Of the loss, per tensor within 1e-4 of its largest entry."""
+    base = write_folder(tmp_path / "base", "qwen2.5")
+    peer = adapted_by_peft(base, tmp_path / "adapter", use_rslora=True)
+    rows = torch.tensor(TOKENS_BT, dtype=torch.long)
+    peer(rows, labels=rows).loss.backward()
+    opened, model = opened_here(tmp_path / "adapter")
+    config = opened.config
+    objective, batch = next_token_prediction(ObjectiveKeys(0, 0), config.model), batch_of(TOKENS_BT)
+    trained = kept(model)
+    frozen = part_of(model, lambda weight: not is_adapter(weight))
+
+    def loss(trained):
+        total, aux = objective(joined(frozen, trained), batch)
+        return total / aux.shown["tokens"]
+
+    with jax.set_mesh(make_mesh(config)):
+        gradient = jax.jit(jax.grad(loss))(trained)
+    expected = {name.replace(".default", ""): x for name, x in peer.named_parameters()}
+    found = [
+        (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[layer], weight.form)
+        for weight in named(gradient, config.model.decoder_block)
+        for layer, tensor in enumerate(weight.names)
+    ]
+    assert len(found) == sum("lora_" in name for name in expected)
+    for tensor, own, form in found:
+        grad = expected[tensor].grad.numpy()
+        own = own.transpose(form.order).reshape(form.theirs)
+        np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
