@@ -98,8 +98,8 @@ def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
 
     Returns:
       `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
-      and copies of weights in the arithmetic's dtype; `activations`: an estimate of what one pass keeps
-      for its backward pass, plus a block of logits; `total`.
+      and copies of weights in the arithmetic's dtype; `activations`: an estimate of what one pass
+      keeps for its backward pass, plus a block of logits; `total`.
     """
     sizes, model = spec.mesh.sizes, recipe.model
     state = abstract_state(recipe, abstract_mesh(sizes))
