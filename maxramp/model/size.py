@@ -18,8 +18,8 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
     B, with the causal half as MaxText counts it); with a window of W tokens the part of them that
-    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product. Under LoRA frozen weights have
-    no gradient, and their adapters have.
+    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product. Under LoRA frozen weights
+    have no gradient, and their adapters have.
     """
     D, h = keys.base_emb_dim, keys.head_dim
     H, K = keys.base_num_query_heads, keys.base_num_kv_heads
