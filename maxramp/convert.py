@@ -1,6 +1,7 @@
 """Writes a trained model as a folder that transformers opens.
 
 python -m maxramp.convert RUN[/checkpoints/STEP] --to FOLDER [options] [key=value ...]
+python -m maxramp.convert MODEL.gguf --to FOLDER [--dtype DTYPE]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -15,7 +16,7 @@ from maxramp.config.load import list_keys
 from maxramp.files.place import place
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
-from maxramp.huggingface import writing
+from maxramp.huggingface import gguf, writing
 from maxramp.model.adapters import merged
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import backend
@@ -24,6 +25,7 @@ from maxramp.processes.ending import run
 USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
 FOLDER may be an address such as gs://bucket/model. An export that was stopped goes on where it was
 when it is started again. key=value sets the mesh (ici_fsdp_parallelism=4) and hardware.
+MODEL.gguf is a Llama; its weights come out as the numbers that they stand for, in float32.
 """
 
 
@@ -43,6 +45,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)
+    if given.run.endswith(".gguf"):
+        gguf.unpack(given.run, given.to, given.dtype or "float32")
+        print(f"wrote {given.to}")
+        return 0
     opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
     model = opened.load()

