@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "starts a run here, under SLURM or on GKE, and restarts it until it is done",
     "compile": "compiles every stage for a TPU pod, without a TPU",
     "generate": "writes text with the weights of a run",
+    "evaluate": "evaluates a model on the tasks of lm-eval, the field's harness",
     "grpo": "improves a model by rewards: reinforcement learning",
     "convert": "writes a trained model as a folder that transformers opens",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",

@@ -29,10 +29,10 @@ FLOORS = (
     ("config",),
     ("planning", "handover"),
     ("measuring", "job", "launch", "generation"),
-    ("rl",),
+    ("rl", "evaluation"),
     (
-        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "grpo"),
-        "convert",
+        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "evaluate"),
+        *("grpo", "convert"),
         *("branch", "suggest", "launch.__main__", "__main__"),
     ),
 )

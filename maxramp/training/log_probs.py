@@ -40,6 +40,38 @@ def log_probs(
     return _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens)
 
 
+def scores(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The logarithms of `log_probs` at temperature 1, and whether no token is likelier.
+
+    Arguments are those of `log_probs`; neither result has a gradient.
+
+    Returns:
+      float32 [B, T], in nats, and bool [B, T].
+    """
+
+    def local(x_BTD, head_DV, targets_BT):
+        head_DV, is_target = _of_device(x_BTD, head_DV)
+
+        def block(_, arrays):
+            x_ND, targets_N = arrays
+            logits_NV = _logits(x_ND, head_DV, 1.0)
+            below_NV = logits_NV - pmax(logits_NV.max(-1), "tensor")[:, None]
+            chosen_NV = jnp.where(is_target(targets_N), below_NV, 0)
+            sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
+            z_N, chosen_N = psum(sums, "tensor")
+            return None, (chosen_N - jnp.log(z_N), chosen_N == 0)
+
+        _, found = jax.lax.scan(block, None, _in_blocks(block_tokens, x_BTD, targets_BT))
+        B, T = targets_BT.shape
+        return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
+
+    specs = X_BTD, jax.typeof(head_DV).sharding.spec, TOKENS_BT
+    arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
+    return on_devices(local, specs, (TOKENS_BT,) * 2)(*arrays)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
     return _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens)[0]

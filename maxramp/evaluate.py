@@ -1,0 +1,162 @@
+"""Evaluates a run or a released model on the tasks of lm-eval, the field's harness.
+
+python -m maxramp.evaluate RUN --tasks NAME,NAME [options] [key=value ...]
+"""
+
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from maxramp.commandline import OneLineParser, command
+from maxramp.config.load import list_keys
+from maxramp.errors import ConfigError
+from maxramp.evaluation.asking import Asking
+from maxramp.evaluation.scorer import Scorer
+from maxramp.evaluation.together import Together
+from maxramp.files.place import place
+from maxramp.files.storage import write_whole
+from maxramp.handover.opening import Opened, open_model
+from maxramp.keys.yamlfile import parse as parse_value
+from maxramp.processes import backend
+from maxramp.processes.agreement import noticing_lost_peers, raise_everywhere
+from maxramp.processes.ending import Watchdog, run
+from maxramp.training.programs import compiler_options
+
+USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
+them: its folder, or its name there. Tasks are lm-eval's, those of --include_path, or YAML files.
+key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
+max_target_length or the tokenizer. It needs '.[evaluate]'.
+"""
+
+
+@command
+def main(arguments: list[str]) -> int:
+    """Runs a command line; returns the exit status."""
+    _evaluate(_parse(arguments))
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m maxramp.evaluate", description=__doc__.partition("\n")[0], epilog=USAGE
+    )
+    add = parser.add_argument
+    add("run")
+    add("--tasks", required=True, help="names of tasks and groups, with commas between them")
+    add("--include_path", default="", metavar="FOLDER", help="of tasks beside lm-eval's own")
+    for name, kind, what in (
+        ("num_fewshot", int, "examples before a question (as a task says)"),
+        ("limit", float, "questions of a task, or their share if below 1 (all)"),
+        ("batch_size", int, "rows of a device in a pass (as many as make 8,192 tokens)"),
+    ):
+        add(f"--{name}", type=kind, help=what)
+    add("--apply_chat_template", action="store_true", help="ask as in a chat")
+    add("--system_instruction", metavar="TEXT", help="what a chat or a prompt begins with")
+    add("--gen_kwargs", default="", metavar="NAME=VALUE,...", help="how answers are written")
+    add("--output_path", default="", metavar="FILE", help="for the results, as JSON")
+    add("--log_samples", action="store_true", help="every question and answer there too")
+    list_keys(parser)
+    add("keys", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    for name, least in (("num_fewshot", 0), ("batch_size", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value} must be {least} or more")
+    if given.limit is not None and not given.limit > 0:
+        raise ConfigError(f"--limit {given.limit:g} must be above 0")
+    if given.log_samples and not given.output_path:
+        raise ConfigError("--log_samples writes them into --output_path; give that too")
+    given.names = [name.strip() for name in given.tasks.split(",") if name.strip()]
+    if not given.names:
+        raise ConfigError("--tasks names none; give NAME,NAME")
+    given.gen_kwargs = _named(given.gen_kwargs)
+    return given
+
+
+def _named(text: str) -> dict[str, Any]:
+    """NAME=VALUE,NAME=VALUE, with values as in YAML."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--gen_kwargs {text}: {part} has no value; write NAME=VALUE,...")
+        found[name.strip()] = parse_value(value)
+    return found
+
+
+def _evaluate(given: argparse.Namespace) -> None:
+    opened = open_model(given.run, given.keys)
+    keys = opened.config.run, opened.config.backend
+    with Watchdog(keys[0].hang_timeout_seconds, keys[1].join_timeout_seconds) as watchdog:
+        backend.start(keys[1])
+        watchdog.beat()
+        with noticing_lost_peers():
+            _with_devices(given, opened, watchdog)
+
+
+def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
+    is_first, start = jax.process_index() == 0, time.perf_counter()
+    tokenizer = opened.tokenizer()
+
+    def load_tasks() -> Any:
+        if not is_first:
+            return None
+        from maxramp.evaluation import harness  # and with it lm-eval
+
+        tasks = harness.Tasks("--tasks", given.names, given.include_path)
+        tasks.refuse_answers(opened.config.mesh.pipeline_stages)
+        return tasks
+
+    tasks = raise_everywhere(load_tasks)  # before weights are read
+    watchdog.beat()
+    model = opened.load()
+    watchdog.beat()
+    config = opened.config
+    scorer = Scorer(
+        config.model,
+        config.objective.loss_block_tokens,
+        model,
+        tokenizer.tokenizer,
+        tokenizer.ends,
+        compiler_options(jax.default_backend()),
+        given.batch_size or 0,
+        watchdog.beat,
+    )
+    together = Together(scorer, model)
+
+    def lead() -> None:
+        from maxramp.evaluation import harness
+
+        asked = harness.Model(together, tokenizer.tokenizer, config.data)
+        asking = Asking(
+            given.num_fewshot,
+            given.limit,
+            given.apply_chat_template,
+            given.system_instruction,
+            given.gen_kwargs,
+            given.log_samples,
+        )
+        results = harness.evaluate(tasks, asked, asking)
+        results["config"]["model_args"] = opened.source
+        if given.output_path:
+            text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
+            write_whole(place(given.output_path), text.encode())
+        print(harness.table(results))
+        seconds = time.perf_counter() - start
+        print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
+
+    together.run(lead)
+
+
+if __name__ == "__main__":
+    run(main)

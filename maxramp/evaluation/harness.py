@@ -1,0 +1,315 @@
+"""lm-eval, the field's evaluation harness, on process 0: tasks, and our model as what they ask.
+
+How texts become tokens follows lm-eval's own backend for transformers (`hf`): where a context ends
+and its continuation begins, what stands before an empty context, which tokens a row too long loses,
+which windows a long text is cut into.
+"""
+
+import dataclasses
+import difflib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxramp.data.chats.chats import open_template
+from maxramp.data.chats.keys import ChatKeys
+from maxramp.data.chats.messages import Chat
+from maxramp.data.chats.template import ChatTemplate
+from maxramp.data.files.records import BadRecord
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError, TrainingError, install
+from maxramp.evaluation.asking import Asking
+from maxramp.evaluation.scorer import Scored
+from maxramp.evaluation.together import Together
+from maxramp.generation.sampling import Sampling
+
+os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or it would fork a process that JAX runs in
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ImportError as error:
+    raise ConfigError(f"tasks need lm-eval ({error}): {install('evaluate')}") from None
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+_MOST_TOKENS = 256  # of an answer, where a task does not say
+_SAMPLED = {"do_sample", "temperature", "top_k", "top_p"}
+_SEED = 1234  # lm-eval's own
+
+
+class Tasks(TaskManager):
+    """The tasks of some names, with their data, loaded once."""
+
+    def __init__(self, key: str, names: Sequence[str], include_path: str):
+        """
+        Args:
+          key: whose value the names are, for messages.
+          names: of tasks, groups and tags; or files of tasks.
+          include_path: a folder of tasks beside lm-eval's own; "" = none.
+
+        Raises:
+          ConfigError: there is no task of a name, or it cannot be loaded.
+        """
+        self.names = list(names)
+        if include_path and not os.path.isdir(include_path):
+            raise ConfigError(
+                f"{include_path} is no folder of tasks; give one that has .yaml files"
+            )
+        own = include_path or None
+        super().__init__(include_path=own, include_defaults=not own)
+        if own and self._missing():  # its own are thousands, which take a while to list
+            super().__init__(include_path=own)
+        for name in self._missing():
+            near = difflib.get_close_matches(name, self.all_tasks, 1)
+            hint = f"did you mean {near[0]}?" if near else "lm-eval ls tasks lists all"
+            where = f" in {include_path}, nor" if include_path else ""
+            raise ConfigError(f"{key}={name}: no such task{where} in lm-eval; {hint}")
+        try:
+            self._loaded = super().load(self.names)
+        except Exception as error:  # of a file of somebody's, or of what loads its data
+            raise ConfigError(
+                f"{key}={','.join(names)}: lm-eval cannot load it: {_said(error)}"
+            ) from None
+
+    def load(self, task_list: Any) -> Any:
+        """The tasks, whatever is asked for."""
+        return self._loaded
+
+    def refuse_answers(self, stages: int) -> None:
+        """Refuses tasks that a pipeline cannot do.
+
+        Raises:
+          ConfigError: a task has the model write.
+        """
+        for name, task in self._loaded["tasks"].items():
+            if stages > 1 and task.get_config("output_type") == "generate_until":
+                raise ConfigError(
+                    f"the task {name} has the model write, and a pipeline of {stages} stages "
+                    "generates no text; use ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1, "
+                    "or tasks that compare likelihoods"
+                )
+
+    def _missing(self) -> list[str]:
+        return [n for n in self.names if n not in self.task_index and not os.path.isfile(n)]
+
+
+class Model(TemplateLM):
+    """Our model as what lm-eval asks."""
+
+    def __init__(self, together: Together, tokenizer: Tokenizer, chats: ChatKeys):
+        super().__init__()
+        # A text's marks are marks, as those of a chat template.
+        named = tokenizer.type in ("huggingface", "tiktoken")
+        self._tokenizer = dataclasses.replace(
+            tokenizer, add_eos=False, split_special_tokens=not named
+        )
+        self._together, self._chats = together, chats
+        self._template: ChatTemplate | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The mark at the end of a text, or the one at its beginning."""
+        end = self._tokenizer.end
+        return self.prefix_token_id if end is None else end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text of which the first token is scored too."""
+        found = self._tokenizer.begin
+        found = self._tokenizer.end if found is None else found
+        if found is None:
+            raise ConfigError(
+                f"tokenizer_path={self._tokenizer.path} has no mark that begins or ends a text, "
+                "and a task scores one from its first token on; give another tokenizer"
+            )
+        return found
+
+    @property
+    def max_length(self) -> int:
+        """The longest row in tokens."""
+        return self._together.scorer.keys.max_target_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm-eval's cache of requests."""
+        return self._tokenizer.hash
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Ids of a text, as `hf` has them."""
+        mark = self._tokenizer.begin
+        if add_special_tokens is None:
+            begins = mark is not None and has_bos_prefix(string, self._tokenizer.decode([mark]))
+            add_special_tokens = self._tokenizer.add_bos and not begins
+        marked = dataclasses.replace(self._tokenizer, add_bos=False)
+        (ids,) = marked.encode([string])
+        begin = [mark] * bool(add_special_tokens and self._tokenizer.add_bos)
+        return [*begin, *ids.tolist()]
+
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether it is what greedy writing gives."""
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        rows = []
+        for texts, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise ConfigError(
+                    f"a task scores {len(continuation)} tokens behind a context, of 1 to "
+                    f"max_target_length={self.max_length}; raise that, or mend the task "
+                    f"({str(texts)[-100:]})"
+                )
+            whole = (context + continuation)[-(self.max_length + 1) :]
+            rows.append(Scored(whole, len(continuation)))
+        return self._together.score(rows)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-probability of each whole text."""
+        windows, texts = [], []
+        for number, request in enumerate(requests):
+            cut = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, cut):
+                windows.append((None, context, continuation))
+                texts.append(number)
+        totals = [0.0] * len(requests)
+        found = self._loglikelihood_tokens(windows)
+        for number, (log_p, _) in zip(texts, found, strict=True):
+            totals[number] += log_p
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes behind each context."""
+        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        for number, request in enumerate(requests):
+            asked = request.args[1]
+            groups.setdefault(repr(sorted(asked.items())), (asked, []))[1].append(number)
+        found = [""] * len(requests)
+        for asked, numbers in groups.values():
+            kwargs = normalize_gen_kwargs(asked, _MOST_TOKENS)
+            most_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
+            until = handle_stop_sequences(until, self._tokenizer.decode([self.eot_token_id]))
+            prompts = [
+                self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
+            ]
+            texts = self._together.write(prompts, most_tokens, self._sampling(kwargs), _SEED, until)
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+        return found
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat, up to where an answer begins or goes on."""
+        if self._template is None:
+            if not (self._chats.chat_template or self._tokenizer.chat_template):
+                raise ConfigError(
+                    f"--apply_chat_template: tokenizer_path={self._tokenizer.path} has no chat "
+                    "template; leave it out"
+                )
+            self._template = open_template(self._tokenizer, self._chats)
+        last = chat_history[-1]["content"]
+        try:
+            text = self._template.render(self._chat(chat_history), ask=add_generation_prompt)
+        except BadRecord as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise ConfigError(f"--apply_chat_template: {error}") from None
+            text = self._template.render(self._chat(rest), ask=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        # The last message is the beginning of the answer: nothing ends it.
+        at = text.rindex(last.strip())
+        kept = last.lstrip()
+        return text[:at] + (kept if text.startswith(kept, at) else last.strip())
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """What lm-eval notes of the template."""
+        return self._tokenizer.chat_template if chat_template else None
+
+    def _chat(self, messages: list[dict[str, Any]]) -> Chat:
+        return Chat(messages, None, [])
+
+    def _sampling(self, kwargs: Mapping[str, Any]) -> Sampling:
+        for name in kwargs.keys() - _SAMPLED:
+            raise ConfigError(
+                f"{name}={kwargs[name]}: a task writes with max_gen_toks, until, "
+                f"{', '.join(sorted(_SAMPLED))} alone; leave it out"
+            )
+        vocab_size = self._tokenizer.vocab_size
+        if not kwargs["do_sample"]:
+            return Sampling(0.0, vocab_size=vocab_size)
+        temperature = float(kwargs.get("temperature", 1.0))
+        top_k, top_p = int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))
+        sampling = Sampling(temperature, top_k, top_p, vocab_size)
+        sampling.check()
+        return sampling
+
+
+def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
+    """lm-eval's results: of each task, group and metric.
+
+    Raises:
+      ConfigError: a task asks what cannot be, or fails.
+    """
+    try:
+        return simple_evaluate(
+            model,
+            tasks=tasks.names,
+            task_manager=tasks,
+            num_fewshot=asking.num_fewshot,
+            limit=asking.limit,
+            apply_chat_template=asking.apply_chat_template,
+            system_instruction=asking.system_instruction,
+            gen_kwargs=dict(asking.gen_kwargs) if asking.gen_kwargs else None,
+            log_samples=asking.log_samples,
+            bootstrap_iters=asking.bootstrap_iters,
+            random_seed=0,
+            numpy_random_seed=_SEED,
+            torch_random_seed=None,
+            fewshot_random_seed=_SEED,
+        )
+    except (ConfigError, TrainingError):
+        raise
+    except Exception as error:  # of a task's own code
+        raise ConfigError(f"the tasks {','.join(tasks.names)}: {_said(error)}") from None
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """lm-eval's tables of tasks and of groups."""
+    parts = [make_table(results)]
+    parts += [make_table(results, "groups")] if results.get("groups") else []
+    return "\n".join(parts)
+
+
+def numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of each task and group by a name such as task_hellaswag_acc."""
+    found = {}
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            metric, _, chosen = name.partition(",")
+            if isinstance(value, int | float) and chosen and not metric.endswith("_stderr"):
+                suffix = "" if chosen == "none" else f"_{chosen}"
+                found[f"task_{task}_{metric}{suffix}"] = float(value)
+    return found
+
+
+def _said(error: Exception) -> str:
+    what = " ".join(str(error).split())[:300]
+    return f"{what} ({type(error).__name__})" if what else type(error).__name__

@@ -1,0 +1,230 @@
+"""What lm-eval asks of a model: how likely texts are, and what it writes.
+
+Every process of a job asks alike, and gets all answers. Rows are sorted by length and padded on
+the right to a few lengths, so that few programs are compiled, in the background while the first
+ones run.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxramp.data.batch import PADDING
+from maxramp.data.tokenizers import Tokenizer
+from maxramp.errors import ConfigError, NotFiniteError
+from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.keys import BATCH_AXES
+from maxramp.parallel.mesh import Jitted, mesh_of
+from maxramp.parallel.sharding import REPLICATED, TOKENS_BT
+from maxramp.training.ahead import Ahead
+from maxramp.training.log_probs import scores
+
+_FEWEST_TOKENS = 16  # of a shape
+_TOKENS_AT_ONCE = 8192  # of a device in a pass, where no batch size is given
+_QUEUED = 2  # passes that the devices have before the results of the first are read
+_SELDOM = 16  # tokens that are written between two looks for a text that ends an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Tokens whose last ones are scored, given those before them."""
+
+    tokens: list[int]
+    count: int  # of the last tokens, below len(tokens)
+
+
+class Scorer:
+    """Scores and continues rows of tokens with the weights that it is given, on their mesh."""
+
+    def __init__(
+        self,
+        keys: ModelKeys,
+        block_tokens: int,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        options: Mapping[str, Any],
+        batch_size: int = 0,
+        beat: Callable[[], None] = lambda: None,
+    ):
+        """
+        Args:
+          keys: of the model; `max_target_length` is the longest row.
+          block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
+          model: its shapes and shardings.
+          tokenizer: makes text of what the model writes.
+          ends: ids that end an answer.
+          options: the compiler's.
+          batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
+          beat: called when a pass is done.
+        """
+        self.keys, self._tokenizer, self._ends = keys, tokenizer, tuple(ends)
+        self._mesh, self._batch_size, self._beat = mesh_of(model), batch_size, beat
+        self._abstract, self._options = model, dict(options)
+        self._block_tokens = block_tokens
+        self._ahead = Ahead(options, 0, lambda line: None, lambda: None)
+        self._score = Jitted(self._mesh, self._scores)
+        self._generators: dict[Writing, Generator] = {}
+        shape = self._mesh.shape
+        ranks = math.prod(shape[axis] for axis in BATCH_AXES)
+        copies = ranks // shape["stage"]
+        parts = max(1, keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
+        # Rows of a pass are a multiple of it: every device of a rank has as many, and so has every
+        # part of them that goes through a pipeline.
+        self._unit = copies * math.lcm(shape["stage"], parts)
+        self._ranks = ranks
+
+    def score(self, model: Decoder, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """The log-probability of each row's last tokens, and whether each of them is the likeliest.
+
+        Raises:
+          NotFiniteError: the weights give logits that are no numbers.
+        """
+        found: list[Any] = [None] * len(rows)
+        waiting: collections.deque[tuple[list[int], Any]] = collections.deque()
+
+        def read() -> None:
+            numbers, results = waiting.popleft()
+            log_p_BT, is_first_BT = jax.device_get(results)
+            for b, number in enumerate(numbers):
+                last = len(rows[number].tokens) - 1
+                at = np.s_[b, last - rows[number].count : last]
+                total = float(log_p_BT[at].sum(dtype=np.float64))
+                if math.isnan(total):
+                    raise NotFiniteError(
+                        "the weights give logits that are not numbers; take another checkpoint"
+                    )
+                found[number] = total, bool(is_first_BT[at].all())
+            self._beat()
+
+        passes = self._passes([len(row.tokens) - 1 for row in rows])
+        for (B, T), _ in passes:
+            self._announce(B, T)
+        for (B, T), numbers in passes:
+            program, _ = self._ahead.get((B, T))
+            waiting.append(
+                (numbers, program(model, *self._arrays(B, T, [rows[n] for n in numbers])))
+            )
+            self._ahead.lower()
+            if len(waiting) > _QUEUED:
+                read()
+        while waiting:
+            read()
+        return found
+
+    def write(
+        self,
+        model: Decoder,
+        prompts: Sequence[Sequence[int]],
+        most_tokens: int,
+        sampling: Any,
+        seed: int,
+        until: Sequence[str],
+    ) -> list[str]:
+        """The text that the model writes behind each prompt, up to any of some texts.
+
+        Prompts too long for the rows of the model lose their beginning.
+
+        Args:
+          model: the weights.
+          prompts: token ids.
+          most_tokens: of an answer.
+          sampling: how tokens are drawn.
+          seed: of the draws.
+          until: texts that end an answer and are no part of it.
+
+        Raises:
+          ConfigError: an answer of so many tokens leaves no room for a prompt.
+        """
+        room = self.keys.max_target_length - most_tokens
+        if room < 1:
+            raise ConfigError(
+                f"max_gen_toks={most_tokens} of a task leaves no room for a prompt in rows of "
+                f"max_target_length={self.keys.max_target_length}; raise that, or ask for less by "
+                "--gen_kwargs max_gen_toks=N"
+            )
+        prompts = [np.asarray(prompt[-room:], np.int32) for prompt in prompts]
+        writing = Writing(most_tokens, sampling, seed, self._ends)
+        if writing not in self._generators:
+            made = Generator(self.keys, self._abstract, writing, self._options)
+            self._generators[writing] = made
+        generator = self._generators[writing]
+        weights, texts = generator.prepare(model), [""] * len(prompts)
+        # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
+        for _, numbers in self._passes([len(prompt) + most_tokens for prompt in prompts]):
+            of_pass = [prompts[n] for n in numbers]
+            for answers in generator.stream(weights, of_pass, numbers, every=_SELDOM):
+                self._beat()
+                found = [self._text(answer, until) for answer in answers]
+                if all(is_whole for _, is_whole in found):
+                    break
+            for number, (text, _) in zip(numbers, found, strict=True):
+                texts[number] = text
+        return texts
+
+    def traced(self, B: int, T: int) -> jax.stages.Traced:
+        """The program that scores B rows of T tokens."""
+        sharding = NamedSharding(self._mesh, TOKENS_BT)
+        ids = jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding)
+        return self._score.trace(self._abstract, ids, ids)
+
+    def _scores(self, model: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array):
+        model, dtype = model.cast(self.keys.dtype), self.keys.dtype
+        x_BTD, _ = model.hidden(tokens_BT, self.keys)
+        found = scores(x_BTD, model.head(dtype), targets_BT, self._block_tokens)
+        return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in found)
+
+    def _announce(self, B: int, T: int) -> None:
+        name = f"the score of {B} rows of {T} tokens"
+        self._ahead.announce((B, T), name, self._mesh, lambda: self.traced(B, T).lower())
+
+    def _arrays(self, B: int, T: int, rows: Sequence[Scored]) -> tuple[jax.Array, jax.Array]:
+        tokens_BT = np.full((B, T), PADDING, np.int32)
+        targets_BT = tokens_BT.copy()
+        for b, row in enumerate(rows):
+            tokens_BT[b, : len(row.tokens) - 1] = row.tokens[:-1]
+            targets_BT[b, : len(row.tokens) - 1] = row.tokens[1:]
+        sharding = NamedSharding(self._mesh, TOKENS_BT)
+        return tuple(
+            jax.make_array_from_callback((B, T), sharding, x_BT.__getitem__)
+            for x_BT in (tokens_BT, targets_BT)
+        )
+
+    def _passes(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
+        """The shapes [B, T] of passes, and which rows each has: the longest first, so that what is
+        too large for the memory shows at once."""
+        order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+        passes = []
+        for T, group in itertools.groupby(order, lambda n: self._rounded(lengths[n])):
+            numbers = list(group)
+            most = self._rows(self._batch_size or max(1, _TOKENS_AT_ONCE // T))
+            B = min(most, self._rows(rounded_up(-(-len(numbers) // self._ranks))))
+            passes += [((B, T), numbers[i : i + B]) for i in range(0, len(numbers), B)]
+        return passes
+
+    def _rows(self, of_rank: int) -> int:
+        return -(-of_rank * self._ranks // self._unit) * self._unit
+
+    def _rounded(self, length: int) -> int:
+        longest = max(length, _FEWEST_TOKENS)
+        return min(rounded_up(longest), max(length, self.keys.max_target_length))
+
+    def _text(self, answer: Answer, until: Sequence[str]) -> tuple[str, bool]:
+        """The text of an answer as far as it has come, and whether it is whole."""
+        ids = answer.tokens[: len(answer.tokens) - (answer.done and not answer.truncated)]
+        text = self._tokenizer.decode(ids)
+        for mark in self._tokenizer.special:
+            text = text.replace(mark, "")
+        cut = min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=-1)
+        return (text[:cut], True) if cut >= 0 else (text, answer.done)

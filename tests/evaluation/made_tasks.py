@@ -1,0 +1,101 @@
+"""Tasks that the tests make: of every kind of request, on a few sentences of their own."""
+
+import json
+import pathlib
+
+from small_models import write_folder
+
+from maxramp.data import tokenizers
+
+TEXT = "the cat sat on a mat and saw two red birds fly over three old green hills at noon"
+WORDS = tuple(TEXT.split())
+LINES = [" ".join(WORDS[(i * 7 + j * 5) % len(WORDS)] for j in range(4 + i % 9)) for i in range(12)]
+
+_TASKS = {
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+""",
+    "open": """
+output_type: loglikelihood
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: acc
+  - metric: perplexity
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{long}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: bits_per_byte
+""",
+    "writing": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs:
+  until: [" a", "red"]
+  max_gen_toks: 12
+metric_list:
+  - metric: exact_match
+""",
+}
+_COMMON = """task: made_{name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{validation: {file}}}
+validation_split: validation
+fewshot_split: validation
+target_delimiter: " "
+"""
+
+
+def write_tasks(folder: pathlib.Path) -> pathlib.Path:
+    """A folder of the tasks made_choices, made_open, made_rolling and made_writing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lines.jsonl", "w") as file:
+        for i, line in enumerate(LINES):
+            choices = [line.split()[-1], WORDS[i % 3], f"{WORDS[i]} {WORDS[i + 1]}"]
+            question = " ".join([*line.split()[:-1], *[" "] * (i % 2)])  # some end with a space
+            record = {"question": question, "choices": choices, "label": 0}
+            long = line * (1 + 5 * (i % 3))
+            file.write(json.dumps({**record, "text": line, "long": long}) + "\n")
+    for name, text in _TASKS.items():
+        head = _COMMON.format(name=name, file=folder / "lines.jsonl")
+        (folder / f"made_{name}.yaml").write_text(head + text)
+    return folder
+
+
+def write_model(folder: pathlib.Path, kind: str = "llama3.1", begins: bool = False) -> pathlib.Path:
+    """The folder of a small random model, with a tokenizer of its own.
+
+    Args:
+      folder: to be made.
+      kind: one of `small_models.CONFIGS`.
+      begins: whether a begin mark stands before every text, as of Llama 3.
+    """
+    made = json.loads(tokenizers.train_bpe(iter(LINES), 288))
+    size = len(made["model"]["vocab"])
+    write_folder(folder, kind, vocab_size=size, bos_token_id=0, eos_token_id=1)
+    if begins:
+        one = {"Sequence": {"id": "A", "type_id": 0}}
+        mark = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        of_marks = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+        made["post_processor"] = {"type": "TemplateProcessing", "special_tokens": of_marks}
+        made["post_processor"] |= {"single": [mark, one], "pair": [mark, one, one]}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    said["chat_template"] = (
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>\\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder

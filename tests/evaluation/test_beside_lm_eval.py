@@ -1,0 +1,93 @@
+"""Requests of lm-eval, answered by us and by its own backend for transformers."""
+
+import json
+
+import pytest
+from conftest import run
+from made_tasks import write_model, write_tasks
+
+pytest.importorskip("torch")
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
+
+NAMES = ["made_choices", "made_open", "made_rolling", "made_writing"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline():
+    """Nothing asks a network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
+def theirs(model, tasks, **options):
+    """Every request of each task and what `hf` answers."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # Without the cache of logits, which answers some requests with those of others.
+    given = f"pretrained={model},dtype=float32,logits_cache=False"
+    return simple_evaluate(
+        "hf",
+        given,
+        NAMES,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        device="cpu",
+        batch_size=4,
+        bootstrap_iters=0,
+        **options,
+    )["samples"]
+
+
+def ours(model, tasks, output, *more):
+    line = ("--tasks", ",".join(NAMES), "--include_path", str(tasks), "--output_path", str(output))
+    done = run(
+        str(model), *line, "--log_samples", *more, module="evaluate", optimized=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|made_choices|" in done.stdout
+    return json.loads(output.read_text())["samples"]
+
+
+def compare(found, expected):
+    """Likelihoods within 1e-4, greedy flags and texts equal; returns how many requests."""
+    count = 0
+    for name in NAMES:
+        both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (found, expected))
+        for mine, other in zip(*both, strict=True):
+            assert json.loads(json.dumps(other["arguments"], default=str)) == mine["arguments"]
+            for (one,), (two,) in zip(mine["resps"], other["resps"], strict=True):
+                count += 1
+                if name == "made_writing":
+                    assert one == two
+                    continue
+                if name != "made_rolling":
+                    assert one[1] == two[1]
+                    one, two = one[0], two[0]
+                assert one == pytest.approx(two, abs=1e-4, rel=1e-6)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins", "options"),
+    [
+        ("llama3.1", True, {}),
+        ("mistral", False, {"num_fewshot": 1}),
+        ("qwen3", True, {"apply_chat_template": True}),
+    ],
+)
+def test_small_models(kind, begins, options, tmp_path):
+    model, tasks = write_model(tmp_path / "model", kind, begins), write_tasks(tmp_path / "tasks")
+    line = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+    ]
+    found = ours(model, tasks, tmp_path / "ours.json", *line)
+    assert compare(found, theirs(model, tasks, **options)) == 72
+
+
+def test_a_released_model(smollm2, tmp_path):
+    tasks = write_tasks(tmp_path / "tasks")
+    found = ours(smollm2, tasks, tmp_path / "ours.json", "max_target_length=2048")
+    assert compare(found, theirs(smollm2, tasks)) == 72
