@@ -28,7 +28,7 @@ from maxramp.files.storage import write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
-from maxramp.processes.agreement import noticing_lost_peers, raise_everywhere
+from maxramp.processes.agreement import led, noticing_lost_peers
 from maxramp.processes.ending import Watchdog, run
 from maxramp.training.programs import compiler_options
 
@@ -105,19 +105,17 @@ def _evaluate(given: argparse.Namespace) -> None:
 
 
 def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
-    is_first, start = jax.process_index() == 0, time.perf_counter()
+    start = time.perf_counter()
     tokenizer = opened.tokenizer()
 
     def load_tasks() -> Any:
-        if not is_first:
-            return None
         from maxramp.evaluation import harness  # and with it lm-eval
 
         tasks = harness.Tasks("--tasks", given.names, given.include_path)
         tasks.refuse_answers(opened.config.mesh.pipeline_stages)
         return tasks
 
-    tasks = raise_everywhere(load_tasks)  # before weights are read
+    tasks = led(load_tasks, watchdog.beat)  # before weights are read
     watchdog.beat()
     model = opened.load()
     watchdog.beat()
@@ -132,7 +130,7 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
         given.batch_size or 0,
         watchdog.beat,
     )
-    together = Together(scorer, model)
+    together = Together(scorer, model, watchdog.beat)
 
     def lead() -> None:
         from maxramp.evaluation import harness

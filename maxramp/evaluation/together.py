@@ -4,6 +4,7 @@ Process 0 says what is asked for; the others wait for that and then do the same.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
-from maxramp.processes.agreement import from_first
+from maxramp.processes.agreement import from_first, led
 
 
 @dataclasses.dataclass
@@ -22,6 +23,7 @@ class Together:
 
     scorer: Scorer
     model: Decoder
+    beat: Callable[[], None]  # called while another process works, and when a pass is done
     _failed: bool = False  # while all processes computed: they all know
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
@@ -50,23 +52,21 @@ class Together:
           ConfigError, TrainingError: on all processes, what `lead` raised.
         """
         if jax.process_index():
-            while (asked := from_first(None))[0] not in ("done", "failed"):
+            while asked := from_first(None, self.beat):
                 self._compute(*asked)
-            if asked[0] == "failed":
-                is_config, message = asked[1]
-                raise (ConfigError if is_config else TrainingError)(message)
-            return None
+            return led(lead, self.beat)
         try:
             result = lead()
         except (ConfigError, TrainingError) as error:
             if not self._failed:
-                from_first(["failed", [isinstance(error, ConfigError), str(error)]])
+                from_first(None, self.beat)
+                led(functools.partial(_raise, error), self.beat)
             raise
-        from_first(["done", None])
-        return result
+        from_first(None, self.beat)
+        return led(lambda: result, self.beat)
 
     def _ask(self, what: str, about: list[Any]) -> Any:
-        from_first([what, about])
+        from_first([what, about], self.beat)
         try:
             return self._compute(what, about)
         except Exception:
@@ -78,3 +78,7 @@ class Together:
             return self.scorer.score(self.model, [Scored(*row) for row in about])
         prompts, most_tokens, how, seed, until = about
         return self.scorer.write(self.model, prompts, most_tokens, Sampling(**how), seed, until)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,6 +1,7 @@
 """What the processes of a job agree on: values, errors, and that one of them has ended."""
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -8,11 +9,13 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed  # whose client has no public name
 from jax.experimental import multihost_utils
 
 from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingError
 
 _T = TypeVar("_T")
+_WORDS = itertools.count()
 
 
 def raise_everywhere(function: Callable[[], _T]) -> _T:
@@ -28,12 +31,20 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
     try:
         result = function()
     except (ConfigError, TrainingError) as error:
-        failure = [isinstance(error, ConfigError), str(error)]
+        failure = _as_json(error)
     for other in all_gather_json(failure):
-        if other is not None:
-            is_config, message = other
-            raise (ConfigError if is_config else TrainingError)(message)
+        _raise(other)
     return result
+
+
+def _as_json(error: Exception) -> list[Any]:
+    return [isinstance(error, ConfigError), str(error)]
+
+
+def _raise(failure: list[Any] | None) -> None:
+    if failure is not None:
+        is_config, message = failure
+        raise (ConfigError if is_config else TrainingError)(message)
 
 
 def all_gather_json(value: Any) -> list[Any]:
@@ -46,15 +57,57 @@ def all_gather_json(value: Any) -> list[Any]:
     return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 
-def from_first(value: Any) -> Any:
-    """The JSON value of the first process, on all of them; what the others give is not read."""
+def from_first(value: Any, beat: Callable[[], None]) -> Any:
+    """The JSON value of the first process, on all of them; what the others give is not read.
+
+    The first process may take as long as it likes before it calls this. A collective would give it
+    30 seconds on CPUs, so the others wait for a word of it first.
+
+    Args:
+      value: of the first process.
+      beat: called now and then by those that wait.
+    """
     if jax.process_count() == 1:
         return value
-    is_first = jax.process_index() == 0
+    is_first, word = jax.process_index() == 0, f"maxramp/first/{next(_WORDS)}"
+    if is_first:
+        distributed.global_state.client.key_value_set(word, "")
+    while not (is_first or _has_come(word)):
+        beat()
     text = np.frombuffer(json.dumps(value).encode() if is_first else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if is_first else np.zeros(size, np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8).tobytes())
+
+
+def _has_come(word: str) -> bool:
+    """Whether the first process gives a word within seconds."""
+    try:
+        distributed.global_state.client.blocking_key_value_get(word, 5_000)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return False
+    return True
+
+
+def led(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
+    """Calls a function on the first process, for which the others wait.
+
+    Returns:
+      What it returned; None on the others.
+
+    Raises:
+      ConfigError, TrainingError: on every process, what it raised.
+    """
+    result, failure = None, None
+    if jax.process_index() == 0:
+        try:
+            result = function()
+        except (ConfigError, TrainingError) as error:
+            failure = _as_json(error)
+    _raise(from_first(failure, beat))
+    return result
 
 
 @contextlib.contextmanager
