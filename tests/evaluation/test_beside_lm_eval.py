@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import run
+from conftest import command, run
+from jobs import finish, start
 from made_tasks import write_model, write_tasks
 
 pytest.importorskip("torch")
@@ -91,3 +92,22 @@ def test_a_released_model(smollm2, tmp_path):
     tasks = write_tasks(tmp_path / "tasks")
     found = ours(smollm2, tasks, tmp_path / "ours.json", "max_target_length=2048")
     assert compare(found, theirs(smollm2, tasks)) == 72
+
+
+def test_two_processes_and_a_pipeline(tmp_path):
+    """Process 0 talks to lm-eval; a pipeline's likelihoods are the same, and it writes nothing."""
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
+    expected = ours(model, tasks, tmp_path / "one.json")
+    likelihoods = ("--include_path", str(tasks), "--log_samples", "--output_path")
+    line = (str(model), "--tasks", ",".join(NAMES), *likelihoods, str(tmp_path / "two.json"))
+    job = start(command(*line, module="evaluate"), 2, 1, [tmp_path] * 2, optimized=True)
+    (out, _, first), (silent, _, second) = finish(job, 600)
+    assert (first, second) == (0, 0) and "|made_choices|" in out and "|" not in silent
+    assert compare(json.loads((tmp_path / "two.json").read_text())["samples"], expected) == 72
+
+    stages = (str(model), "ici_pipeline_parallelism=2", "--include_path", str(tasks), "--tasks")
+    done = run(*stages, "made_choices", devices=2, module="evaluate")
+    assert done.returncode == 0 and "|made_choices|" in done.stdout, done.stderr
+    refused = run(*stages, "made_choices,made_writing", devices=2, module="evaluate")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "the task made_writing has the model write" in refused.stderr
