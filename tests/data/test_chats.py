@@ -1,6 +1,7 @@
 """use_sft: records to messages, messages to text, answers to targets, chats to rows."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -168,6 +169,13 @@ def test_what_is_wrong_is_one_line(folder, records, arguments, template, parts):
         chats_of(folder, records, *arguments, template=template)
     line = str(caught.value)
     assert all(part in line for part in parts) and "\n" not in line, line
+
+
+def test_in_another_process(folder):
+    """Chats are read by worker processes, too."""
+    items = chats_of(folder, [{"messages": TURNS}], template=THINKS)
+    there = pickle.loads(pickle.dumps(items))
+    assert there.text(0) == items.text(0) and there[0].tokens.tolist() == items[0].tokens.tolist()
 
 
 def test_without_a_template(folder):

@@ -47,6 +47,7 @@ class ChatTemplate:
         Raises:
           ConfigError: it is no template.
         """
+        self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._has_marks, self._has_blocks = bool(marks), bool(_BLOCKS.search(source))
@@ -57,6 +58,9 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid ({_said(error)})") from None
         described = repr((source, sorted(named.items()), str(date), sorted(switches.items())))
         self.hash = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+    def __reduce__(self) -> Any:
+        return type(self), self._made_of  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
         """A mark of the tokenizer that a text names; "" if there is none."""
