@@ -3,6 +3,7 @@
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_documents=False]
+python -m maxramp.prepare --inspect CHATS use_sft=true tokenizer_path=FOLDER/tokenizer.json
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -35,6 +36,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys, load
 from maxramp.data import mixture, preparation, shards
+from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
@@ -53,7 +55,10 @@ KEYS = (
     "hf_name",
     "train_split",
 )
-INSPECTION_KEYS = ("max_target_length", "separate_documents")
+INSPECTION_KEYS = (
+    *("max_target_length", "separate_documents", "tokenizer_path", "grain_file_type"),
+    *(field.name for field in dataclasses.fields(ChatKeys)),
+)
 
 
 _say = functools.partial(print, flush=True)
@@ -74,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
     add("--max_bad_records", type=int, metavar="N", default=0, help="leave out so many")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
-    add("--inspect", metavar="DIR", help="print what a prepared set holds")
+    add("--inspect", metavar="DIR", help="print what a prepared set or a file of chats holds")
     list_keys(parser)
     return parser
 
@@ -89,9 +94,10 @@ def main(arguments: list[str]) -> int:
     try:
         if given.inspect:
             keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
-            from maxramp.run.inspection import inspect  # imports jax, which a preparation does not
+            # Imports jax, which a preparation does not.
+            from maxramp.run.inspection import inspect, inspect_chats
 
-            inspect(given.inspect, keys)
+            (inspect_chats if keys.use_sft else inspect)(given.inspect, keys)
         else:
             _check(given, names or [text for text in keys if text.startswith("hf_path=")])
             prepare(given, names, _load_keys(keys, "preparing", KEYS))
@@ -123,6 +129,7 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
     from_hub = any(argument.startswith("hf_path=") for argument in arguments)
     source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
+    source += ["grain_packing_type=best_fit"]  # which chats have; nothing is packed here
     config = load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare")
     listed = f"{doing} takes only {', '.join(taken)}"
     refuse((text.partition("=")[0] not in taken, f"{text}: {listed}") for text in arguments)

@@ -1,5 +1,6 @@
-"""What a prepared set holds, and its rows as the model sees them."""
+"""What a prepared set holds, and its rows as the model sees them; what is learnt of chats."""
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +14,7 @@ from maxramp.data.batch import PADDING, Batch, stack
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
+from maxramp.data.opening import open_corpus
 from maxramp.data.rows import Chain, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.rampup.spec import text_fields
@@ -58,6 +60,35 @@ def inspect(folder: str, keys: DataKeys) -> None:
         print(f"row {number:,}, {count(len(pieces), 'document')}", flush=True)
         for piece in pieces:
             console.print(piece, soft_wrap=True)
+
+
+def inspect_chats(files: str, keys: DataKeys) -> None:
+    """Prints some chats as the template makes them, with the parts to be learnt in brackets.
+
+    Args:
+      files: as `grain_train_files` names them.
+      keys: the template, and what is trained on.
+
+    Raises:
+      ConfigError: they are no chats, or the template cannot take one of those that are shown.
+    """
+    whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
+    no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
+    corpus = open_corpus(dataclasses.replace(keys, **whole, **no_model))
+    print(f"chats      {corpus.description.partition(' to train on')[0]}")
+    (part, *_), console = corpus.train, Console(highlight=False)
+    for index in _spread(len(part.items), _DOCUMENTS):
+        document, (text, spans) = part.items[index], part.items.text(index)
+        targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
+        note = f"left out: {document.left_out}" if document.left_out else ""
+        note = note or f"{len(document.tokens)} tokens, {count(targets, 'target')}"
+        console.print(Text(f"chat {index:,}, {note}", "bold"))
+        shown, at = Text(), 0
+        for begin, end in spans:
+            shown.append(text[at:begin])
+            shown.append(f"[{text[begin:end]}]", "bold green")
+            at = end
+        console.print(shown.append(text[at:]), soft_wrap=True)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:

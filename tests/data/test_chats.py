@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import make_config, run
 
 from maxramp.data.chats import messages
 from maxramp.data.opening import open_corpus, open_rows
@@ -176,6 +176,16 @@ def test_in_another_process(folder):
     items = chats_of(folder, [{"messages": TURNS}], template=THINKS)
     there = pickle.loads(pickle.dumps(items))
     assert there.text(0) == items.text(0) and there[0].tokens.tolist() == items[0].tokens.tolist()
+
+
+def test_inspection(folder):
+    """What is learnt stands in brackets."""
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    given = ("use_sft=true", f"tokenizer_path={folder}/tokenizer.json", "max_target_length=300")
+    shown = run("--inspect", str(folder / "chats.jsonl"), *given, module="prepare")
+    assert shown.returncode == 0, shown.stderr
+    assert "<|im_start|>assistant\n[assistant\nI<|im_end|>]\n<|im_start|>user" in shown.stdout
+    assert ": 1 chats" in shown.stdout and "targets" in shown.stdout
 
 
 def test_without_a_template(folder):
