@@ -7,7 +7,8 @@ Newton-Schulz needs whole matrices. Sharded products would send parts of them in
 each device takes some layers' matrices whole, of all matrices of one shape together: of the layers
 that it has a shard of, it sends away the shards of others and receives those of its own, along one
 mesh axis after the other. Afterwards they go back the same way. Where there are copies of the
-weights, each takes other layers, and the results are gathered at the end, as shards.
+weights, and more matrices than a copy has devices, each copy takes other layers, and the results
+are gathered at the end, as shards.
 
 Shapes: L matrices of one shape, of all layers; M their shorter side, N their longer one. Those in
 lower case are of a device.
@@ -133,9 +134,10 @@ class _Form:
         layers = weight.ndim - sides
         partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]
         used = {*jax.tree.leaves(partitions)}
-        sizes = weight.shape[layers:]
+        sizes, partitions = weight.shape[layers:], partitions[layers:]
+        assert not any(partitions[1:cut] + partitions[cut + 1 :]), "would mix up a side's parts"
         pairs = [
-            (math.prod(sizes[part]), partitions[layers:][part][0] or "")
+            (math.prod(sizes[part]), partitions[part][0] or "")
             for part in (slice(cut), slice(cut, sides))
         ]
         short, long = sorted(pairs)
@@ -164,21 +166,22 @@ def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
     """Matrices of which a device has shards, nearly orthogonal: each device makes some of them."""
     count = x_lmn.shape[0]
     ways = [(axis, 1 + side) for side, axis in enumerate(pool.axes) if axis]
-    copies = math.prod(map(jax.lax.axis_size, pool.copies))
-    devices = copies * math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
-    x_lmn = jnp.pad(x_lmn, ((0, -count % devices), (0, 0), (0, 0)))
+    devices = math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
+    sharing = pool.copies if count > devices else ()
+    copies = math.prod(map(jax.lax.axis_size, sharing))
+    x_lmn = jnp.pad(x_lmn, ((0, -count % (devices * copies)), (0, 0), (0, 0)))
     # XLA for CPUs would send the joined arrays as they lay before, in layouts that it then refuses.
     x_lmn = jax.lax.optimization_barrier(x_lmn)
     if copies > 1:
         own = x_lmn.shape[0] // copies
-        first = jax.lax.axis_index(pool.copies) * own
+        first = jax.lax.axis_index(sharing) * own
         x_lmn = jax.lax.dynamic_slice_in_dim(x_lmn, first, own)
     for axis, side in ways:
         x_lmn = all_to_all(x_lmn, axis, split=0, join=side)
     x_lmn = newton_schulz(x_lmn, epsilon)
     for axis, side in reversed(ways):
         x_lmn = all_to_all(x_lmn, axis, split=side, join=0)
-    return all_gather(x_lmn, pool.copies)[:count]
+    return all_gather(x_lmn, sharing)[:count]
 
 
 def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:

@@ -1,0 +1,61 @@
+"""Muon through the compilers of TPU pods and GPU clusters: what it sends and computes beyond AdamW,
+held against arithmetic."""
+
+import pytest
+from conftest import BASE
+from test_pipelines import MODEL, D, F, H, K, L, h, is_missing
+
+from maxramp.config.load import load
+from maxramp.planning.compiled import compile_stages
+
+TPUS, GPUS = "compile_topology=v5p:2x2x2", "compile_topology=h200:2x4"
+CASES = {
+    "fsdp, tensor": [TPUS, "ici_tensor_parallelism=2"],
+    "copies": [TPUS, "ici_data_parallelism=2"],
+    "stages": [TPUS, "ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"],
+    "GPUs, tensor": [GPUS, "ici_tensor_parallelism=2"],
+}
+
+
+def compiled(*given):
+    keys = dict(argument.split("=", 1) for argument in (*MODEL, "per_device_batch_size=2", *given))
+    config = load([BASE, *(f"{name}={value}" for name, value in keys.items())])
+    result = compile_stages(config)
+    return result["stages"][0], result["mesh"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_step_sends_and_computes(case):
+    """A device's part of every matrix leaves it and comes back, in bfloat16, along each axis that
+    matrices are sharded on; copies gather the results. Matrices of one shape are shared by all."""
+    gpus = GPUS in CASES[case]
+    if is_missing("jax_plugins.xla_cuda13" if gpus else "libtpu"):
+        pytest.skip("pip install -e '.[test,tpu]', or '.[test,cuda13-compiler]'")
+    (adamw, mesh), (muon, _) = (compiled(*CASES[case], f"opt_type={o}") for o in ("adamw", "muon"))
+
+    def received(stage, kind):
+        sent = stage["collective_gib"], stage["network_gib"]
+        return sum(by_kind.get(kind, 0) for by_kind in sent) * 2**30
+
+    d, S, f, t = (mesh[axis] for axis in ("data", "stage", "fsdp", "tensor"))
+    flops, travelled, gathered = 0, 0, 0
+    # Queries and outputs, keys and values, the MLP's three.
+    for count, M, N in ((2, D, H * h), (2, K * h, D), (3, D, F)):
+        M, N, of_stage = min(M, N), max(M, N), count * L // S
+        copies = d if of_stage > f * t else 1  # that share them
+        own = -(-of_stage // (copies * f * t))  # matrices that a device makes orthogonal
+        flops += own * 5 * (4 * M * M * N + 2 * M * M * M)
+        part = own * M * N * 2
+        travelled += 2 * part * ((f - 1) / f + (t - 1) / t)
+        gathered += part * (copies - 1)
+    more = received(muon, "all-to-all") - received(adamw, "all-to-all")
+    assert more == pytest.approx(travelled, rel=0.05)
+    more = received(muon, "all-gather") - received(adamw, "all-gather")
+    assert more == pytest.approx(gathered, rel=0.05, abs=0.01 * travelled)
+    more = muon["flops_per_device"] - adamw["flops_per_device"]
+    assert more == pytest.approx(flops, rel=0.02, abs=0.001 * adamw["flops_per_device"])
+    # A mean for each matrix that is not there.
+    matrices = L / S * (D * h * (2 * H + 2 * K) + 3 * D * F) * 4 / (f * t) / 2**30
+    less = adamw["memory_gib"]["arguments"] - muon["memory_gib"]["arguments"]
+    assert less == pytest.approx(matrices, rel=0.05)
