@@ -73,7 +73,7 @@ def squares_of(
       keys, opt_state: the optimizer before the step.
     """
     found = {"": squares(_of_products(gradients)), "norms_": squares(of_rows)}
-    if moment := _moment(keys, opt_state):
+    if moment := _moment(gradients, keys, opt_state):
         found["adam_"] = _as_adam_sees(gradients, keys, moment)
     return found
 
@@ -112,7 +112,7 @@ def metrics(
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_of_products(gradients))
-        if moment := _moment(keys, opt_state):
+        if moment := _moment(gradients, keys, opt_state):
             groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, moment)
     found = {}
     for kind, (tokens, whole) in groups.items():
@@ -132,10 +132,13 @@ def _of_products(tree: Any) -> list[Any]:
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
-def _moment(keys: OptimizerKeys, opt_state: dict[str, Any]) -> tuple[Decoder, jax.Array] | None:
-    """The second moment of the layers' products; None where their optimizer has none."""
+def _moment(
+    gradients: Decoder, keys: OptimizerKeys, opt_state: dict[str, Any]
+) -> tuple[Decoder, jax.Array] | None:
+    """The second moment of the layers' products; None where some of them have none."""
     moment = Optimizer(keys).second_moment(opt_state)
-    return moment if moment and _of_products(moment[0].layers) else None
+    wanted = len(_of_products(gradients.layers))
+    return moment if moment and len(_of_products(moment[0].layers)) == wanted else None
 
 
 def _as_adam_sees(
