@@ -14,11 +14,9 @@ import jax
 from maxramp.commandline import OneLineParser, command
 from maxramp.config.load import list_keys
 from maxramp.files.place import place
-from maxramp.handover.export import export
+from maxramp.handover.export import export, whole
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import gguf, writing
-from maxramp.model.adapters import merged
-from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
@@ -53,8 +51,7 @@ def main(arguments: list[str]) -> int:
     backend.start(opened.config.backend)
     model = opened.load()
     if given.merge:
-        with jax.set_mesh(mesh_of(model)):
-            model = jax.jit(merged, donate_argnums=0)(model)
+        model = whole(model)
     export(opened, model, given.to, given.dtype or "")
     if jax.process_index() == 0:
         print(f"wrote {given.to}")

@@ -37,7 +37,7 @@ def check_parameters(
     """
     family, of_hub = values["decoder_block"], find_released(path)
     if of_hub:
-        _check_rank(path, of_hub.adapter and of_hub.adapter.keys["lora_rank"], model)
+        _check_adapters(path, of_hub.adapter.keys if of_hub.adapter else {}, model, values)
         base = reading.prepared(of_hub.path, of_hub.tensors, without(model), family, note)
         if not of_hub.adapter:
             return base
@@ -48,9 +48,8 @@ def check_parameters(
             raise ConfigError(f"{path} adapts another model than this: {error}") from None
         return lambda: onto(of_adapter(), base())
     checkpoint = checkpoints.read(checkpoints.find(place(path)))
-    rank = checkpoint.config.get("lora_rank")
-    _check_rank(path, rank, model)
-    if not rank:
+    _check_adapters(path, checkpoint.config, model, values)
+    if not checkpoint.config.get("lora_rank"):
         model = without(model)
         arrays.compare(checkpoint, {"model": model}, values)
         return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
@@ -70,12 +69,23 @@ def check_parameters(
     return load
 
 
-def _check_rank(path: str, rank: int | None, model: Decoder) -> None:
-    if rank and not has_adapters(model):
+def _check_adapters(
+    path: str, there: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
+) -> None:
+    """Refuses adapters, of these keys, that `model` has no place for or would count otherwise."""
+    if not (rank := there.get("lora_rank")):
+        return
+    if not has_adapters(model):
         raise ConfigError(
-            f"{path}: holds adapters of lora_rank={rank} for another model and no model; give "
-            "lora_rank to train them on, or merge them first (maxramp.convert --merge)"
+            f"{path}: holds adapters and no model; give lora_rank={rank} to train them on, or "
+            "merge them first (maxramp.convert --merge)"
         )
+    for name in ("lora_rank", "lora_alpha", "use_rslora"):
+        if there[name] != values[name]:
+            raise ConfigError(
+                f"{name}={values[name]}: the adapters of {path} were trained with "
+                f"{name}={there[name]}; give that"
+            )
 
 
 def load_parameters(path: str, model: Decoder, values: Mapping[str, Any]) -> Decoder:

@@ -24,6 +24,8 @@ _HISTORY_KEYS = (
     "enable_data_shuffling",
     "data_shuffle_seed",
     "init_weights_seed",
+    "lora_alpha",
+    "use_rslora",
     "tokenizer_type",
     "tokenizer_path",
     "add_bos",

@@ -12,9 +12,10 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
-from maxramp.model.adapters import has_adapters, kept
+from maxramp.model.adapters import has_adapters, kept, merged
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -37,16 +38,24 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
     to = run / "exported" / opened.path.rpartition("/")[2]
     there = agreement.raise_everywhere(lambda: writing.is_there(to))
     if not agreement.all_gather_json(there)[0]:
-        export(opened, opened.load(), to, "")
+        model = opened.load()
+        if not opened.adapted:
+            model = whole(model)
+        export(opened, model, to, "")
         if jax.process_index() == 0:
             print(f"wrote {to}")
+
+
+def whole(model: Decoder) -> Decoder:
+    """The model with its adapters merged into it, whose memory it takes over."""
+    with jax.set_mesh(mesh_of(model)):
+        return jax.jit(merged, donate_argnums=0)(model) if has_adapters(model) else model
 
 
 def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     """Writes a model as a folder of Hugging Face's; every process of the job takes part.
 
-    Of a model with adapters these alone are written, as PEFT has them (`adapters.merged` makes it
-    one without).
+    Of a model with adapters these alone are written, as PEFT has them.
 
     Args:
       opened: what the weights are of.

@@ -22,6 +22,7 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
+from maxramp.model.adapters import kept
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import cost_of_packing, select_for
@@ -265,6 +266,8 @@ class Output:
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         weights = f"{num_parameters(model):,} weights, {keys.dtype}"
+        if keys.lora_rank:
+            weights += f"; {num_parameters(kept(model)):,} of adapters train"
         self.say(
             f"model    {self._keys.model_name}: {weights}, on "
             f"{count(mesh.size, f'{kind} device')}" + (f" (mesh {axes})" if axes else "")

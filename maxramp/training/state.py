@@ -96,15 +96,20 @@ def no_counts(model: Decoder) -> dict[str, jax.Array]:
 
 def initial_state(recipe: Recipe) -> TrainState:
     """`init_state` of arrays, on the mesh that is set."""
-    # On CPUs the random numbers take longer to optimize than the whole step, and run once.
-    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    return jax.jit(functools.partial(init_state, recipe), compiler_options=options)()
+    return _once(functools.partial(init_state, recipe))()
 
 
 def state_of(recipe: Recipe, model: Decoder) -> TrainState:
     """`init_state` with these weights, whose memory it takes over, on their mesh."""
     with jax.set_mesh(mesh_of(model)):
-        return jax.jit(functools.partial(init_state, recipe), donate_argnums=0)(model)
+        return _once(functools.partial(init_state, recipe), donate_argnums=0)(model)
+
+
+def _once(make: Callable, **how: Any) -> Callable:
+    """`jax.jit` of what runs once."""
+    # On CPUs random numbers take longer to optimize than the whole step.
+    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
+    return jax.jit(make, compiler_options=options, **how)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:

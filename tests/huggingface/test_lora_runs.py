@@ -1,0 +1,72 @@
+"""Runs that train adapters: restarts, what they hand over, and what they refuse."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import BASE, run
+from small_models import CONFIGS, tensors, write_file, write_folder
+
+pytestmark = pytest.mark.slow
+LORA = ("lora_rank=4", "lora_alpha=8", "lora_dropout=0.1")
+
+
+def given(folder, name, base, *keys):
+    return (
+        *(BASE, "model_name=hf", f"load_parameters_path={base}", "dataset_type=synthetic"),
+        *("enable_rampup_batch_size=False", "per_device_batch_size=4", "eval_interval=-1"),
+        *("max_target_length=16", "steps=4", "checkpoint_period=2", "enable_tensorboard=False"),
+        *(f"base_output_directory={folder}", f"run_name={name}", "export_huggingface=True"),
+        *keys,
+    )
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def refused(*arguments, **options):
+    done = run(*arguments, **options)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_run_of_adapters(tmp_path):
+    """It goes on to the same losses, on the same base alone; its checkpoints do not hold that. What
+    it hands over begins another run, or makes a whole model."""
+    base = write_folder(tmp_path / "base", "llama2")
+    keys = given(tmp_path, "a", base, *LORA)
+    done = run(*keys)
+    assert done.returncode == 0, done.stderr
+    assert "8,960 of adapters train" in done.stdout
+    assert (tmp_path / "a/exported/4/adapter_model.safetensors").exists()
+    before = losses(tmp_path / "a")
+
+    for name in ("checkpoints/4", "exported"):
+        shutil.rmtree(tmp_path / "a" / name)
+    changed = dict(tensors(CONFIGS["llama2"]))
+    changed["model.norm.weight"] = changed["model.norm.weight"] * np.float32(1.001)
+    write_file(base / "model.safetensors", changed)
+    assert "not the weights that" in refused(*keys)
+    write_file(base / "model.safetensors", tensors(CONFIGS["llama2"]))
+    assert "lora_alpha=8.0 (now 4.0)" in refused(*keys, "lora_alpha=4")
+    done = run(*keys)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "a") == before
+
+    adapter = tmp_path / "a/exported/4"
+    done = run(*given(tmp_path, "b", adapter, "steps=2"))
+    assert done.returncode == 0, done.stderr
+    assert "8,960 of adapters train" in done.stdout
+    line = refused(*given(tmp_path, "c", adapter, "lora_alpha=3"))
+    assert "lora_alpha=3" in line and "adapter" in line
+    write_folder(tmp_path / "base", "qwen3")
+    assert "adapts another model" in refused(*given(tmp_path, "c", adapter))
+    write_folder(tmp_path / "base", "llama2")
+    whole = ("--merge", "--to", str(tmp_path / "whole"))
+    done = run(str(tmp_path / "a"), *whole, module="convert")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "whole/config.json").exists()
+    assert not (tmp_path / "whole/adapter_config.json").exists()
