@@ -65,6 +65,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     time = "node-time" if several_nodes else "time"
     several = several_nodes or plan["devices_per_node"] > 1
     passes = several or any(s["gradient_accumulation_steps"] > 1 for s in plan["stages"])
+    short_rows = any(s["row_length"] != plan["max_target_length"] for s in plan["stages"])
     idle = any(s["pipeline_bubble"] for s in plan["stages"])
 
     def against_all(s: dict[str, Any]) -> str:
@@ -78,6 +79,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (True, "samples", lambda s: short(s["run_samples"])),
         (True, "tokens", lambda s: short(s["run_tokens"])),
         (True, "global\nbatch", lambda s: f"{s['global_batch_size']:,}"),
+        (short_rows, "row\nlength", lambda s: f"{s['row_length']:,}"),
         (passes, "per\ndevice", lambda s: f"{s['per_device_batch_size']:g}"),
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),

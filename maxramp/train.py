@@ -123,6 +123,8 @@ class Pretrainer:
         )
         job.closing.callback(self._programs.close)
         job.output.say_start(loader.corpus, abstract.model, config.model, span, job.changes)
+        for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
+            say(f"rows     {line}")
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)
         self._held = HeldState(first)
         # Of an evaluation, on the devices.
@@ -145,13 +147,13 @@ class Pretrainer:
         self._programs.lower()
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            seconds, row = end - begin, stage.spec.tokens
-            tokens = stage.global_batch_size * row
+            seconds, sample = end - begin, stage.spec.tokens
+            tokens, row = stage.global_batch_size * sample, stage.spec.row_length
             flops = tokens * training_flops_per_token(self._model, row) / stage.devices
             targets = int(read["target_tokens"])
             high, low = (int(word) for word in read["batch_fingerprint"])
             return {
-                "consumed_tokens": first_sample * row + tokens,
+                "consumed_tokens": first_sample * sample + tokens,
                 "target_tokens": targets,
                 "step_seconds": seconds,
                 "data_seconds": data_seconds,

@@ -289,12 +289,17 @@ def _json(ramp: RampupBatchManager) -> list[dict]:
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of what is still to come at `sample`."""
-    return [
-        (max(stage["first_sample"], sample), stage["global_batch_size"])
-        for stage in stages
-        if stage["samples"] is None or stage["first_sample"] + stage["samples"] > sample
-    ]
+    """(from which sample on, global batch size) of what is still to come at `sample`.
+
+    Stages of one size that follow each other are one.
+    """
+    found: list[tuple[int, int]] = []
+    for stage in stages:
+        begins, size = max(stage["first_sample"], sample), stage["global_batch_size"]
+        left = stage["samples"] is None or stage["first_sample"] + stage["samples"] > sample
+        if left and (not found or found[-1][1] != size):
+            found.append((begins, size))
+    return found
 
 
 def _shown(sizes: list[tuple[int, int]]) -> str:

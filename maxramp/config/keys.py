@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
+from maxramp.errors import ConfigError
 from maxramp.huggingface import config_json
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
@@ -104,6 +105,11 @@ class Config:
         relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
         refuse(itertools.chain(*relations, _of_all(self)))
         notations.check(self.batch)
+        for phase in self.batch.in_phases[1:]:
+            try:
+                self.replace(**phase.values, phases={}).check()
+            except ConfigError as error:
+                raise ConfigError(f"{phase}: {error}") from None
         if self.run.export_huggingface:
             config_json.of_keys(self.model, {}, {}, "")
 
@@ -405,6 +411,12 @@ def _of_all(config: "Config") -> Relations:
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
         "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
         "a batch that is not decided yet; use initial, or leave it out",
+    )
+    row, chats = config.batch.row_length, config.data.use_sft
+    yield (
+        row != -1 and (chats or config.run.program == "grpo"),
+        f"row_length={row} cuts samples into rows, and {'use_sft=True' if chats else 'grpo'} reads "
+        "each as a whole; leave it out (-1)",
     )
     yield (
         -1 != steps < rate.learning_rate_schedule_steps,

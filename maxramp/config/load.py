@@ -19,6 +19,7 @@ from maxramp.keys import base, peers
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
+from maxramp.rampup import phases
 from maxramp.run.keys import PROGRAMS
 
 
@@ -39,7 +40,7 @@ _NOTATIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "global_rampup_samples",
         "gradient_accumulation_steps",
     ),
-    ("rampup_batch_size", "global_batch_size"): (),  # NeMo's
+    ("rampup_batch_size", "global_batch_size", "global_batch_tokens"): (),  # NeMo's
     ("step_batch_size_schedule",): ("step_batch_size_unit",),  # Megatron's
     ("rampup_policy",): (
         "rampup_ladder",
@@ -52,6 +53,7 @@ _NOTATIONS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 _LENGTHS = {(name,): () for name in ("steps", "total_samples", "total_tokens")}
 _SIZES_OF_A_PASS = {(name,): () for name in ("per_device_batch_size", "micro_batch_size")}
+_BATCHES = {(name,): () for name in ("global_batch_size", "global_batch_tokens")}
 _BEGINNINGS = {(name,): () for name in ("load_parameters_path", "load_full_state_path")}
 
 # The keys that only one notation of a ramp uses.
@@ -71,7 +73,7 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
       ConfigError: it gives the same thing in two ways.
     """
     values.update(given.values)
-    for ways in (_NOTATIONS, _LENGTHS, _SIZES_OF_A_PASS, _BEGINNINGS):
+    for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, _BEGINNINGS):
         chosen = {
             way: f"{name}={values[name]}"
             for way, name in _used(ways, values)
@@ -272,9 +274,10 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
     found: list[Given] = []
     foreign: dict[str, tuple[str, Any]] = {}  # as given last, on the command line or further up
     notes: list[str] = []
+    in_phases = base.base()["phases"]
     for where, pairs in layers:
         taken: dict[str, tuple[str, Any]] = {}
-        for name, given_value in pairs:
+        for name, given_value in phases.flat(pairs, in_phases):
             given = f"{where}{base.shown(name, given_value)}"
             ours = peers.ours(name, given_value)
             if not ours:
@@ -291,6 +294,7 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
             taken[key] = given, value
         values = {key: base.typed(*given, key) for key, given in taken.items()}
         found.append(Given(where, values))
+        in_phases = values.get("phases", in_phases)
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
     if ignored:
         notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")

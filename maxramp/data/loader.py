@@ -5,11 +5,12 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
+from maxramp.data import pieces
 from maxramp.data.batch import Batch
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
@@ -38,7 +39,7 @@ class Loader:
         rows = RunRows(corpus.train, data.num_epoch, seed)
         self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
         self._check_enough()
-        self._reading, self._ramp = reading, ramp
+        self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
         self._eval_steps = evaluation.eval_steps
         self.eval_rows = evaluation.rows(expansion.mesh.size)  # of a batch; 0 = never evaluates
@@ -61,6 +62,10 @@ class Loader:
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
         self._placed = self._place_next()
+
+    def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
+        """Lines about what is lost where stages cut samples into shorter rows."""
+        return pieces.lines(self._rows, stages)
 
     def batch(self, step: int) -> tuple[Batch, float]:
         """The rows of `step` and the seconds waited for them; steps are asked for in order.
@@ -96,7 +101,7 @@ class Loader:
 
         Together they hold every held-out row once, or the first eval_steps batches of them.
         """
-        expansion, spec = self.expansion, stage.spec.of_size(1, self.eval_rows)
+        expansion, spec = self.expansion, stage.spec.of_whole_samples(self.eval_rows)
         abstract = expansion.abstract_batch(spec)
         batches = EvalBatches(self._held_out, spec, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))

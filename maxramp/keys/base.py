@@ -83,6 +83,7 @@ def typed(given: str, value: Any, name: str) -> Any:
         float: "a number",
         str: "text (in a file, quote it)",
         list: "a list such as [a, b]",
+        dict: "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
     }[kind]
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}

@@ -41,19 +41,21 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | floa
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-    seen = set()
-    for key_node, _ in node.value:
+    found = {}
+    for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if type(key) in (int, float) and isinstance(value_node, yaml.MappingNode):
+            key = key_node.value  # the threshold of a phase, as written
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
                 problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark
             )
-        if key in seen:
+        if key in found:
             raise yaml.constructor.ConstructorError(
                 problem=f'the key "{key}" stands twice; keep one', problem_mark=key_node.start_mark
             )
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
+        found[key] = loader.construct_object(value_node, deep=True)
+    return found
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)

@@ -81,10 +81,10 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
       spec: of a stage.
       loss_block_tokens: tokens whose logits exist at a time; 0 = all.
     """
-    rows, sizes = spec.rows / spec.ranks, spec.mesh.sizes
+    rows, sizes = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes
     tensor, stages = sizes["tensor"], sizes["stage"]
     itemsize = _BYTES[keys.dtype]
-    T, D, F = spec.tokens, keys.base_emb_dim, keys.base_mlp_dim / tensor
+    T, D, F = spec.row_length, keys.base_emb_dim, keys.base_mlp_dim / tensor
     heads = keys.base_num_query_heads / tensor
     kv_heads = keys.base_num_kv_heads / tensor
     tokens = rows * T

@@ -120,7 +120,7 @@ def _over_the_run(
     hours = steps * entry["step_seconds"] / 3600
     return {
         "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(config.model, spec.tokens) / peak,
+        "mfu": rate * training_flops_per_token(config.model, spec.row_length) / peak,
         "hours": hours,
         "device_hours": hours * devices,
         "price": price(config.planning, hours * devices),
@@ -167,5 +167,5 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
 
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:
-    names = ("global_batch_size", "gradient_accumulation_steps", "devices")
+    names = ("global_batch_size", "gradient_accumulation_steps", "devices", "row_length")
     return (*(entry[name] for name in names), length)

@@ -204,21 +204,24 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
 
     stages, rate = plan["stages"], plan["learning_rate"]
     x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
-    ratios = (2, 1, 1) if rate else (2, 1)
+    panels_of = [
+        ("global_batch_size", "tab:blue", "global batch size\n(samples)"),
+        ("nodes", "tab:green", "nodes"),
+    ]
+    if any(s["row_length"] != plan["max_target_length"] for s in stages):
+        panels_of.append(("row_length", "tab:purple", "row length\n(tokens)"))
+    ratios = (2, *[1] * (len(panels_of) - 1 + bool(rate)))
     figure = Figure(figsize=(7, 1.3 * sum(ratios)), layout="constrained")
     panels = figure.subplots(len(ratios), sharex=True, height_ratios=ratios)
-    for axes, key, color, label in (
-        (panels[0], "global_batch_size", "tab:blue", "global batch size\n(samples)"),
-        (panels[1], "nodes", "tab:green", "nodes"),
-    ):
+    for axes, (key, color, label) in zip(panels, panels_of, strict=False):
         y = [*(s[key] for s in stages), stages[-1][key]]
         axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
         axes.step(x, y, where="post", color=color, linewidth=1.8)
         axes.set(ylim=(0, max(y) * 1.15), ylabel=label)
     if rate:
-        panels[2].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
-        panels[2].set(ylim=(0, None), ylabel="learning rate")
-        panels[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        panels[-1].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
+        panels[-1].set(ylim=(0, None), ylabel="learning rate")
+        panels[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     panels[-1].set(xlabel="consumed samples", xlim=(0, plan["total_samples"]))
     panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
     length = plan["max_target_length"]

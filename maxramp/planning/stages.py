@@ -129,7 +129,13 @@ class PlannedRun:
     def time(self, stage: Stage) -> float:
         """What the run's steps of a stage take, in passes of the largest micro batch."""
         passes = self.ramp.run_steps(stage) * stage.gradient_accumulation_steps
-        return passes * self.cost.of(float(stage.per_device_batch_size))
+        return passes * self.cost.of(float(stage.per_device_batch_size)) * self._share(stage)
+
+    def _share(self, stage: Stage) -> float:
+        """Of the arithmetic of whole samples, what the rows of a stage need."""
+        model, spec = self.config.model, stage.spec
+        row, sample = (training_flops_per_token(model, n) for n in (spec.row_length, spec.tokens))
+        return row / sample
 
     @functools.cached_property
     def node_time(self) -> float:

@@ -6,6 +6,7 @@ This module imports no jax.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Self
 
@@ -32,15 +33,17 @@ class Curve:
     def of(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
         """The curve of some keys over so many samples or steps."""
 
-        def part(fraction: float) -> float:
-            return float(math.floor(total / quantum * fraction) * quantum)
-
+        part = functools.partial(_part, float(total), quantum)
         warmup = part(keys.warmup_steps_fraction)
         decay, style = total - warmup, "cosine"
         if keys.lr_schedule_type == "wsd":
             decay, style = part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
         final = keys.learning_rate_final_fraction
         return cls(float(total), quantum, warmup, decay, style, final)
+
+    def part(self, fraction: float) -> float:
+        """The length of a fraction of the curve, in whole batches."""
+        return _part(self.total, self.quantum, fraction)
 
     def falls_to(self, height: float) -> float:
         """The sample, not a whole number, at which the fall reaches a height.
@@ -51,3 +54,7 @@ class Curve:
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)
+
+
+def _part(total: float, quantum: int, fraction: float) -> float:
+    return float(math.floor(total / quantum * fraction) * quantum)

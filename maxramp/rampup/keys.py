@@ -4,9 +4,12 @@ the keys of the learning rate's curve, which a ramp may follow (`ladder`).
 This module imports no jax.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import enum
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -15,12 +18,14 @@ import ml_collections
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
+from maxramp.rampup import phases
 from maxramp.rampup.spec import ShapeKeys
 
 # Each of them makes a batch.
 _SIZES = (
     "per_device_batch_size",
     "global_batch_size",
+    "global_batch_tokens",
     "rampup_batch_size",
     "step_batch_size_schedule",
     "rampup_ladder",
@@ -61,6 +66,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
     global_rampup_samples: int
     # NeMo / Megatron
     global_batch_size: int = positive_or_open("not given")
+    global_batch_tokens: int = positive_or_open("not given")
     micro_batch_size: int = positive_or_open("not given")
     rampup_batch_size: Sequence[int] | None
     # Megatron since 2026
@@ -74,6 +80,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
     rampup_decision_samples: int = positive_or_open()
     rampup_earliest: Sequence[int]
     rampup_latest: Sequence[int]
+    # what changes while it runs
+    phases: Mapping[str, Mapping[str, Any]]
+    phases_unit: str = one_of("tokens", "samples")
     # what it runs on
     num_nodes: int = positive_or_open()
     devices_per_node: int = positive_or_open()
@@ -121,6 +130,42 @@ class BatchKeys(CurveKeys, ShapeKeys):
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
         return cls.of(left_out | {"max_target_length": 1} | given)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The section, with the global batch in samples.
+
+        Raises:
+          ConfigError: a key is out of its range, or a batch or a row is cut.
+        """
+        tokens, sample = values["global_batch_tokens"], values["max_target_length"]
+        if tokens > 0:
+            if tokens % sample:
+                near = f"{tokens // sample * sample} or " if tokens > sample else ""
+                raise ConfigError(
+                    f"global_batch_tokens={tokens} is no multiple of max_target_length={sample}: a "
+                    f"batch holds whole samples; use {near}{-(-tokens // sample) * sample}"
+                )
+            values = {**values, "global_batch_size": tokens // sample}
+        return super().of(values)
+
+    @functools.cached_property
+    def in_phases(self) -> tuple[phases.Phase[Self], ...]:
+        """What `phases` makes of these keys, the first from sample 0 on.
+
+        Raises:
+          ConfigError: as `phases.of`.
+        """
+        return phases.of(self)
+
+    def phase_at(self, sample: int) -> phases.Phase[Self]:
+        """The phase of the threshold at `sample`."""
+        first = operator.attrgetter("first_sample")
+        return self.in_phases[max(0, bisect.bisect_right(self.in_phases, sample, key=first) - 1)]
+
+    def at(self, sample: int) -> Self:
+        """These keys with the values that hold from the threshold at `sample` on."""
+        return self.phase_at(sample).keys
 
     @property
     def is_open(self) -> bool:

@@ -63,7 +63,8 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
     The split that a notation asks for by itself is taken as it is where it makes the batch.
     """
-    batch, asked = threshold.global_batch_size, threshold.accumulation
+    keys, batch = keys.at(threshold.first_sample), threshold.global_batch_size
+    asked = threshold.accumulation
     ranks, rest = divmod(devices, keys.model_parallel_size)
     if rest or not ranks or batch % ranks:
         return None
@@ -94,6 +95,8 @@ def refusal(
     keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
 ) -> ConfigError:
     """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
+    phase = keys.phase_at(threshold.first_sample)
+    keys = phase.keys
     batch, size = threshold.global_batch_size, threshold.rows_per_device
     parallel, multiple = keys.model_parallel_size, keys.rows_multiple
     shares = ""
@@ -102,7 +105,8 @@ def refusal(
             f" in multiples of {multiple} rows (num_pipeline_microbatches="
             f"{keys.num_pipeline_microbatches} / {keys.pipeline_stages} stages)"
         )
-    stage = f"stage {index} with a global batch of {batch}"
+    of_phase = f" ({phase})" if phase.first_sample else ""
+    stage = f"stage {index}{of_phase} with a global batch of {batch}"
     rows = _rows_per_rank_limit(keys, size)
     if not rows and not threshold.accumulation:
         name, least = "per_device_batch_size", Fraction(multiple, parallel)
@@ -254,8 +258,9 @@ def _nemo_schedule(
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):
+        held = keys.at(threshold.first_sample)
         whole = Fraction(
-            _rows_per_rank_limit(keys, threshold.rows_per_device), keys.model_parallel_size
+            _rows_per_rank_limit(held, threshold.rows_per_device), held.model_parallel_size
         )
         found = _layouts(keys, threshold, range(most, 0, -1), meshes)
         layout = next((one for one in found if one.per_device_batch_size == whole), None)

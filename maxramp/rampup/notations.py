@@ -1,4 +1,5 @@
-"""Three notations for one ramp, a rule that makes one, and a constant batch: keys -> thresholds.
+"""Three notations for one ramp, a rule that makes one, phases and a constant batch: keys ->
+thresholds.
 
 A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
 the notation also says how that batch is split over devices, the threshold carries it.
@@ -17,6 +18,7 @@ from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
+from maxramp.rampup.phases import Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,25 @@ class Threshold:
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """The thresholds of the notation that is used, the first at sample 0.
+    """The thresholds of the notation that is used and of the phases, the first at sample 0.
 
     Raises:
       ConfigError: keys of two notations, or one that is out of range.
     """
     check(keys)
+    found, ends = [], [phase.first_sample for phase in keys.in_phases[1:]]
+    for phase, end in zip(keys.in_phases, [*ends, math.inf], strict=True):
+        begin, own = phase.first_sample, _of_notation(phase.keys)
+        there = max(i for i, one in enumerate(own) if one.first_sample <= begin)
+        found += [
+            dataclasses.replace(one, first_sample=max(one.first_sample, begin))
+            for one in own[there:]
+            if one.first_sample < end
+        ]
+    return found
+
+
+def _of_notation(keys: BatchKeys) -> list[Threshold]:
     if keys.rampup_batch_size is not None:
         return _nemo(keys)
     if keys.step_batch_size_schedule:
@@ -60,7 +75,18 @@ def check(keys: BatchKeys) -> None:
     Raises:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
+    for phase in keys.in_phases:
+        try:
+            refuse(_of_phase(keys, phase))
+            _check(phase.keys)
+        except ConfigError as error:
+            raise ConfigError(f"{phase}: {error}" if phase.first_sample else f"{error}") from None
+
+
+def _check(keys: BatchKeys) -> None:
+    """Checks what holds in one phase."""
     refuse(_of_all_notations(keys))
+    _ = keys.rows_of_sample  # raises where a row is no part of a sample
     if keys.enable_rampup_batch_size:
         refuse(_of_maxtext(keys))
     elif keys.rampup_batch_size is not None:
@@ -69,6 +95,40 @@ def check(keys: BatchKeys) -> None:
         _parse_schedule(keys)
     elif keys.rampup_policy:
         refuse(ladder.seesaw(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
+
+
+def _of_phase(keys: BatchKeys, phase: Phase) -> Relations:
+    """A phase goes with a ramp where it leaves the batch to it, and where the ramp is known."""
+    maxtext = ("per_device_batch_size", "gradient_accumulation_steps")
+    sizes = ("global_batch_size", "global_batch_tokens", *maxtext * keys.enable_rampup_batch_size)
+    ramp = (
+        f"rampup_batch_size={keys.rampup_batch_size}"
+        if keys.rampup_batch_size is not None
+        else f'step_batch_size_schedule="{keys.step_batch_size_schedule}"'
+        if keys.step_batch_size_schedule
+        else f"rampup_policy={keys.rampup_policy}"
+        if keys.rampup_policy
+        else "enable_rampup_batch_size=True"
+    )
+    is_ramp = keys.enable_rampup_batch_size or keys.rampup_batch_size is not None
+    is_ramp = is_ramp or keys.step_batch_size_schedule or keys.rampup_policy
+    for name in sizes:
+        yield (
+            is_ramp and name in phase.given,
+            f"{name}={phase.given.get(name)}: {ramp} gives the batch; leave one of them out (the "
+            "phases alone are a ramp: give the first batch as global_batch_size)",
+        )
+    warmup = phase.given.get("warmup_steps_fraction")
+    yield (
+        warmup is not None and keys.learning_rate_by == "steps",
+        f"warmup_steps_fraction={warmup} rises over samples from the phase on, and "
+        "learning_rate_by=steps counts steps; use learning_rate_by=samples, or leave it out",
+    )
+    yield (
+        phase.first_sample and keys.rampup_policy == "noise",
+        "rampup_policy=noise decides its stages while the run goes on, and phases are known before "
+        "it; leave one of them out",
+    )
 
 
 def _of_all_notations(keys: BatchKeys) -> Relations:

@@ -170,7 +170,7 @@ class Stage:
     def to_json(self) -> dict[str, Any]:
         """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
-        found = vars(self) | {"per_device_batch_size": size}
+        found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
         return {name: value for name, value in found.items() if name != "spec"}
 
 
@@ -240,7 +240,8 @@ class RampupBatchManager:
                 size = stretch.threshold
                 self._refusals[index] = layout.refusal(keys, index, size, num_devices)
                 placed = layout.uneven(keys, size, num_devices)
-            stages.append(Stage.of(index, stretch, placed, keys, meshes, fields))
+            held = keys.at(stretch.threshold.first_sample)
+            stages.append(Stage.of(index, stretch, placed, held, meshes, fields))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
 

@@ -1,6 +1,6 @@
 """What a stage is: the shape of its steps, the mesh they run on, how their passes are computed.
 
-Shapes: A gradient accumulation steps, B rows of a pass over all devices, T tokens of a row.
+Shapes: A gradient accumulation steps, B samples of a pass over all devices, T tokens of a sample.
 
 This module imports no jax.
 """
@@ -44,6 +44,7 @@ class ShapeKeys(MeshKeys):
     """The keys that give a step its shape, but for the number of its rows."""
 
     max_target_length: int = at_least(1)
+    row_length: int = positive_or_open("max_target_length")
     remat_policy: str  # `ModelKeys` checks it: MaxText's configuration has others
     num_pipeline_microbatches: int = positive_or_open()
 
@@ -86,6 +87,26 @@ class ShapeKeys(MeshKeys):
             )
         return count // stages
 
+    @property
+    def rows_of_sample(self) -> int:
+        """Into how many rows a step cuts a sample.
+
+        Raises:
+          ConfigError: they are not of equal length.
+        """
+        row, sample = self.row_length, self.max_target_length
+        if row == -1:
+            return 1
+        if row > sample or sample % row:
+            below = max(n for n in range(1, min(row, sample) + 1) if sample % n == 0)
+            above = next((n for n in range(row, sample) if sample % n == 0), sample)
+            near = f"{below} or {above}" if below < above else f"{below}"
+            raise ConfigError(
+                f"row_length={row} does not divide max_target_length={sample}: a step cuts each "
+                f"sample into rows of equal length; use {near}"
+            )
+        return sample // row
+
     def mesh_on(self, num_devices: int) -> MeshKeys | None:
         """The mesh on so many devices; None where they make none."""
         with contextlib.suppress(ConfigError):
@@ -103,6 +124,7 @@ class ShapeKeys(MeshKeys):
             mesh,
             self.remat_policy,
             self.num_pipeline_microbatches,
+            self.rows_of_sample,
         )
 
 
@@ -111,21 +133,27 @@ class StageSpec:
     """What the steps of a stage are. Programs are keyed by it."""
 
     accumulation: int  # A
-    rows: int  # B
-    tokens: int  # T
+    rows: int  # B, samples
+    tokens: int  # T, of a sample
     fields: tuple[Field, ...]  # the arrays of a batch
     # the sizes of its axes; None where the devices make no such mesh, so nothing can run
     mesh: MeshKeys | None
     remat_policy: str  # what a layer keeps for its backward pass
     pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
+    rows_of_sample: int = 1  # into how many rows a step cuts a sample
 
     def __hash__(self) -> int:
         """Of what differs between the stages of a run: a step's program is looked up by it."""
-        return hash((self.accumulation, self.rows, self.tokens))
+        return hash((self.accumulation, self.rows, self.tokens, self.rows_of_sample))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row as the model reads it."""
+        return self.tokens // self.rows_of_sample
 
     @property
     def samples(self) -> int:
-        """Rows of a step."""
+        """Samples of a step."""
         return self.accumulation * self.rows
 
     @property
@@ -141,3 +169,7 @@ class StageSpec:
     def of_size(self, accumulation: int, rows: int) -> Self:
         """The same in other passes."""
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
+
+    def of_whole_samples(self, rows: int) -> Self:
+        """One pass over so many samples that nothing cuts."""
+        return dataclasses.replace(self.of_size(1, rows), rows_of_sample=1)

@@ -17,12 +17,13 @@ _TEXTS = ("prompt", "answer")
 def describe_stage(stage: Stage, last: int, steps: int) -> str:
     """A stage in one line; `last` is the number of the run's last, `steps` its own in the run."""
     per_device = plain_number(stage.per_device_batch_size)
+    cut = stage.spec.rows_of_sample > 1
     return (
         f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
         f"{stage.global_batch_size} = "
         f"{per_device} per device x {count(stage.devices, 'device')} x "
         f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} for "
-        f"{count(steps, 'step')}"
+        f"{count(steps, 'step')}" + (f", in rows of {stage.spec.row_length} tokens" if cut else "")
     )
 
 

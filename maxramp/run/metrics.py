@@ -26,7 +26,10 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
-_OF_BATCH = ("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size")
+_OF_BATCH = (
+    *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+    "row_length",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +143,7 @@ def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
         "per_device_batch_size": plain_number(stage.per_device_batch_size),
         "gradient_accumulation_steps": stage.gradient_accumulation_steps,
         "global_batch_size": stage.global_batch_size,
+        "row_length": stage.spec.row_length,
         "consumed_samples": consumed_samples,
     }
 

@@ -1,6 +1,7 @@
 """The output folder of a run and what is said about it."""
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -235,6 +236,7 @@ class Output:
             "global_batch_size": stage.global_batch_size,
             "per_device_batch_size": plain_number(stage.per_device_batch_size),
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+            "row_length": stage.spec.row_length,
             "nodes": stage.nodes,
             "devices": stage.devices,
             "consumed_samples": planned.samples_before(step),
@@ -276,9 +278,13 @@ class Output:
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
             f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}"
         )
-        kernel = select_for(keys, mesh.devices.flat[0].platform)
-        if corpus.packed and (cost := cost_of_packing(kernel)):
-            self.say(f"packing  {cost}")
+        platform = mesh.devices.flat[0].platform
+        lengths = {stage.spec.row_length for stage in span.stages}
+        of_rows = (dataclasses.replace(keys, max_target_length=length) for length in lengths)
+        kernels = {select_for(of_length, platform) for of_length in of_rows}
+        for kernel in sorted(kernels) if corpus.packed else ():
+            if cost := cost_of_packing(kernel):
+                self.say(f"packing  {cost}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
             self.say(f"ramp     decided as the run goes on: batch {rungs}")

@@ -37,6 +37,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
 
     result = "reward" if any("reward" in record for record in steps) else "loss"
     small = [name for name in _shown(steps) if name != result]
+    if len({r["row_length"] for r in steps if "row_length" in r}) > 1:
+        small.insert(0, "row_length")
     figure = Figure(figsize=(9, 4.5 + 0.9 * len(small)), layout="constrained")
     FigureCanvasAgg(figure)
     heights = [4.5, *[0.9] * len(small)]

@@ -71,9 +71,9 @@ class LearningRate:
         square-root rule for Adam (Malladi et al., arXiv 2205.10287) or the linear one for SGD.
         """
         keys, curve, s = self.keys, self.curve, jnp.asarray(consumed_samples, jnp.float32)
+        peak, risen = self._of_phase(s)
         if keys.learning_rate_by == "steps":
             s = self._step_at(s)
-        peak = keys.learning_rate
         if global_batch_size is not None:
             peak *= self.pace(global_batch_size).rate
         final, fall = peak * curve.final, curve.total - curve.decay
@@ -82,7 +82,31 @@ class LearningRate:
         left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if cosine else 1 - done
         rate = jnp.where(s < fall, peak, final + (peak - final) * left)
         rate = jnp.where(s < curve.warmup, peak * self._progress(s, curve.warmup, 0.0), rate)
-        return jnp.where(s < curve.total, rate, 0.0)
+        return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
+
+    def _of_phase(self, samples: Any) -> tuple[Any, Any]:
+        """The peak in the phase of a sample, and how much of it a warm-up anew has reached.
+
+        Such a warm-up rises from 0 over its part of the curve's samples; None where there is none.
+        """
+        phases = self.ramp.keys.in_phases
+        if not any({"learning_rate", "warmup_steps_fraction"} & {*p.given} for p in phases):
+            return self.keys.learning_rate, None
+        starts, peaks, lengths = jnp.asarray(
+            [
+                (
+                    phase.first_sample,
+                    phase.values.get("learning_rate", self.keys.learning_rate),
+                    self.curve.part(phase.given.get("warmup_steps_fraction", 0.0)),
+                )
+                for phase in phases
+            ],
+            jnp.float32,
+        ).T
+        i = jnp.searchsorted(starts, samples, side="right") - 1
+        intervals = lengths[i] - self.curve.quantum
+        risen = jnp.clip((samples - starts[i]) / jnp.maximum(intervals, 1.0), 0.0, 1.0)
+        return peaks[i], jnp.where(intervals > 0, risen, 1.0)
 
     def pace(self, global_batch_size: Any) -> Pace:
         """A step of so many samples beside one of the reference batch."""

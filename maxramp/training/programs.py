@@ -140,7 +140,7 @@ class Programs(Ahead):
         return self.get(self._evaluation(stage))
 
     def _evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
-        return "evaluation", stage.spec.of_size(1, self._eval_rows)
+        return "evaluation", stage.spec.of_whole_samples(self._eval_rows)
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
         train_step = make_train_step(self._recipe.of(spec), self._rate)

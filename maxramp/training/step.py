@@ -3,6 +3,7 @@
 Shapes: A gradient accumulation steps, B rows of a micro batch.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -41,13 +42,34 @@ def make_train_step(
       recipe: the model, the objective's weights and the optimizer.
       learning_rate: of consumed samples.
     """
-    return functools.partial(
+    step = functools.partial(
         train_step,
         objective=next_token_prediction(recipe.objective, recipe.model),
         execution=recipe.model,
         optimizer=recipe.optimizer,
         learning_rate=learning_rate,
     )
+
+    def of_rows(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return step(state, cut(batch, recipe.model.max_target_length))
+
+    return of_rows
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    """Cuts every row [A, B, ...] of a batch into rows of `length` tokens: [A, B k, length].
+
+    What a token predicts stays its target, also over the border of a row. Hashes are the samples'.
+    """
+    A, B, T = batch.tokens.shape
+    if length == T:
+        return batch
+    shape = A, B * (T // length), length
+
+    def shorter(x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(x, shape, out_sharding=BATCH_ABT)
+
+    return dataclasses.replace(jax.tree.map(shorter, batch), hashes=batch.hashes)
 
 
 def train_step(
@@ -69,7 +91,8 @@ def train_step(
 
     Args:
       state: donated by the caller.
-      batch: arrays [A, B, ...], sharded as BATCH_ABT; row r of the step is [r // B, r % B].
+      batch: arrays [A, B, ...], sharded as BATCH_ABT; row r of the step is [r // B, r % B]. The
+        clock counts its hashes: one for each sample, of which there may be several rows.
       objective: what is minimized, a sum over the rows of a micro batch.
       execution: how passes are computed.
       optimizer: how the gradient becomes an update.
@@ -99,7 +122,7 @@ def train_step(
             gradients, found = gradient(trained)
         return jax.tree.map(jnp.add, sums, (gradients, found)), kept
 
-    A, B, _ = batch.tokens.shape
+    (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
     # With several passes each copy of the weights adds up its own gradients, which travel once,
     # after the last.
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -126,7 +149,7 @@ def train_step(
         copies = math.prod(sizes[axis] for axis in apart)
         noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     state, metrics = update(
-        state, (gradients, found), A * B, optimizer=optimizer, learning_rate=learning_rate
+        state, (gradients, found), samples, optimizer=optimizer, learning_rate=learning_rate
     )
     of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}

@@ -28,6 +28,7 @@ FIELDS = {
     "per_device_batch_size",
     "gradient_accumulation_steps",
     "global_batch_size",
+    "row_length",
     "consumed_samples",
     "consumed_tokens",
     "target_tokens",

@@ -83,7 +83,7 @@ def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: 
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
     """
-    there = f"{platform or 'unknown'} devices"
+    there, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
     obstacles = {
         "cudnn_flash": {
             f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
@@ -94,9 +94,7 @@ def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: 
         },
         "splash": {
             f"needs TPUs, not {there}": platform != "tpu",
-            f"needs a max_target_length that is a multiple of {_LANES}, not {tokens}": (
-                tokens % _LANES
-            ),
+            f"needs a {length} that is a multiple of {_LANES}, not {tokens}": tokens % _LANES,
         },
         "dot_product": {},
     }

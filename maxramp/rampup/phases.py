@@ -1,0 +1,161 @@
+"""Phases: values that keys take while a run goes on, each from a number of samples or tokens on.
+
+    phases:
+      0: {global_batch_tokens: 4194304, row_length: 4096}
+      252M: {global_batch_tokens: 8388608}
+      2.87T: {global_batch_tokens: 16777216, row_length: 8192}
+
+A key keeps its value until a later phase gives it another. Phase 0 is the keys themselves: what it
+gives is taken as if it stood beside `phases`.
+
+This module imports no jax.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from maxramp.errors import ConfigError
+from maxramp.keys import base
+from maxramp.rampup.numbers import parse_count
+
+KeysT = TypeVar("KeysT")
+
+# What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
+# them.
+KEYS = (
+    "global_batch_size",
+    "global_batch_tokens",
+    "per_device_batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "row_length",
+    "remat_policy",
+    "learning_rate",
+    "warmup_steps_fraction",
+)
+_NAME = "phases"
+# Of ways to say one thing, the one that a phase gives replaces the other.
+_INSTEAD = {
+    "global_batch_size": "global_batch_tokens",
+    "global_batch_tokens": "global_batch_size",
+    "per_device_batch_size": "micro_batch_size",
+    "micro_batch_size": "per_device_batch_size",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase(Generic[KeysT]):
+    """What holds from a sample on."""
+
+    name: str  # its threshold as it is given
+    first_sample: int
+    given: Mapping[str, Any]  # by this phase
+    values: Mapping[str, Any]  # by it and those before it, but for those that hold at the beginning
+    keys: KeysT  # with these values
+
+    def __str__(self) -> str:
+        """As an error names it."""
+        return f"{_NAME}.{self.name}"
+
+
+def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
+    """Keys with all phases in one mapping, and what phase 0 gives beside it.
+
+    Args:
+      pairs: as a file or a command line gives them: `phases`, which replaces those before, and
+        `phases.252M.KEY`, which is put into them.
+      before: the phases that the files below give.
+
+    Raises:
+      ConfigError: it is no mapping of mappings, or a threshold is no number.
+    """
+    found, is_given = before, False
+    for name, value in pairs:
+        head, _, rest = name.partition(".")
+        if head != _NAME:
+            yield name, value
+            continue
+        is_given = True
+        if not rest:
+            found = base.typed(base.shown(name, value), value, _NAME)
+            continue
+        threshold, _, key = rest.rpartition(".")
+        if not threshold or key[:1].isdigit():  # phases.1.5B={...}
+            found = {t: of for t, of in found.items() if _count(t) != _count(rest)} | {rest: value}
+            continue
+        there = next((t for t in found if _count(t) == _count(threshold)), threshold)
+        found = found | {there: {**found.get(there, {}), key: value}}
+    for threshold, given in found.items() if is_given else ():
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{_NAME}.{threshold}={given} must be a mapping of keys, such as "
+                "{global_batch_size: 512}"
+            )
+        if _count(threshold) == 0:
+            for key, value in given.items():
+                _check_key(threshold, key, value)
+                yield key, value
+    if is_given:
+        yield _NAME, {t: dict(given) for t, given in found.items() if _count(t) != 0}
+
+
+def _count(threshold: str) -> int:
+    count = parse_count(threshold.replace("_", ""))
+    if count is None:
+        raise ConfigError(
+            f"{_NAME}.{threshold}: {threshold} is no whole number of tokens or samples, such as "
+            "252M (suffixes K, M, B, T)"
+        )
+    return count
+
+
+def _check_key(threshold: str, key: str, value: Any) -> None:
+    if key not in KEYS:
+        why = "no phase can change it" if key in base.base() else "is not a known key"
+        raise ConfigError(
+            f"{_NAME}.{threshold}.{key}={value}: {why}; a phase takes {', '.join(KEYS)}"
+        )
+
+
+def of(keys: KeysT) -> tuple[Phase[KeysT], ...]:
+    """The phases of batch keys, the first one from sample 0 on.
+
+    Raises:
+      ConfigError: thresholds do not rise, or a phase gives a value that its key cannot take.
+    """
+    values = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
+    values[_NAME] = {}
+    found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
+    for threshold in sorted(keys.phases, key=_count):
+        last, sample = found[-1], _count(threshold)
+        unit = "samples"
+        if keys.phases_unit == "tokens":
+            sample //= keys.max_target_length
+            unit = f"samples of {keys.max_target_length} tokens"
+        if sample <= last.first_sample:
+            raise ConfigError(
+                f"{_NAME}.{threshold} begins at {sample} {unit}, not after {last}, which begins at "
+                f"{last.first_sample}; thresholds must increase"
+            )
+        given = {}
+        for key, value in keys.phases[threshold].items():
+            _check_key(threshold, key, value)
+            shown = f"{_NAME}.{threshold}.{key}={value}"
+            given[key] = base.typed(shown, value, key)
+            if given[key] is None:
+                raise ConfigError(f"{shown} must be a number; leave it out to keep what it was")
+        instead = {other: base.unset(other) for key in given if (other := _INSTEAD.get(key))}
+        both = [f"{key}={given[key]}" for key in given if key in instead]
+        if both:
+            raise ConfigError(
+                f"{_NAME}.{threshold}: {' and '.join(both)} say the same thing in two ways; keep "
+                "one of them"
+            )
+        held = {**last.values, **instead, **given}
+        try:
+            of_phase = type(keys).of({**values, **held})
+        except ConfigError as error:
+            raise ConfigError(f"{_NAME}.{threshold}: {error}") from None
+        found.append(Phase(threshold, sample, given, held, of_phase))
+    return tuple(found)
