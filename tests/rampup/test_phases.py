@@ -16,8 +16,8 @@ LLAMA = {
     "per_device_batch_size": 1.0,
     "row_length": 4096,
     "phases": {
-        "252M": {"global_batch_tokens": 8_388_608},
-        "2.87T": {"global_batch_tokens": 16_777_216, "row_length": 8192},
+        "252M": {"global_batch_tokens": 8_388_608, "row_length": 8192},
+        "2.87T": {"global_batch_tokens": 16_777_216},
     },
 }
 
@@ -44,7 +44,7 @@ def test_llama_3_405b():
     reached by 342,101 steps of 1,024 more."""
     assert shapes(**LLAMA, devices_per_node=512) == [
         (0, 512, 1, 4096),
-        (61 * 512, 1024, 2, 4096),
+        (61 * 512, 1024, 2, 8192),
         (61 * 512 + 342_101 * 1024, 2048, 4, 8192),
     ]
 
