@@ -14,7 +14,11 @@ from maxramp.run.picture import figure_of
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
 STAGE = types.SimpleNamespace(
-    index=0, per_device_batch_size=2, gradient_accumulation_steps=1, global_batch_size=2
+    index=0,
+    per_device_batch_size=2,
+    gradient_accumulation_steps=1,
+    global_batch_size=2,
+    spec=types.SimpleNamespace(row_length=16),
 )
 
 
