@@ -104,7 +104,7 @@ def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 def no_batch() -> dict[str, Any]:
     """The keys that give a batch and the length of a run, where none of them does."""
-    return _not_used(_NOTATIONS | _LENGTHS)
+    return _not_used(_NOTATIONS | _LENGTHS) | {"phases": {}}
 
 
 def check_notation(values: Mapping[str, Any]) -> None:

@@ -47,7 +47,14 @@ _OPEN = (
     *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
 )
 _TOKENIZER = {"tokenizer_type", "tokenizer_path"}
-_CONSTANT = {"enable_rampup_batch_size": False, "per_device_batch_size": 1.0, "eval_interval": -1}
+_CONSTANT = {
+    "enable_rampup_batch_size": False,
+    "per_device_batch_size": 1.0,
+    "global_batch_tokens": -1,
+    "row_length": -1,
+    "phases": {},
+    "eval_interval": -1,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,9 @@ from maxramp.training.learning_rate import LearningRate
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
+# Keys of a phase that a branch trains with.
+_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size")
+
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
@@ -194,8 +197,10 @@ class Experiment:
         return result
 
     def _of_branch(self, size: int) -> dict[str, Any]:
-        """The keys that make a branch of the run's own configuration."""
-        return {
+        """The keys that make a branch of the run's own configuration, as it is at its phase."""
+        of_phase = self._config.batch.phase_at(self._first).values
+        return {name: of_phase[name] for name in _OF_PASSES if name in of_phase} | {
+            "phases": {},
             "base_output_directory": self._folder,
             "run_name": size,
             "load_full_state_path": self._position.path,
