@@ -25,7 +25,7 @@ if __name__ == "__main__":  # before the imports that take a second
         sys.exit(report(error))
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,18 +38,22 @@ from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import Corpus
+from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place
 from maxramp.job import start
 from maxramp.job.loop import train
+from maxramp.job.reference import with_reference
 from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import Fields, text_fields
+from maxramp.rl import first_weights
 from maxramp.run.metrics import Record, Taken, of_sums
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.objectives import objective_of
 from maxramp.training.programs import Programs
 from maxramp.training.state import HeldState, TrainState
 
@@ -57,7 +61,17 @@ from maxramp.training.state import HeldState, TrainState
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     given = sys.argv[1:] if arguments is None else arguments
-    return start.run(lambda note: load(given, "train", __doc__, note=note), _run, preemption)
+
+    def loaded(note: Callable[[str], None]) -> Config:
+        config = load(given, "train", __doc__, note=note)
+        if config.data.use_dpo and not config.checkpoints.load_parameters_path:
+            raise ConfigError(
+                "load_parameters_path is empty: use_dpo=True begins with the weights of a model, "
+                "and stays near to them; give its folder"
+            )
+        return config
+
+    return start.run(loaded, _run, preemption)
 
 
 def _run(begun: Start) -> int:
@@ -67,9 +81,13 @@ def _run(begun: Start) -> int:
     corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
     begun.watchdog.beat()
     fields = functools.partial(text_fields, separate=corpus.packed)
-    job = begun.open_run(corpus.hash, fields, functools.partial(_with_length, corpus, fields))
+    if config.data.use_dpo:
+        fields = config.data.fields
+    job = begun.open_run(corpus.hash, fields, functools.partial(_settled, corpus, fields))
     if not job.has_steps:
         return job.end()
+    if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
+        return EXIT_PREEMPTED
     loader = Loader(
         config.data,
         config.reading,
@@ -83,9 +101,14 @@ def _run(begun: Start) -> int:
     return train(job, Pretrainer(job, loader, job.abstract_state()))
 
 
-def _with_length(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:
+def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:
     """The configuration of a run as long as `num_epoch` passes over its data, if no key says how
-    long it is; what is left at the end and makes no whole step is not trained on."""
+    long it is; what is left at the end and makes no whole step is not trained on.
+
+    One that stays near to the weights that it begins with names their checkpoint.
+    """
+    if config.data.use_dpo:
+        config = first_weights.settled(config, folder)
     if not config.batch.is_open:
         return config
     rows = len(RunRows(corpus.train, config.data.num_epoch, None))
@@ -128,7 +151,9 @@ class Pretrainer:
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)
         self._held = HeldState(first)
         # Of an evaluation, on the devices.
-        self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * 2)()
+        self._objective = objective_of(config.recipe)
+        count = len(self._objective.shown)
+        self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
     @property
     def state(self) -> TrainState:
@@ -167,7 +192,7 @@ class Pretrainer:
         return Taken(shown, measured)
 
     def evaluate(self, stage: Stage) -> Taken:
-        """Adds up the cross-entropy and the targets of held-out rows, or of each batch of them."""
+        """Adds up what the objective shows of held-out rows, or of each batch of them."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         sums = [] if by_batch else [no_sums]
         eval_step, _ = self._programs.eval_step(stage)
@@ -175,7 +200,7 @@ class Pretrainer:
         for batch in self._loader.eval_batches(stage):
             sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
 
-        return of_sums(sums, by_batch)
+        return of_sums(sums, by_batch, self._objective.shown, self._objective.divisor)
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

@@ -256,21 +256,39 @@ def _of_data(keys: DataKeys) -> Relations:
 
 
 def _of_chats(keys: DataKeys) -> Relations:
-    if not keys.use_sft:
+    if not (asked := keys.reads_chats):
         return
     yield (
+        keys.use_sft and keys.use_dpo,
+        "use_sft=True trains on chats and use_dpo=True on pairs of them; leave one of them out",
+    )
+    yield (
         keys.dataset_type not in ("grain", "hf"),
-        f"use_sft=True reads chats, and dataset_type={keys.dataset_type} has none; use "
+        f"{asked} reads chats, and dataset_type={keys.dataset_type} has none; use "
         "dataset_type=grain grain_train_files=FILES",
     )
     yield (
         keys.type_of_tokenizer != "huggingface",
-        f"use_sft=True: tokenizer_type={keys.type_of_tokenizer} has no marks for turns; give "
+        f"{asked}: tokenizer_type={keys.type_of_tokenizer} has no marks for turns; give "
         "tokenizer_path=FOLDER of a tokenizer.json with a chat template",
     )
     yield (
         not keys.tokenize_train_data,
-        "tokenize_train_data=False: use_sft=True makes the tokens of chats itself; leave it out",
+        f"tokenize_train_data=False: {asked} makes the tokens of chats itself; leave it out",
+    )
+    yield (
+        keys.use_dpo and keys.packing,
+        "packing=True would put several pairs into a row, and a sample of use_dpo=True is one; use "
+        "packing=false",
+    )
+    yield (
+        keys.use_dpo and keys.long_chats == "cut",
+        "long_chats=cut would compare the beginnings of answers; use_dpo=True leaves such pairs "
+        "out: leave it out",
+    )
+    yield (
+        keys.use_dpo and not keys.sft_train_on_completion_only,
+        "sft_train_on_completion_only=False: use_dpo=True compares the last answers; leave it out",
     )
     yield (
         keys.packing and not (keys.separate_documents and keys.grain_packing_type == "best_fit"),
@@ -289,6 +307,24 @@ def _of_chats(keys: DataKeys) -> Relations:
             f"chat_template_switches={list(keys.chat_template_switches)}: {switch} has no value; "
             "write it as enable_thinking=false",
         )
+
+
+def _of_objective(keys: ObjectiveKeys) -> Relations:
+    smoothing, loss = keys.dpo_label_smoothing, keys.dpo_loss_type
+    yield (
+        smoothing >= 0.5,
+        f"dpo_label_smoothing={smoothing} must be below 0.5, or the chosen answers would count "
+        "as the worse ones",
+    )
+    yield (
+        keys.use_dpo and loss == "ipo" and smoothing,
+        f"dpo_label_smoothing={smoothing}: dpo_loss_type=ipo has none; use 0, or sigmoid or robust",
+    )
+    yield (
+        keys.use_dpo and keys.z_loss_multiplier,
+        f"z_loss_multiplier={keys.z_loss_multiplier} is of next-token prediction, and use_dpo=True "
+        "compares answers; use 0",
+    )
 
 
 def _of_optimizer(keys: OptimizerKeys) -> Relations:
@@ -382,6 +418,18 @@ def _of_rollout(keys: RolloutKeys) -> Relations:
 
 def _of_all(config: "Config") -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
+    measured = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
+    measured += ["log_gradient_noise_scale=True"] * config.optimizer.log_gradient_noise_scale
+    yield (
+        config.data.use_dpo and measured,
+        f"{''.join(measured[:1])}: the noise scale is measured of a mean over tokens, and "
+        "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
+    )
+    yield (
+        config.data.use_dpo and config.checkpoints.load_full_state_path,
+        f"load_full_state_path={config.checkpoints.load_full_state_path}: use_dpo=True begins with "
+        "the weights that it stays near to; give load_parameters_path",
+    )
     yield (
         config.batch.is_open and config.data.dataset_type == "synthetic",
         "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
@@ -430,6 +478,7 @@ _RELATIONS: dict[str, Callable[[Any], Relations]] = {
     "mesh": _of_mesh,
     "model": _of_model,
     "data": _of_data,
+    "objective": _of_objective,
     "optimizer": _of_optimizer,
     "policy": _of_policy,
     "checkpoints": _of_checkpoints,

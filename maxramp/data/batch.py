@@ -24,6 +24,8 @@ class Row(NamedTuple):
     tokens: np.ndarray  # int32 ids [S]; PADDING is no token
     begins: np.ndarray | None = None  # of documents, ascending; None: the row is read as one text
     is_target: np.ndarray | None = None  # bool [S], which tokens are to be predicted; None = all
+    # float32 [2], of the two answers of a pair under the weights to stay near to; None = not known
+    reference_log_probs: np.ndarray | None = None
 
 
 _Array = jax.Array | np.ndarray
@@ -37,8 +39,8 @@ _BLOCK = 1 << 16  # tokens that are hashed together: they stay in a core's cache
 class Batch:
     """Arrays [A, B, ...] of a step, [B, ...] of a micro batch.
 
-    One that is None is in no program. All but `hashes` have T numbers a row; what stands at a token
-    is about the one that it predicts.
+    One that is None is in no program. Most have T numbers a row; what stands at a token is about
+    the one that it predicts.
     """
 
     tokens: _Array  # int32 ids; PADDING (-1) is no token
@@ -48,7 +50,8 @@ class Batch:
     weights: _Array | None = None  # float32, what multiplies a target's term; None = 1
     shares: _Array | None = None  # float32, what a target adds to the divisor of terms; None = 1
     sampled_log_probs: _Array | None = None  # float32, of the target when it was sampled
-    reference_log_probs: _Array | None = None  # float32, under a policy to stay near
+    # float32, under a policy to stay near: of a target, or of the answers of a pair, [..., 2]
+    reference_log_probs: _Array | None = None
 
 
 def abstract_batch(
@@ -92,7 +95,15 @@ def stack(
         numbers = np.arange(len(at) + 1, dtype=np.int32)
         segments_NS = np.repeat(numbers, np.diff(at, prepend=0, append=N * S)).reshape(N, S)
         segments_NT = segments_NS[:, :-1] - segments_NS[:, :1]
-    return Batch(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2)
+    references_N2 = None
+    if any(field.name == "reference_log_probs" for field in fields):
+        none_2 = np.zeros(2, np.float32)  # of padding
+        found = (row.reference_log_probs for row in rows)
+        references_N2 = np.stack([none_2 if x is None else x for x in found])
+    return Batch(
+        *(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2),
+        reference_log_probs=references_N2,
+    )
 
 
 def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:

@@ -17,6 +17,7 @@ from maxramp.keys.section import (
     uint32,
 )
 from maxramp.rampup.numbers import exact
+from maxramp.rampup.spec import Fields, pair_fields, text_fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
@@ -56,6 +57,11 @@ class DataKeys(ChatKeys):
     enable_data_shuffling: bool
     data_shuffle_seed: int = uint32()
     expansion_factor_real_data: float = above_zero_or_open()
+
+    @property
+    def fields(self) -> Fields:
+        """The arrays of a batch, where rows are no several documents apart."""
+        return pair_fields if self.use_dpo else text_fields
 
     @property
     def mark_keys(self) -> dict[str, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.chats.chats import Chats, open_template
+from maxramp.data.chats.chats import Chats, Pairs, open_template
 from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import TokenStream
@@ -144,19 +144,21 @@ def open_mixture(keys: DataKeys) -> Corpus:
     (documents,) = kinds
     is_used = _check_sets(keys, entries)
     tokenizer = _open_tokenizer(keys) if documents and keys.tokenize_train_data else None
-    if keys.use_sft and not documents:
+    if keys.reads_chats and not documents:
         raise ConfigError(
-            f"use_sft=True reads chats, and {entries[0].name} holds rows or tokens; give files of "
-            "JSON lines or Parquet"
+            f"{keys.reads_chats} reads chats, and {entries[0].name} holds rows or tokens; give "
+            "files of JSON lines or Parquet"
         )
-    chats = open_template(tokenizer, keys) if keys.use_sft else None
+    chats = open_template(tokenizer, keys) if keys.reads_chats else None
     opened = (_open(keys, entry, tokenizer, chats) for entry in entries)
     items, hashes = zip(*opened, strict=True)
     cuts, held_out = [len(x) for x in items[: len(train)]], items[len(train) :]
     if not evaluated:  # the end of every part
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
         held_out = [x[cut:] for x, cut in zip(items, cuts, strict=True)]
-    noun = "chats" if chats else "documents" if documents else "rows"
+    noun = "documents" if documents else "rows"
+    if keys.reads_chats:
+        noun = "chats" if keys.use_sft else "pairs"
     count, held_count = sum(cuts), sum(map(len, held_out))
     if 0 in cuts:
         raise ConfigError(
@@ -193,7 +195,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
 def _find(keys: DataKeys, name: str) -> list[_Entry]:
     """The entries that the value of a key names."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
-    column = WHOLE if keys.use_sft else column  # a chat's messages may be in several
+    column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
     value, found = getattr(keys, name), []
     if value and keys.dataset_type == "hf":
         file = HubSet(keys.hf_path, keys.hf_name, value, column, tokens)
@@ -219,7 +221,8 @@ def _open(
         for file in files:
             file.check()
     if chats:
-        items = Chats(files, tokenizer, chats, keys, length)
+        of_records = Pairs if keys.use_dpo else Chats
+        items = of_records(files, tokenizer, chats, keys, length)
     elif tokenizer:
         items = Documents(files, tokenizer)
     elif entry.documents or entry.kind == "arrayrecord":

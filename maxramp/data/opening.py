@@ -85,7 +85,7 @@ def open_rows(
         return corpus
     beat()
     lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
-    separate = data.packing and data.separate_documents
+    separate = data.use_dpo or (data.packing and data.separate_documents)
 
     counted = [_count(reading, part.items, list(read), beat) for part in corpus.train]
     left_out = sum((np.bincount(each[:, 2], minlength=len(LEFT_OUT)) for each in counted), 0)
@@ -115,7 +115,7 @@ def open_rows(
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (data.max_target_length + 1)
     shown = f"; left out: {', '.join(left_out)}" if left_out else ""
-    if data.use_sft:
+    if data.reads_chats:
         tokens, targets = np.concatenate(counted)[:, :2].sum(0, dtype=np.int64)
         shown = f", {targets / tokens:.1%} of the tokens are targets{shown}"
     return dataclasses.replace(
@@ -148,9 +148,9 @@ class _Counts:
 
 
 def _counted(document: Document) -> tuple[int, int, int]:
-    tokens, is_target, left_out = document
+    tokens, is_target = document.tokens, document.is_target
     targets = len(tokens) - 1 if is_target is None else int(is_target[1:].sum())
-    return len(tokens), targets, LEFT_OUT.index(left_out)
+    return len(tokens), targets, LEFT_OUT.index(document.left_out)
 
 
 def _count(

@@ -62,7 +62,7 @@ class PackedRows:
             if document.is_target is not None:
                 is_target = np.zeros(len(tokens), bool) if is_target is None else is_target
                 is_target[at : at + size] = document.is_target[start : start + size]
-            begins.append(at)
+            begins += [at + begin for begin in document.begins]
             at += size
         return Row(tokens, np.array(begins, np.int64) if self._separate else None, is_target)
 

@@ -32,6 +32,7 @@ class Document(NamedTuple):
     tokens: np.ndarray  # int32 ids
     is_target: np.ndarray | None = None  # bool, which of them are to be predicted; None = all
     left_out: str = ""  # why it has no tokens: one of LEFT_OUT
+    begins: tuple[int, ...] = (0,)  # of texts in it that do not see each other
 
 
 class Items:

@@ -60,7 +60,9 @@ class Pod:
             machine = machines.here()
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
-        ramp = RampupBatchManager(batch, number, decided=ladder.expected(batch))
+        ramp = RampupBatchManager(
+            batch, number, decided=ladder.expected(batch), fields=config.data.fields
+        )
         return cls(config, ramp, machine, say)
 
     @property

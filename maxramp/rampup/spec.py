@@ -39,6 +39,11 @@ def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
     return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
 
+def pair_fields(tokens: int) -> tuple[Field, ...]:
+    """The arrays of a batch of pairs, of T tokens for both chats of one, which are two segments."""
+    return *text_fields(tokens, separate=True), Field("reference_log_probs", "float32", (2,))
+
+
 @dataclasses.dataclass(frozen=True)
 class ShapeKeys(MeshKeys):
     """The keys that give a step its shape, but for the number of its rows."""

@@ -88,6 +88,7 @@ class Display:
         """Shows a record."""
         if "eval_seconds" in record:
             name, what = next((k, v) for k, v in _HELD_OUT.items() if k in record)
+            what = "held-out pairs" if "eval_pairs" in record else what
             self._held_out = f", {record[name]:.4f} on {what}"
             self.say(
                 f"step {record['step']:>6}  {name.removeprefix('eval_')} on {what} "

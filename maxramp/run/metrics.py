@@ -148,20 +148,32 @@ def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
     }
 
 
-def of_sums(sums: Sequence[tuple[jax.Array, jax.Array]], by_batch: bool) -> Taken:
+def of_sums(
+    sums: Sequence[tuple[jax.Array, ...]],
+    by_batch: bool,
+    shown: Sequence[str] = ("loss", "tokens"),
+    divisor: str = "tokens",
+) -> Taken:
     """An evaluation that was just dispatched.
 
     Args:
-      sums: cross-entropy and target tokens: of all batches, or one pair of each.
+      sums: of all batches, or one tuple of each.
       by_batch: whether there is one of each, to be recorded.
+      shown: what each is a sum of, by the names of an objective.
+      divisor: which of them the others are divided by.
     """
 
-    def measured(read: list[tuple[Any, Any]], begin: float, end: float) -> Record:
+    def measured(read: list[tuple[Any, ...]], begin: float, end: float) -> Record:
         of_batches = np.asarray(read, np.float64)  # added here, so that each keeps all digits
-        cross_entropy, tokens = of_batches.sum(0) if by_batch else read[0]
-        found = {"eval_loss": float(cross_entropy / tokens), "eval_tokens": int(tokens)}
+        total = dict(zip(shown, of_batches.sum(0) if by_batch else read[0], strict=True))
+        counts = ("tokens", divisor)
+        found = {
+            f"eval_{name}": int(x) if name in counts else float(x / total[divisor])
+            for name, x in total.items()
+        }
         if by_batch:
-            for name, column in zip(("cross_entropy", "tokens"), of_batches.T, strict=True):
+            names = ("cross_entropy" if name == "loss" else name for name in shown)
+            for name, column in zip(names, of_batches.T, strict=True):
                 found[f"eval_batch_{name}"] = column.tolist()
         return found
 
@@ -174,7 +186,12 @@ def numbers_of(record: Record) -> dict[str, int | float]:
 
 
 def tag_of(name: str) -> str:
-    """The name of a number with its group before it: learning/loss, batch/stage, speed/..."""
+    """The name of a number with its group before it: learning/loss, batch/stage, speed/...
+
+    Those of preferences have groups of their own, rewards/ and logps/, as in TRL.
+    """
+    if "/" in name:
+        return name
     if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):
         return f"batch/{name}"
     if name.endswith(("_seconds", "_per_second", "_per_device")):

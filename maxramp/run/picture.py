@@ -13,6 +13,7 @@ _NOT_SMALL = ("grad_norm", "learning_rate", "bad_steps")
 _RESULTS = {
     "reward": ("reward", "mean reward", "reward on held-out prompts"),
     "loss": ("loss", "loss (nats per token)", "loss on held-out text"),
+    "pairs": ("loss", "loss (per pair)", "loss on held-out pairs"),
 }
 
 
@@ -58,7 +59,9 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     batch_axes.set_ylabel("global batch size (samples)", color="tab:blue")
     batch_axes.tick_params(axis="y", colors="tab:blue")
 
-    label, axis_label, held_out = _RESULTS[result]
+    label, axis_label, held_out = _RESULTS[
+        "pairs" if any("rewards/margins" in record for record in steps) else result
+    ]
     values = _values(steps, result)
     result_axes.plot(ends, values, color="tab:orange", linewidth=1, label=label)
     if evals := [r for r in records if r.get(f"eval_{result}") is not None]:
@@ -91,7 +94,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
 def _shown(steps: list[Record]) -> list[str]:
     """The names of what the objective shows, in the order in which they came."""
     names = dict.fromkeys(name for record in steps for name in numbers_of(record))
-    learning = [name for name in names if tag_of(name).startswith("learning/")]
+    others = ("batch", "speed", "noise")
+    learning = [name for name in names if tag_of(name).partition("/")[0] not in others]
     return [name for name in learning if name not in _NOT_SMALL]
 
 

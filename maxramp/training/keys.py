@@ -11,11 +11,21 @@ from maxramp.rampup.spec import StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class ObjectiveKeys(Keys):
+class PreferenceKeys(Keys):
+    """What is minimized over pairs of answers."""
+
+    use_dpo: bool
+    dpo_beta: float = above_zero()
+    dpo_label_smoothing: float = at_least(0)
+    dpo_loss_type: str = one_of("sigmoid", "robust", "ipo")
+    loss_block_tokens: int = at_least(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveKeys(PreferenceKeys):
     """What a step minimizes."""
 
     z_loss_multiplier: float = at_least(0)
-    loss_block_tokens: int = at_least(0)
     log_token_statistics: bool
 
 

@@ -177,9 +177,11 @@ class Objective:
     # (model, micro batch) -> (what is minimized, what is shown and counted), each a sum over tokens
     # in float32: sums of any split of the rows add up to the same
     sums: Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
-    # its own names: "loss", "tokens", and whatever else. All the others, and what is minimized, are
-    # divided by "tokens" once the whole batch is added up.
+    # its own names: "loss", "tokens" (the targets), and whatever else
     shown: tuple[str, ...] = ("loss", "tokens")
+    # which of them all the others, and what is minimized, are divided by once the whole batch is
+    # added up
+    divisor: str = "tokens"
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         """The sums of a micro batch."""

@@ -18,7 +18,7 @@ from maxramp.rampup.spec import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import next_token_prediction
+from maxramp.training.objectives import objective_of
 from maxramp.training.state import TrainState, abstract_state
 from maxramp.training.step import Metrics, eval_step, make_train_step
 
@@ -155,11 +155,11 @@ class Programs(Ahead):
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
         recipe = self._recipe.of(spec)
-        objective = next_token_prediction(recipe.objective, recipe.model)
+        objective = objective_of(recipe)
 
         def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
             return eval_step(model, sums, self._expansion.gather(batch), objective=objective)
 
-        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(objective.shown)
         model = self._structure.unflatten(self._arrays).model
         return jax.jit(evaluate).lower(model, sums, self._expansion.abstract_batch(spec))

@@ -24,8 +24,9 @@ from maxramp.parallel.sharding import BATCH_ABT, of_gradient
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Objective, next_token_prediction
+from maxramp.training.loss import Objective
 from maxramp.training.norm import add_up, squares
+from maxramp.training.objectives import objective_of
 from maxramp.training.optimizers.half_lives import STEADY
 from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.state import TrainState, no_counts
@@ -36,7 +37,7 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step of a recipe on next-token prediction: state and batch -> state and metrics.
+    """The train step of a recipe on rows of data: state and batch -> state and metrics.
 
     Args:
       recipe: the model, the objective's weights and the optimizer.
@@ -44,7 +45,7 @@ def make_train_step(
     """
     step = functools.partial(
         train_step,
-        objective=next_token_prediction(recipe.objective, recipe.model),
+        objective=objective_of(recipe),
         execution=recipe.model,
         optimizer=recipe.optimizer,
         learning_rate=learning_rate,
@@ -83,7 +84,7 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows.
 
-    Losses and gradients are sums over tokens; they are divided once, by the number of target tokens
+    Losses and gradients are sums; they are divided once, by the number of target tokens (or pairs)
     in the whole batch, so any split of the same rows into A x B gives the same update.
 
     Under `skip_bad_steps` a step whose gradient is not finite changes nothing but the clock: its
@@ -99,7 +100,7 @@ def train_step(
       learning_rate: of consumed samples.
 
     Returns:
-      The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping),
+      The next state, and scalars: `loss` (nats per token or pair), `grad_norm` (before clipping),
       `learning_rate`, `target_tokens` (what was predicted: neither padding nor a document's first
       token), `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps` (uint32:
       skipped steps in a row, this one included); under `log_gradient_noise_scale` those of
@@ -138,18 +139,21 @@ def train_step(
     sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, rows_AB2))
     gradients, found = sums
     shown, targets = found.shown, found.shown["tokens"]
-    shown["tokens"] = jnp.maximum(targets, 1)  # where no token is a target, sums are 0
+    count = shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
-    grad_norm = jnp.sqrt(add_up(squares(gradients))) / shown["tokens"]
+    grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
     read = jax.tree.map(lambda x: after(x, grad_norm), batch)
     noise = {}
     if kept:
         copies = math.prod(sizes[axis] for axis in apart)
         noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     state, metrics = update(
-        state, (gradients, found), samples, optimizer=optimizer, learning_rate=learning_rate
+        *(state, (gradients, found), samples),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        divisor=objective.divisor,
     )
     of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}
@@ -185,6 +189,7 @@ def update(
     *,
     optimizer: OptimizerKeys,
     learning_rate: LearningRate,
+    divisor: str = "tokens",
     again: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The optimizer's part of a step: from the sums over a whole batch to the next state.
@@ -196,6 +201,7 @@ def update(
       samples: of the batch.
       optimizer: how the gradient becomes an update.
       learning_rate: of consumed samples.
+      divisor: what of the shown all sums are divided by; at least 1.
       again: the batch was counted by an update before this one, of the same learning rate; the
         clock stands.
 
@@ -203,9 +209,9 @@ def update(
       The next state, and the metrics of `train_step` that do not depend on the rows alone.
     """
     gradients, shown = sums[0], sums[1].shown
-    tokens = shown["tokens"]
-    grad_norm = jnp.sqrt(add_up(squares(gradients))) / tokens
-    scale = 1 / tokens
+    count = shown[divisor]
+    grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
+    scale = 1 / count
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold
         scale *= jnp.where(grad_norm > limit, limit / grad_norm, 1.0)
@@ -227,7 +233,7 @@ def update(
     new_low = low + jnp.uint32(0 if again else samples)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {
-        **{name: value / tokens for name, value in shown.items() if name != "tokens"},
+        **{name: x / count for name, x in shown.items() if name not in ("tokens", divisor)},
         "grad_norm": grad_norm,
         "learning_rate": rate,
     }
@@ -247,12 +253,12 @@ def update(
 
 
 def eval_step(
-    model: Decoder, sums: tuple[jax.Array, jax.Array], batch: Batch, *, objective: Objective
-) -> tuple[jax.Array, jax.Array]:
-    """Adds what a batch shows, the cross-entropy and its target tokens, to `sums`."""
+    model: Decoder, sums: tuple[jax.Array, ...], batch: Batch, *, objective: Objective
+) -> tuple[jax.Array, ...]:
+    """Adds what a batch shows to `sums`: of the objective's names, the first or all of them."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         shown = objective(model, micro_batch)[1].shown
-        return jax.tree.map(jnp.add, sums, (shown["loss"], shown["tokens"])), None
+        return tuple(x + shown[name] for name, x in zip(objective.shown, sums, strict=False)), None
 
     return jax.lax.scan(add_micro_batch, sums, batch)[0]

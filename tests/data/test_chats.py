@@ -84,7 +84,7 @@ def trained(folder, record, *arguments, template=""):
     """The parts of a chat's text that are trained on; the tokens say the same."""
     items = chats_of(folder, [record], *arguments, template=template)
     text, spans = items.text(0)
-    tokens, is_target, left_out = items[0]
+    tokens, is_target, left_out, _ = items[0]
     decode = items._tokenizer.decode
     if not left_out:
         assert decode(tokens) == text

@@ -2,7 +2,8 @@
 
 import bisect
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class Chats(Chain):
     def _item(self, number: int) -> Document:
         file, record = self._find(number)
         try:
-            return self._document(messages.read(file[record]))
+            return self._document(file[record])
         except BadRecord as bad:
             raise ConfigError(f"{file.where(record)}: {bad}") from None
 
@@ -62,18 +63,11 @@ class Chats(Chain):
         except BadRecord as bad:
             raise ConfigError(f"{file.where(record)}: {bad}") from None
 
-    def _document(self, chat: Chat) -> Document:
-        for text in chat.texts():
-            if mark := self._template.mark_in(text):
-                if self._keys.chats_with_marks == "leave_out":
-                    return Document(_NONE, left_out=MARKED)
-                raise BadRecord(
-                    f"a message holds {mark}, which is a mark of the tokenizer and would end or "
-                    "begin a turn; mend it, or use chats_with_marks=leave_out"
-                )
-        text, spans = self._trained(chat)
-        ids, offsets = self._tokenizer.encode_with_offsets(text)
-        is_target = _overlap(offsets, spans)
+    def _document(self, record: Mapping[str, Any]) -> Document:
+        chat = messages.read(record)
+        if self._is_marked(chat):
+            return Document(_NONE, left_out=MARKED)
+        ids, is_target = self._encoded(*self._trained(chat))
         if len(ids) > self._length + 1:
             if self._keys.long_chats == "leave_out":
                 return Document(_NONE, left_out=LONG)
@@ -81,6 +75,23 @@ class Chats(Chain):
         if not is_target[1:].any():
             return Document(_NONE, left_out=UNANSWERED)
         return Document(ids, is_target)
+
+    def _is_marked(self, chat: Chat) -> bool:
+        """Whether a chat is left out because a mark is in its messages."""
+        for text in chat.texts():
+            if mark := self._template.mark_in(text):
+                if self._keys.chats_with_marks == "leave_out":
+                    return True
+                raise BadRecord(
+                    f"a message holds {mark}, which is a mark of the tokenizer and would end or "
+                    "begin a turn; mend it, or use chats_with_marks=leave_out"
+                )
+        return False
+
+    def _encoded(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, and which of them have a character in a span."""
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        return ids, _overlap(offsets, spans)
 
     def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a chat, and the parts of it that are trained on."""
@@ -90,6 +101,27 @@ class Chats(Chain):
         text, spans = self._template.answers(chat)
         spans = [span for span, is_trained in zip(spans, chat.trained, strict=True) if is_trained]
         return text, spans[-1:] if self._keys.sft_train_on_last_answer_only else spans
+
+
+class Pairs(Chats):
+    """Pairs of chats that differ in their last answer, its tokens the targets.
+
+    A pair is one document: the chat with the chosen answer, and behind it that with the other one.
+    """
+
+    def _document(self, record: Mapping[str, Any]) -> Document:
+        parts = []
+        for chat in messages.read_pair(record):
+            if self._is_marked(chat):
+                return Document(_NONE, left_out=MARKED)
+            text, spans = self._template.answers(chat)
+            parts.append(self._encoded(text, spans[-1:]))
+        ids, is_target = map(np.concatenate, zip(*parts, strict=True))
+        if len(ids) > self._length + 1:
+            return Document(_NONE, left_out=LONG)
+        if not all(of_answer[1:].any() for _, of_answer in parts):
+            return Document(_NONE, left_out=UNANSWERED)
+        return Document(ids, is_target, begins=(0, len(parts[0][0])))
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
@@ -103,7 +135,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
         source = storage.read_bytes(path).decode(errors="replace")
     if not source:
         raise ConfigError(
-            f"use_sft=True: tokenizer_path={tokenizer.path} has no chat template; give "
+            f"{keys.reads_chats}: tokenizer_path={tokenizer.path} has no chat template; give "
             "chat_template=FILE"
         )
     switches = {

@@ -11,6 +11,7 @@ class ChatKeys(Keys):
     """How chats become text, and which of it is trained on."""
 
     use_sft: bool
+    use_dpo: bool
     sft_train_on_completion_only: bool
     sft_train_on_last_answer_only: bool
     chat_template: str
@@ -18,3 +19,8 @@ class ChatKeys(Keys):
     chat_template_switches: Sequence[str]
     long_chats: str = one_of("leave_out", "cut")
     chats_with_marks: str = one_of("refuse", "leave_out")
+
+    @property
+    def reads_chats(self) -> str:
+        """The key that asks for chats, with its value; "" where the data is text."""
+        return next((f"{name}=True" for name in ("use_dpo", "use_sft") if getattr(self, name)), "")

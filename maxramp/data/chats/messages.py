@@ -1,7 +1,8 @@
 """A record of a data set -> the messages of a chat, in the form that templates read.
 
 Forms: `messages` (role and content, as in OpenAI, TRL, MaxText), `conversations` (from and value,
-ShareGPT's), `prompt` and `completion`, and `instruction`, `input` and `output` (Alpaca's).
+ShareGPT's), `prompt` and `completion`, and `instruction`, `input` and `output` (Alpaca's). A pair
+of chats is `chosen` and `rejected`.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any
 from maxramp.data.files.records import BadRecord, shown
 
 ANSWERS = "assistant"
+PAIR = ("chosen", "rejected")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "model", "chatgpt", "assistant"), ANSWERS),
@@ -59,6 +61,46 @@ def read(record: Mapping[str, Any]) -> Chat:
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(f"tools is no list but {shown(tools)}")
     return Chat(messages, tools, trained)
+
+
+def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
+    """The chats of a pair, which differ in the last message alone: the chosen answer is first.
+
+    `chosen` and `rejected` are messages or texts. Texts, and messages that begin with an answer,
+    go on from `prompt`; other messages are whole chats.
+
+    Raises:
+      BadRecord: it holds none.
+    """
+    there = {name: value for name, value in record.items() if value is not None}
+    if not all(name in there for name in PAIR):
+        found = ", ".join(list(there)[:8]) or "nothing"
+        raise BadRecord(f"is no pair: it has {found}, and pairs have chosen and rejected")
+    chosen, rejected = (_half(there, name) for name in PAIR)
+    if chosen.messages[:-1] != rejected.messages[:-1]:
+        raise BadRecord(
+            "chosen and rejected differ before their last messages; a pair is two answers to one "
+            "prompt"
+        )
+    return chosen, rejected
+
+
+def _half(record: Mapping[str, Any], name: str) -> Chat:
+    """The chat with one of the answers of a pair."""
+    said = record[name]
+    if isinstance(said, str):
+        said = [{"role": ANSWERS, "content": said}]
+    said, prompt = [_of_sharegpt(message) for message in _list(name, said)], record.get("prompt")
+    if said and isinstance(said[0], dict) and said[0].get("role") == ANSWERS:
+        if not prompt:
+            raise BadRecord(f"{name} answers nothing; give the prompt, or the messages before it")
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        said = [*_list("prompt", prompt), *said]
+    chat = read({"messages": said, "tools": record.get("tools")})
+    if (role := chat.messages[-1]["role"]) != ANSWERS:
+        raise BadRecord(f"{name} ends with a message of the role {role}, and not with an answer")
+    return chat
 
 
 def _messages(record: Mapping[str, Any]) -> list[Any]:

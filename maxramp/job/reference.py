@@ -1,0 +1,209 @@
+"""The log-probabilities of pairs under the weights that a run begins with, made once.
+
+They are kept in the run's folder, a line for each row of the data: the rows of its parts one after
+another, then those that are held out. What was made before a kill is not made again. The first line
+says which weights they are of, by their hash: a run stays near to the same ones to its end. Where
+adapters are trained, they are of the model below them.
+
+Shapes: N rows.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
+from maxramp.checkpoints.parameters import load_parameters
+from maxramp.commandline import count
+from maxramp.data.batch import Batch, Row
+from maxramp.data.order import EvalBatches
+from maxramp.data.prefetch import ReadAhead
+from maxramp.data.relay import Expansion
+from maxramp.data.rows import Chain, Corpus
+from maxramp.errors import ConfigError
+from maxramp.files.run_folder import Appending
+from maxramp.job.start import Job
+from maxramp.model.adapters import without
+from maxramp.model.decoder import Decoder
+from maxramp.model.order import in_layer_order
+from maxramp.parallel.mesh import Jitted
+from maxramp.parallel.sharding import REPLICATED
+from maxramp.processes import agreement
+from maxramp.rampup.spec import StageSpec, text_fields
+from maxramp.training.preferences import of_answers
+from maxramp.training.state import abstract_state
+
+FILE = "reference.jsonl"
+
+
+class WithReference:
+    """Rows with their log-probabilities."""
+
+    def __init__(self, rows: Sequence[Row], log_probs_N2: np.ndarray):
+        self._rows, self._log_probs_N2 = rows, log_probs_N2
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]._replace(reference_log_probs=self._log_probs_N2[index])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What the file has."""
+
+    said: dict[str, Any]  # its first line; empty where there is no file
+    log_probs_N2: np.ndarray  # of the first N rows
+    size: int  # of the lines that are whole, in bytes
+
+
+def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | None:
+    """The corpus with the log-probabilities of its pairs, which are made where there are none yet.
+
+    Called by all processes of the job.
+
+    Args:
+      job: of a run that begins with load_parameters_path.
+      corpus: rows of pairs.
+      expansion: how rows get to their devices.
+
+    Returns:
+      None if somebody asked for the end before all were made.
+
+    Raises:
+      ConfigError: the weights cannot be read, or are not those that the run stayed near to so far.
+    """
+    sequences = [*(part.items for part in corpus.train), corpus.held_out]
+    ends = np.cumsum([len(rows) for rows in sequences])
+    total, keys = int(ends[-1]), job.config.checkpoints
+    path = keys.load_parameters_path
+    known = agreement.raise_everywhere(lambda: _read(job))
+    if known.said.get("data") != corpus.hash:
+        known = dataclasses.replace(known, log_probs_N2=known.log_probs_N2[:0], size=0)
+    done_N2 = known.log_probs_N2[:total]
+    if len(done_N2) < total or known.said["weights"] != path:
+        begin = time.monotonic()
+        abstract = abstract_state(job.config.recipe, job.mesh).model
+        model = without(load_parameters(path, abstract, job.config.values))
+        found = fingerprint_of_weights(in_layer_order(model))
+        so_far = known.said.get("reference", found)
+        if so_far != found and not job.span.position:
+            known = dataclasses.replace(known, log_probs_N2=done_N2[:0], size=0)
+            done_N2 = known.log_probs_N2
+        elif so_far != found:
+            raise ConfigError(
+                f"load_parameters_path={path}: not the weights that the run stays near to (hash "
+                f"{found}, was {so_far}); give those, or another run_name"
+            )
+        head = {"reference": found, "weights": path, "data": corpus.hash}
+        made = [done_N2]
+        with contextlib.ExitStack() as closing:
+            write = closing.enter_context(_writing(job, head, known.size))
+            for new_n2 in _log_probs(job, sequences, len(done_N2), model, expansion):
+                write(sum(map(len, made)), new_n2)
+                made.append(new_n2)
+                job.watchdog.beat()
+                if job.is_asked_to_stop():
+                    job.output.say_stopped(None)
+                    return None
+        done_N2 = np.concatenate(made)
+        job.output.say(
+            f"pairs    log-probabilities of {count(total - len(made[0]), 'pair')} under {path} "
+            f"(hash {found}) in {time.monotonic() - begin:.0f}s"
+        )
+    parts_N2 = np.split(done_N2, ends[:-1])
+    *train, held_out = map(WithReference, sequences, parts_N2)
+    parts = zip(corpus.train, train, strict=True)
+    return dataclasses.replace(
+        corpus,
+        train=tuple(dataclasses.replace(part, items=items) for part, items in parts),
+        held_out=held_out,
+    )
+
+
+def _log_probs(
+    job: Job, sequences: Sequence[Any], first: int, model: Decoder, expansion: Expansion
+) -> Iterator[np.ndarray]:
+    """The log-probabilities of all rows from one on, batch by batch: float32 [n, 2]."""
+    rows = Chain(sequences)[first:]
+    if not len(rows):
+        return
+    stage = job.span.ramp.stage_at_step(job.span.first_step).spec
+    spec = dataclasses.replace(
+        stage.of_size(1, stage.rows), fields=text_fields(stage.tokens, separate=True)
+    )
+    abstract, batches = expansion.abstract_batch(spec), EvalBatches(rows, spec, expansion.share)
+    program = _program(job, spec, expansion)
+    ahead: Iterator[Batch | None] = iter([None] * len(batches))
+    with contextlib.ExitStack() as closing:
+        if expansion.reads:
+            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+            size //= jax.process_count()
+            ahead = ReadAhead(batches, 0, len(batches), job.config.reading, size, 0)
+            closing.callback(ahead.close)
+        for number, local in enumerate(ahead):
+            found_n2 = program(model, expansion.place(local, abstract))
+            yield np.asarray(found_n2)[: len(rows) - number * spec.rows]
+
+
+def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
+    """Weights and a batch -> the log-probabilities of its rows, on every device."""
+    recipe = job.config.recipe.of(spec)
+
+    def find(model: Decoder, batch: Batch) -> jax.Array:
+        micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
+        weights = model.cast(recipe.model.dtype)
+        log_p_B2, _ = of_answers(recipe.objective, recipe.model, weights, micro_batch)
+        return jax.reshard(log_p_B2, REPLICATED)
+
+    return Jitted(job.mesh, find)
+
+
+def _read(job: Job) -> _Known:
+    """What the file has, as process 0 sees it."""
+    said, log_probs, size = {}, [], 0
+    path = job.output.here / FILE
+    if jax.process_index() == 0 and path.exists():
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), -1):
+            try:
+                value = json.loads(line)
+                is_next = number < 0 or value["row"] == number
+                pair = () if number < 0 else (value["chosen"], value["rejected"])
+            except (ValueError, LookupError, TypeError):
+                is_next = False
+            if not (is_next and line.endswith(b"\n")):  # torn by a kill
+                break
+            said, size = said or value, size + len(line)
+            log_probs += [pair] * bool(pair)
+    said, log_probs, size = agreement.all_gather_json([said, log_probs, size])[0]
+    return _Known(said, np.array(log_probs, np.float32).reshape(-1, 2), size)
+
+
+@contextlib.contextmanager
+def _writing(job: Job, head: dict[str, Any], size: int) -> Iterator[Any]:
+    """What appends log-probabilities from a row on to the file, cut to a size; on process 0."""
+    if jax.process_index():
+        yield lambda row, log_probs_n2: None
+        return
+    path = job.output.here / FILE
+    if not size:
+        path.write_bytes(json.dumps(head).encode() + b"\n")
+    else:
+        with path.open("r+b") as file:
+            file.truncate(size)
+    file = Appending(path)
+
+    def write(row: int, log_probs_n2: np.ndarray) -> None:
+        for number, (chosen, rejected) in enumerate(log_probs_n2.tolist(), row):
+            line = {"row": number, "chosen": chosen, "rejected": rejected}
+            file.append(json.dumps(line).encode() + b"\n")
+
+    with contextlib.closing(file):
+        yield write

@@ -1,0 +1,101 @@
+"""Direct preference optimization (Rafailov et al., arXiv 2305.18290) as an objective.
+
+A row is a pair: the chat with the chosen answer is its first segment, that with the rejected one
+its second. Only sums over an answer's tokens count, so every mesh and kernel serves that serves
+packed text.
+
+Shapes: B pairs, T tokens of both chats of one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.data.batch import Batch
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import Execution
+from maxramp.model.parts.aux import Aux
+from maxramp.parallel.cpu import after, gradient_after
+from maxramp.training.keys import PreferenceKeys
+from maxramp.training.log_probs import log_probs
+from maxramp.training.loss import Objective, with_layers
+
+# What is shown beside the loss: TRL's names.
+_SHOWN = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+    *("logps/chosen", "logps/rejected"),
+)
+
+
+def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
+    """The loss of pairs, a sum over them, by how far the policy has gone from the reference.
+
+    With the log-ratios c and r of the chosen and the rejected answer (log p - log p of the
+    reference, each a sum over the answer's tokens) and the margin m = beta (c - r), a pair's loss
+    is
+
+      sigmoid  -(1 - e) log sigmoid(m) - e log sigmoid(-m), with the label smoothing e (cDPO)
+      robust   (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e) (arXiv 2403.00409)
+      ipo      (c / |c| - r / |r| - 1 / (2 beta))^2, by the tokens of each answer (arXiv 2310.12036)
+
+    Batches hold the reference's log-probabilities. What is shown has TRL's names: the rewards
+    beta c and beta r, their difference, how often it is above 0, and the policy's own.
+
+    Args:
+      keys: beta, the loss, and the block of a device's tokens whose logits exist at a time.
+      execution: how passes are computed.
+    """
+    beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
+
+    def loss_of(ratio_B2: jax.Array, lengths_B2: jax.Array) -> jax.Array:
+        if keys.dpo_loss_type == "ipo":
+            mean_B2 = ratio_B2 / jnp.maximum(lengths_B2, 1)
+            return (mean_B2[:, 0] - mean_B2[:, 1] - 1 / (2 * beta)) ** 2
+        margin_B = beta * (ratio_B2[:, 0] - ratio_B2[:, 1])
+        right_B, wrong_B = -jax.nn.log_sigmoid(margin_B), -jax.nn.log_sigmoid(-margin_B)
+        if keys.dpo_loss_type == "robust":
+            return ((1 - smoothing) * right_B - smoothing * wrong_B) / (1 - 2 * smoothing)
+        return (1 - smoothing) * right_B + smoothing * wrong_B
+
+    def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
+        log_p_B2, aux = of_answers(keys, execution, model, batch)
+        lengths_B2 = _by_answer(batch, jnp.ones_like(batch.targets, jnp.float32))
+        is_pair_B = (lengths_B2 > 0).all(1)  # and no padding
+        ratio_B2 = jnp.where(is_pair_B[:, None], log_p_B2 - batch.reference_log_probs, 0)
+        loss_B = jnp.where(is_pair_B, loss_of(ratio_B2, lengths_B2), 0)
+        rewards_B2 = beta * ratio_B2
+        margins_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+        right_B = (margins_B > 0).astype(jnp.float32)
+        columns = (*rewards_B2.T, margins_B, right_B, *log_p_B2.T)
+        loss = loss_B.sum()
+        shown = {"loss": loss}
+        for name, column_B in zip(_SHOWN, columns, strict=True):
+            shown[name] = column_B.sum()
+        # A sum of the batch alone could run beside the layers.
+        shown["tokens"] = after(lengths_B2, loss).sum()
+        shown["pairs"] = after(is_pair_B.astype(jnp.float32), loss).sum()
+        # All sums come before the layers' backward pass, or they could run beside it.
+        loss_B = gradient_after(loss_B, sum(shown.values()))
+        return with_layers(loss_B.sum(), shown, aux)
+
+    return Objective(sums, ("loss", "tokens", "pairs", *_SHOWN), divisor="pairs")
+
+
+def of_answers(
+    keys: PreferenceKeys, execution: Execution, model: Decoder, batch: Batch
+) -> tuple[jax.Array, Aux]:
+    """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2].
+
+    Returns:
+      Them, 0 of what is no answer, and what the layers sum up.
+    """
+    x_BTD, aux = model.hidden(batch.tokens, execution, batch.segments)
+    head_DV = model.head(execution.dtype)
+    log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
+    return _by_answer(batch, log_p_BT), aux
+
+
+def _by_answer(batch: Batch, x_BT: jax.Array) -> jax.Array:
+    """Sums over the targets of each answer: [B, 2]."""
+    of_targets_BT = jnp.where(batch.targets >= 0, x_BT, 0)
+    halves = (jnp.where(batch.segments == n, of_targets_BT, 0).sum(1) for n in (0, 1))
+    return jnp.stack(list(halves), 1)

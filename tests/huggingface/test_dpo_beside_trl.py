@@ -1,0 +1,125 @@
+"""The losses of pairs and their gradients beside TRL's DPOTrainer, from records to numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_mesh
+from opened import config_of, load
+from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
+from small_models import write_folder
+
+from maxramp.data.batch import stack
+from maxramp.data.keys import ReadingKeys
+from maxramp.data.opening import open_rows
+from maxramp.huggingface.names import named
+from maxramp.training.preferences import of_answers, preference
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.slow
+
+PAIRS = pairs()
+# Ours, TRL's, the label smoothing, and how many pairs TRL takes at a time. Its sigmoid has no label
+# smoothing any more; its aot, which sorts a batch, is cDPO for a single pair.
+LOSSES = {
+    "sigmoid": ("sigmoid", "sigmoid", 0.0, len(PAIRS)),
+    "ipo": ("ipo", "ipo", 0.0, len(PAIRS)),
+    "robust": ("robust", "robust", 0.2, len(PAIRS)),
+    "smoothed": ("sigmoid", "aot", 0.2, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models with a tokenizer: what the policy stays near to, and the policy."""
+    found = []
+    for name in ("reference", "policy"):
+        folder = tmp_path_factory.mktemp(name)
+        size = write_tokenizer(folder)
+        write_folder(folder, "llama2", vocab_size=-(-size // 8) * 8, eos_token_id=size - 2)
+        found.append(folder)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(found[1])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for x in policy.parameters():
+            x += 0.02 * torch.randn_like(x)
+    said = (found[1] / "config.json").read_text()
+    policy.save_pretrained(found[1])
+    (found[1] / "config.json").write_text(said)
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients(folders, tmp_path, name):
+    """Within 1e-5, and so are the numbers that are shown under TRL's names."""
+    (reference, policy), (ours, theirs, smoothing, at_a_time) = folders, LOSSES[name]
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        loss_type=[theirs],
+        beta=0.3,
+        label_smoothing=smoothing,
+        per_device_train_batch_size=at_a_time,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+    )
+    models = [transformers.AutoModelForCausalLM.from_pretrained(x) for x in (policy, reference)]
+    trainer = trl.DPOTrainer(
+        model=models[0],
+        ref_model=models[1],
+        args=args,
+        train_dataset=datasets.Dataset.from_list(PAIRS),
+        processing_class=transformers.AutoTokenizer.from_pretrained(reference),
+    )
+    loss, shown_there = 0.0, trainer._metrics["train"]
+    trainer.model.train()
+    batches = list(trainer.get_train_dataloader())
+    for inputs in batches:
+        found = trainer.compute_loss(trainer.model, inputs) / len(batches)
+        found.backward()
+        loss += found.item()
+
+    file = write_pairs(tmp_path / "pairs.jsonl", PAIRS)
+    config = config_of(
+        reference,
+        *keys_of(reference, file),
+        *("dpo_beta=0.3", f"dpo_loss_type={ours}", f"dpo_label_smoothing={smoothing}"),
+    )
+    (part,) = open_rows(config.data, ReadingKeys.of(config.values), reads=True).train
+    rows = [part.items[i] for i in range(len(part.items))]
+    assert len(rows) == len(PAIRS)
+    batch = stack(rows, config.data.fields(config.model.max_target_length))
+    objective = preference(config.objective, config.model)
+
+    def mean(weights, batch):
+        total, aux = objective(weights, batch)
+        return total / aux.shown["pairs"], aux.shown
+
+    with jax.set_mesh(make_mesh(config)):
+        known, _ = jax.jit(lambda model: of_answers(config.objective, config.model, model, batch))(
+            load(reference, config)
+        )
+        batch = dataclasses.replace(batch, reference_log_probs=jnp.asarray(known))
+        (own, shown), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(
+            load(policy, config), batch
+        )
+    np.testing.assert_allclose(own, loss, rtol=1e-5)
+    assert len(names := [metric for metric in shown if "/" in metric]) == 6
+    for metric in names:
+        value = float(shown[metric]) / len(PAIRS)
+        np.testing.assert_allclose(value, np.mean(shown_there[metric]), rtol=1e-5, err_msg=metric)
+    expected = dict(trainer.model.named_parameters())
+    for weight in named(gradient, config.model.decoder_block):
+        (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
+        for layer, tensor in enumerate(weight.names):
+            here = array[layer] if weight.is_stack else array
+            here = here.transpose(weight.form.order).reshape(weight.form.theirs)
+            grad = expected[tensor].grad.numpy()
+            np.testing.assert_allclose(here, grad, atol=1e-5 * np.abs(grad).max(), rtol=1e-5)

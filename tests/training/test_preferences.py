@@ -1,0 +1,176 @@
+"""use_dpo in the step and in runs: the same pairs give the same update, however it is computed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, make_config, make_mesh, run
+from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
+
+from maxramp.data.batch import PADDING, Batch
+from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.run.metrics import read_records
+from maxramp.training.objectives import objective_of
+from maxramp.training.state import initial_state
+from maxramp.training.step import eval_step, make_train_step
+
+B, T = 8, 16
+KEYS = ("use_dpo=True", "packing=False", "dpo_beta=0.5", "opt_type=sgd", "tokenizer_path=t.json")
+KEYS += ("dataset_type=grain", "grain_train_files=f", "tokenizer_type=huggingface")
+MESHES = {
+    "one device": ((), 1, 1),
+    "passes": ((), 1, 4),
+    "sharded": (("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4, 2),
+    "copies": (("ici_data_parallelism=2", "ici_fsdp_parallelism=1"), 2, 2),
+    "pipeline": (("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1"), 2, 2),
+    "remat": (("remat_policy=full", "loss_block_tokens=8"), 1, 1),
+}
+
+
+def batch_of_pairs() -> Batch:
+    """Seven pairs of several lengths, and padding."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 256, (B, T), dtype=np.int32)
+    targets, segments = np.full((B, T), PADDING, np.int32), np.zeros((B, T), np.int32)
+    for row, (first, second) in enumerate([(5, 12), (9, 16), (4, 8), (7, 15), (8, 16), (3, 9)]):
+        segments[row, first:] = 1
+        for begin, end in ((1, first - 1), (first + 1, second - 1)):
+            targets[row, begin:end] = tokens[row, begin + 1 : end + 1]
+    segments[6, 8:] = 1
+    targets[6, [3, 12]] = 5
+    tokens[7] = PADDING
+    known = random.normal(-20, 1, (B, 2)).astype(np.float32)
+    hashes = np.ones((B, 2), np.uint32)
+    return Batch(tokens, targets, segments, hashes, reference_log_probs=known)
+
+
+def updated(keys, devices, passes):
+    """Weights after a step of gradient descent, its metrics, and an evaluation's."""
+    config = make_config(*KEYS, *keys, devices=devices)
+    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(0.1))
+    objective = objective_of(config.recipe)
+    batch = batch_of_pairs()
+    batch = jax.tree.map(lambda x: x.reshape(passes, B // passes, *x.shape[1:]), batch)
+    with jax.set_mesh(make_mesh(config)):
+        batch = jax.device_put(batch, BATCH_ABT)
+        state = initial_state(config.recipe)
+        zeros = (jnp.float32(0),) * len(objective.shown)
+        evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, objective=objective))
+        sums = dict(zip(objective.shown, evaluate(state.model, batch), strict=True))
+        state, metrics = jax.jit(step)(state, batch)
+    leaves = [np.asarray(x).reshape(-1) for x in jax.tree.leaves(state.model)]
+    return leaves, jax.device_get(metrics), jax.device_get(sums)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return updated(*MESHES["one device"])
+
+
+@pytest.mark.parametrize("name", ["sharded"])
+def test_the_update_does_not_depend_on(expected, name):
+    assert_same(updated(*MESHES[name]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["passes", "pipeline", "copies", "remat"])
+def test_nor_on(expected, name):
+    assert_same(updated(*MESHES[name]), expected)
+
+
+def assert_same(found, expected):
+    for own, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(np.sort(own), np.sort(other), atol=2e-6)
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_is_shown(expected):
+    """By hand, from the log-probabilities: padding is no pair, and an evaluation says the same."""
+    _, metrics, sums = expected
+    assert sums["pairs"] == 7 and metrics["target_tokens"] == sums["tokens"] > 40
+    for name, value in metrics.items():
+        if name in sums:
+            np.testing.assert_allclose(value, sums[name] / 7, rtol=1e-5)
+    known = batch_of_pairs().reference_log_probs[:7].mean(0)
+    for column, name in enumerate(("chosen", "rejected")):
+        reward = 0.5 * (metrics[f"logps/{name}"] - known[column])
+        np.testing.assert_allclose(metrics[f"rewards/{name}"], reward, rtol=1e-4)
+    margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    np.testing.assert_allclose(metrics["rewards/margins"], margin, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run of four steps that begins with a small model, and what it takes."""
+    folder = tmp_path_factory.mktemp("dpo")
+    write_tokenizer(folder)
+    sizes = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=2", "head_dim=8"]
+    sizes += ["base_num_query_heads=2", "base_num_kv_heads=1", "vocab_size=320"]
+    sizes += [f"base_output_directory={folder}", "enable_tensorboard=False", "log_period=1"]
+    base = str(ROOT / "configs/base.yml")
+    made = run(
+        *(base, *sizes, "run_name=base", "steps=1", "dataset_type=synthetic", "eval_interval=-1"),
+        *("enable_rampup_batch_size=False", "max_target_length=16", "learning_rate=0.02"),
+    )
+    assert made.returncode == 0, made.stderr
+    keys = dict(key.split("=", 1) for key in keys_of(folder, folder / "pairs.jsonl"))
+    write_pairs(folder / "pairs.jsonl", pairs(24))
+    keys |= {"load_parameters_path": str(folder / "base"), "learning_rate": "0.01"}
+    keys |= {"enable_rampup_batch_size": "True", "step_batch_size_schedule": "'0:4 8:8'"}
+    keys |= {"step_batch_size_unit": "samples", "steps": "4", "checkpoint_period": "1"}
+    keys |= {"eval_interval": "2", "eval_fraction": "0.2", "eval_per_device_batch_size": "4"}
+    keys |= {"enable_data_shuffling": "True", "num_epoch": "3"}
+    given = [base, *sizes, *(f"{name}={value}" for name, value in keys.items())]
+    done = run(*given, "run_name=whole")
+    assert done.returncode == 0, done.stderr
+    return folder, given, done
+
+
+def losses(folder):
+    found = [x for x in read_records(folder / "metrics.jsonl") if "loss" in x]
+    names = ("step", "loss", "rewards/margins", "batch_fingerprint", "consumed_samples")
+    return [tuple(record[name] for name in names) for record in found]
+
+
+def test_a_run(first):
+    """It begins at log 2 with nothing gained, its ramp counts pairs, evaluation is on pairs."""
+    folder, _, done = first
+    records = losses(folder / "whole")
+    assert [record[-1] for record in records] == [4, 8, 16, 24]
+    assert records[0][1] == pytest.approx(np.log(2), rel=1e-6) and records[0][2] == 0
+    assert records[3][1] < 0.6
+    assert "on held-out pairs" in done.stdout and "log-probabilities of 24 pairs" in done.stdout
+    (_, last) = [r for r in read_records(folder / "whole/metrics.jsonl") if "eval_loss" in r]
+    assert last["eval_pairs"] == 5 and 0 < last["eval_rewards/accuracies"] <= 1
+    lines = (folder / "whole/reference.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in lines[1:]] == list(range(24))
+
+
+@pytest.mark.slow
+def test_a_restart_is_exact(first, tmp_path):
+    """After a kill in the pass over the reference, and one between two steps."""
+    folder, given, _ = first
+    lines = (folder / "whole/reference.jsonl").read_bytes().splitlines(keepends=True)
+    own = tmp_path / "killed"
+    (own / "checkpoints").mkdir(parents=True)
+    (own / "reference.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:9])
+    begun = run(
+        *given, f"base_output_directory={tmp_path}", "run_name=killed", "stop_at_stage_end=True"
+    )
+    assert begun.returncode == 75, begun.stderr
+    assert "log-probabilities of 15 pairs" in begun.stdout
+    ended = run(*given, f"base_output_directory={tmp_path}", "run_name=killed")
+    assert ended.returncode == 0, ended.stderr
+    assert "log-probabilities" not in ended.stdout
+    assert losses(own) == losses(folder / "whole")
+
+
+@pytest.mark.slow
+def test_another_reference_is_refused(first):
+    folder, given, _ = first
+    other = run(*given, "run_name=whole", f"load_parameters_path={folder}/whole", "steps=5")
+    assert other.returncode == 2
+    assert "not the weights that the run stays near to (hash " in other.stderr
