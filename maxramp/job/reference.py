@@ -84,7 +84,9 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
     ends = np.cumsum([len(rows) for rows in sequences])
     total, keys = int(ends[-1]), job.config.checkpoints
     path = keys.load_parameters_path
-    known = agreement.raise_everywhere(lambda: _read(job))
+    of_file = agreement.raise_everywhere(lambda: _read(job))
+    said, log_probs, size = agreement.all_gather_json(of_file)[0]
+    known = _Known(said, np.array(log_probs, np.float32).reshape(-1, 2), size)
     if known.said.get("data") != corpus.hash:
         known = dataclasses.replace(known, log_probs_N2=known.log_probs_N2[:0], size=0)
     done_N2 = known.log_probs_N2[:total]
@@ -93,7 +95,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
         abstract = abstract_state(job.config.recipe, job.mesh).model
         model = without(load_parameters(path, abstract, job.config.values))
         found = fingerprint_of_weights(in_layer_order(model))
-        so_far = known.said.get("reference", found)
+        of_checkpoint = job.span.position and job.span.position.reference
+        so_far = known.said.get("reference") or of_checkpoint or found
         if so_far != found and not job.span.position:
             known = dataclasses.replace(known, log_probs_N2=done_N2[:0], size=0)
             done_N2 = known.log_probs_N2
@@ -118,6 +121,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
             f"pairs    log-probabilities of {count(total - len(made[0]), 'pair')} under {path} "
             f"(hash {found}) in {time.monotonic() - begin:.0f}s"
         )
+        known.said["reference"] = found
+    job.checkpoints.reference = known.said["reference"]  # every checkpoint keeps it
     parts_N2 = np.split(done_N2, ends[:-1])
     *train, held_out = map(WithReference, sequences, parts_N2)
     parts = zip(corpus.train, train, strict=True)
@@ -166,8 +171,8 @@ def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
     return Jitted(job.mesh, find)
 
 
-def _read(job: Job) -> _Known:
-    """What the file has, as process 0 sees it."""
+def _read(job: Job) -> tuple[dict[str, Any], list[Any], int]:
+    """What the file has, on process 0: as `_Known`, in lists."""
     said, log_probs, size = {}, [], 0
     path = job.output.here / FILE
     if jax.process_index() == 0 and path.exists():
@@ -182,8 +187,7 @@ def _read(job: Job) -> _Known:
                 break
             said, size = said or value, size + len(line)
             log_probs += [pair] * bool(pair)
-    said, log_probs, size = agreement.all_gather_json([said, log_probs, size])[0]
-    return _Known(said, np.array(log_probs, np.float32).reshape(-1, 2), size)
+    return said, log_probs, size
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The programs of a step of GRPO, by the compilers of TPUs and GPUs, on a machine without one."""
+"""Steps of GRPO and of DPO, by the compilers of TPUs and GPUs, on a machine without one."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.trainer import policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import compiler_options
+from maxramp.training.programs import compiler_options, lower_step
 from maxramp.training.state import abstract_state
 
 KEYS = (
@@ -27,14 +27,35 @@ NO_TPU = importlib.util.find_spec("libtpu") is None
 NO_GPU = importlib.util.find_spec("jax_cuda13_plugin") is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "topology",
-    [
-        pytest.param("v5e:2x2", marks=pytest.mark.skipif(NO_TPU, reason="no libtpu")),
-        pytest.param("h200:1x4", marks=pytest.mark.skipif(NO_GPU, reason="no GPU compiler")),
-    ],
+TOPOLOGIES = [
+    pytest.param("v5e:2x2", marks=pytest.mark.skipif(NO_TPU, reason="no libtpu")),
+    pytest.param("h200:1x4", marks=pytest.mark.skipif(NO_GPU, reason="no GPU compiler")),
+]
+PAIRS = (
+    *("use_dpo=True", "packing=False", "dataset_type=grain", "grain_train_files=f"),
+    *("tokenizer_type=huggingface", "tokenizer_path=t.json", "max_target_length=512"),
+    *("base_emb_dim=256", "head_dim=128", "base_num_query_heads=4", "base_num_kv_heads=2"),
+    *("gradient_accumulation_steps=2", "per_device_batch_size=2", "dtype=bfloat16"),
+    *("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=full"),
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_compilers_take_the_step_of_pairs(topology):
+    keys = (*PAIRS, "enable_rampup_batch_size=False", f"compile_topology={topology}")
+    config = make_config(*keys, devices=4)
+    there = machine.find(config.planning)
+    config = resolve(config, len(there.devices), there.slices, 1)
+    ramp = RampupBatchManager(config.batch, 4, fields=config.data.fields)
+    rate = LearningRate.of(config.learning_rate, ramp)
+    lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, there.devices, there.platforms)
+    compiled = lowered.compile(compiler_options(there.devices[0].platform) | there.options)
+    assert compiled.memory_analysis().output_size_in_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compilers_take_every_program(topology):
     config = make_config(*KEYS, f"compile_topology={topology}", devices=4)
     there = machine.find(config.planning)
