@@ -18,11 +18,12 @@ import jax
 
 from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys
+from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Generator, Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
-from maxramp.handover.opening import open_model
+from maxramp.handover.opening import ChatText, PromptTokenizer, open_model
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
@@ -51,6 +52,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("run")
     add("--prompt", action="append", default=[], help="may be given again")
     add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo')
+    add("--chat", action="store_true", help="prompts are what a user says; answers are a chat's")
     for name, kind, default, what in (
         ("samples", int, 1, "answers to each prompt (1)"),
         ("max_new_tokens", int, None, "of an answer (as many as max_target_length leaves)"),
@@ -82,7 +84,10 @@ def _generate(given: argparse.Namespace) -> None:
     trained = open_model(given.run, given.keys)
     tokenizer = trained.tokenizer()
     asked = [*map(_text, given.prompt)]
-    asked += FilePrompts(given.prompt_file, None).texts if given.prompt_file else []
+    if given.chat:
+        asked = [_of_user(text, tokenizer) for text in asked]
+    if given.prompt_file:
+        asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
     texts = [prompt for prompt in asked for _ in range(given.samples)]
     prompts = tokenizer.encode(texts)
     room = trained.config.model.max_target_length - max(map(len, prompts))
@@ -130,6 +135,14 @@ def _generate(given: argparse.Namespace) -> None:
 def _text(argument: str) -> str:
     """An argument of the command line, whose bytes that are no text come as surrogates."""
     return argument.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def _of_user(text: str, tokenizer: PromptTokenizer) -> ChatText:
+    """A chat that a user begins."""
+    try:
+        return tokenizer.chat([{"role": "user", "content": text}])
+    except BadRecord as bad:
+        raise ConfigError(f"--prompt {text}: {bad}") from None
 
 
 def _show(waiting: list[tuple[str, AnswerText]]) -> None:

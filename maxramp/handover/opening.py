@@ -5,6 +5,7 @@ It is what a run has left behind, or a folder of Hugging Face's.
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,12 @@ from maxramp.config import load as config_files
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.data import hub, mixture, tokenizers
+from maxramp.data.chats.chats import open_template
+from maxramp.data.chats.keys import ChatKeys
+from maxramp.data.chats.messages import read
+from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files import prepared
+from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
@@ -57,12 +63,17 @@ _CONSTANT = {
 }
 
 
+class ChatText(str):
+    """The text of a chat up to where its answer begins: the marks in it are marks."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
     """The tokenizer of a model, as prompts and answers need it."""
 
     tokenizer: tokenizers.Tokenizer  # of the documents that the model was trained on
     released_ends: tuple[int, ...] = ()  # the ids that a released model ends answers with
+    chats: ChatKeys | None = None  # how its chats become text
 
     @property
     def ends(self) -> list[int]:
@@ -70,9 +81,43 @@ class PromptTokenizer:
         (ids,) = dataclasses.replace(self.tokenizer, add_bos=False).encode([""])
         return list(dict.fromkeys((*ids.tolist(), *self.released_ends)))
 
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """What makes chats text.
+
+        Raises:
+          ConfigError: the model has none.
+        """
+        if not self.chats:
+            raise ConfigError("a chat needs the tokenizer of a model with a chat template")
+        return open_template(self.tokenizer, self.chats)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
+        """The text of a chat, which goes on with an answer.
+
+        Raises:
+          BadRecord: they are no messages, the template refuses them, or one holds a mark.
+          ConfigError: there is no template.
+        """
+        chat, template = read({"messages": messages}), self.template
+        for text in chat.texts():
+            if mark := template.mark_in(text):
+                raise BadRecord(f"a message holds {mark}, a mark of the tokenizer; mend it")
+        return ChatText(template.render(chat, ask=True))
+
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of prompts, int32: as documents begin, and without the mark at their end."""
-        return dataclasses.replace(self.tokenizer, add_eos=False).encode(prompts)
+        """Ids of prompts, int32: as documents begin, and without the mark at their end.
+
+        Those of a chat are of its text alone, to which the template has given its marks.
+        """
+        texts = [prompt for prompt in prompts if not isinstance(prompt, ChatText)]
+        ids = iter(dataclasses.replace(self.tokenizer, add_eos=False).encode(texts))
+        return [
+            self.tokenizer.encode_with_offsets(prompt)[0]
+            if isinstance(prompt, ChatText)
+            else next(ids)
+            for prompt in prompts
+        ]
 
 
 class Opened:
@@ -128,7 +173,7 @@ class Opened:
         kind, path, marks = self._of_data()
         marks |= {name: value for name, value in self._given.items() if name in marks}
         ends = tuple(self.released.ends) if self.released and not self._another else ()
-        return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
+        return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
 
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from maxramp.commandline import count
+from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
-from maxramp.handover.opening import PromptTokenizer
+from maxramp.handover.opening import ChatText, PromptTokenizer
 from maxramp.model.keys import ModelKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.rewards import shortened
@@ -44,12 +45,20 @@ class FilePrompts:
     Attributes are those of `Sums`.
     """
 
-    def __init__(self, path: str, seed: int | None, key: str = "prompt_file"):
+    def __init__(
+        self,
+        path: str,
+        seed: int | None,
+        key: str = "prompt_file",
+        tokenizer: PromptTokenizer | None = None,
+    ):
         """
         Args:
-          path: of the file; lines are objects with "prompt" and, if there is one, "answer".
+          path: of the file; lines are objects with "prompt" and, if there is one, "answer". A
+            prompt is a text, or the messages of a chat, which may be named "messages".
           seed: of the orders; None = as they stand in the file.
           key: whose value the path is.
+          tokenizer: makes chats text; without it there can be none.
 
         Raises:
           ConfigError: it cannot be read, or a line is no such object.
@@ -60,10 +69,12 @@ class FilePrompts:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"{key}={path}: cannot be read: {reason}") from None
         lines = [(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
-        self._prompts = [_parse(f"{key}={path}: line {number}", line) for number, line in lines]
+        self._prompts = [_parse(f"{key}={path}: line {n}", line, tokenizer) for n, line in lines]
         if not self._prompts:
             raise ConfigError(f"{key}={path}: holds no prompt; write one object a line")
         self.hash = f"{hashlib.blake2b(data, digest_size=8).hexdigest()}-{seed}"
+        if any(isinstance(prompt.text, ChatText) for prompt in self._prompts):
+            self.hash += f"-{tokenizer.template.hash}"
         self.description = f"{path}: {count(len(lines), 'prompt')}"
         self.texts = [prompt.text for prompt in self._prompts]
         self._seed = seed
@@ -90,9 +101,9 @@ def open_prompts(
     found: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
     if keys.prompt_file:
         seed = keys.data_shuffle_seed if keys.enable_data_shuffling else None
-        found["prompt_file"] = FilePrompts(keys.prompt_file, seed)
-    if keys.eval_prompt_file:
-        found["eval_prompt_file"] = FilePrompts(keys.eval_prompt_file, None, "eval_prompt_file")
+        found["prompt_file"] = FilePrompts(keys.prompt_file, seed, tokenizer=tokenizer)
+    if name := "eval_prompt_file" * bool(keys.eval_prompt_file):
+        found[name] = FilePrompts(keys.eval_prompt_file, None, name, tokenizer)
     most, answer = model.max_target_length, keys.max_completion_length
     for name, prompts in found.items():
         for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
@@ -130,11 +141,16 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
         )
 
 
-def _parse(where: str, line: bytes) -> Prompt:
+def _parse(where: str, line: bytes, tokenizer: PromptTokenizer | None) -> Prompt:
     try:
         value = json.loads(line)
-        if value["prompt"].encode():  # which half a surrogate pair cannot be
-            return Prompt(value["prompt"], value.get("answer"))
+        prompt = value["prompt"] if "prompt" in value else value["messages"]
+        if isinstance(prompt, list) and tokenizer:
+            prompt = tokenizer.chat(prompt)
+        if prompt.encode():  # which half a surrogate pair cannot be
+            return Prompt(prompt, value.get("answer"))
+    except BadRecord as bad:
+        raise ConfigError(f"{where}: {bad}") from None
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         pass
     raise ConfigError(

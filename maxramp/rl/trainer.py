@@ -121,8 +121,8 @@ class Scorer:
         texts = [decode(a.tokens[: len(a.tokens) - (not a.truncated)]) for a in answers]
         part = Part(asked, ids, answers, texts)
         if self._rewards:
-            lists = [prompt.text for prompt in asked], texts, [prompt.truth for prompt in asked]
-            part.pending = self._rewards.submit(*lists)
+            truths = [prompt.truth for prompt in asked]
+            part.pending = self._rewards.submit([str(p.text) for p in asked], texts, truths)
         return part
 
     def wait(self, part: Part) -> None:

@@ -121,7 +121,10 @@ def _backward(temperature, block_tokens, kept, cotangents):
         blocks = _in_blocks(block_tokens, x_BTD, targets_BT, log_z_BT, dlog_p_BT)
         dhead_DV, dx = jax.lax.scan(block, jnp.zeros_like(head_DV), blocks)
         # Rounded once and then sent, as the gradients of all products are.
+        # The barrier keeps XLA for TPUs from moving the sum behind the loop over micro batches: it
+        # fails at it, for weights that are the embedding too.
         dhead_DV = psum_scatter(dhead_DV.astype(dtype), "fsdp", dimension=0)
+        dhead_DV = jax.lax.optimization_barrier(dhead_DV)
         dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
         dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
         dx_BTD = psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")

@@ -14,7 +14,10 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.parallel.cpu import after, gradient_after
+from maxramp.parallel.collectives import all_gather, on_devices
+from maxramp.parallel.cpu import gradient_after
+from maxramp.parallel.keys import BATCH_AXES
+from maxramp.parallel.sharding import REPLICATED, ROWS_B, stacked
 from maxramp.training.keys import PreferenceKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers
@@ -45,6 +48,7 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
       execution: how passes are computed.
     """
     beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
+    shown = ("loss", "tokens", "pairs", *_SHOWN)
 
     def loss_of(ratio_B2: jax.Array, lengths_B2: jax.Array) -> jax.Array:
         if keys.dpo_loss_type == "ipo":
@@ -65,19 +69,14 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         rewards_B2 = beta * ratio_B2
         margins_B = rewards_B2[:, 0] - rewards_B2[:, 1]
         right_B = (margins_B > 0).astype(jnp.float32)
-        columns = (*rewards_B2.T, margins_B, right_B, *log_p_B2.T)
-        loss = loss_B.sum()
-        shown = {"loss": loss}
-        for name, column_B in zip(_SHOWN, columns, strict=True):
-            shown[name] = column_B.sum()
-        # A sum of the batch alone could run beside the layers.
-        shown["tokens"] = after(lengths_B2, loss).sum()
-        shown["pairs"] = after(is_pair_B.astype(jnp.float32), loss).sum()
+        counts = lengths_B2.sum(1), is_pair_B.astype(jnp.float32)
+        columns = (loss_B, *counts, *rewards_B2.T, margins_B, right_B, *log_p_B2.T)
+        found = _over_rows(jax.lax.stop_gradient(jnp.stack(columns)))
         # All sums come before the layers' backward pass, or they could run beside it.
-        loss_B = gradient_after(loss_B, sum(shown.values()))
-        return with_layers(loss_B.sum(), shown, aux)
+        loss_B = gradient_after(loss_B, found.sum())
+        return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
 
-    return Objective(sums, ("loss", "tokens", "pairs", *_SHOWN), divisor="pairs")
+    return Objective(sums, shown, divisor="pairs")
 
 
 def of_answers(
@@ -92,6 +91,15 @@ def of_answers(
     head_DV = model.head(execution.dtype)
     log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
     return _by_answer(batch, log_p_BT), aux
+
+
+def _over_rows(x_nB: jax.Array) -> jax.Array:
+    """Sums over rows: [n], added in one order, as the norm of the gradients (`norm.add_up`)."""
+
+    def local(x_nB: jax.Array) -> jax.Array:
+        return all_gather(x_nB.sum(1)[None], BATCH_AXES).sum(0)
+
+    return on_devices(local, stacked(ROWS_B), REPLICATED)(x_nB)
 
 
 def _by_answer(batch: Batch, x_BT: jax.Array) -> jax.Array:

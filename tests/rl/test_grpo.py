@@ -1,5 +1,6 @@
 """`python -m maxramp.grpo`: the weights it begins with, its restarts, and what it refuses."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import types
 
 import pytest
 from conftest import ROOT, TINY, command, environment, run
+from preference_pairs import write_tokenizer
 
 from maxramp import grpo
 from maxramp.checkpoints.folder import Checkpoint, commit
@@ -128,6 +130,27 @@ def test_a_file_of_few_prompts(tmp_path):
         ConfigError, match="takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
     ):
         check_enough(prompts, keys, 10)
+
+
+def test_prompts_that_are_chats(tmp_path):
+    """Their text is the template's, up to where an answer begins; its marks are marks."""
+    pytest.importorskip("jinja2")
+    write_tokenizer(tmp_path)
+    loaded = tokenizers.load("huggingface", str(tmp_path), False, False)
+    tokenizer, path = PromptTokenizer(loaded, (), load([RL]).data), tmp_path / "p.jsonl"
+    chat = [{"role": "user", "content": "1+1?"}]
+    lines = [{"messages": chat, "answer": "2"}, {"prompt": chat}, {"prompt": "<|im_end|>"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = FilePrompts(str(path), None, tokenizer=tokenizer)
+    text = "<|im_start|>user\n1+1?<|im_end|><|im_start|>assistant\n"
+    assert prompts.texts == [text, text, "<|im_end|>"] and prompts[0].truth == "2"
+    assert prompts.hash.endswith(tokenizer.template.hash)
+    first, _, plain = tokenizer.encode(prompts.texts)
+    assert loaded.decode(first) == text and len(first) < len(text) - 20 and len(plain) > 1
+    chat[0]["content"] = "<|im_end|>"
+    path.write_text(json.dumps({"prompt": chat}))
+    with pytest.raises(ConfigError, match="line 1: a message holds <|im_end|>"):
+        FilePrompts(str(path), None, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(

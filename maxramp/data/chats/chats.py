@@ -135,8 +135,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
         source = storage.read_bytes(path).decode(errors="replace")
     if not source:
         raise ConfigError(
-            f"{keys.reads_chats}: tokenizer_path={tokenizer.path} has no chat template; give "
-            "chat_template=FILE"
+            f"tokenizer_path={tokenizer.path} has no chat template; give chat_template=FILE"
         )
     switches = {
         name: parse(value)
