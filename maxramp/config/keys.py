@@ -407,12 +407,14 @@ def _of_all(config: "Config") -> Relations:
         "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
         "a batch that is not decided yet; use initial, or leave it out",
     )
-    row, chats = config.batch.row_length, config.data.use_sft
-    yield (
-        row != -1 and (chats or config.run.program == "grpo"),
-        f"row_length={row} cuts samples into rows, and {'use_sft=True' if chats else 'grpo'} reads "
-        "each as a whole; leave it out (-1)",
-    )
+    whole = {"use_sft=True": config.data.use_sft, "use_dpo=True": config.data.use_dpo}
+    whole["grpo"] = config.run.program == "grpo"
+    for reader, is_used in whole.items():
+        yield (
+            config.batch.row_length != -1 and is_used,
+            f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
+            "as a whole; leave it out (-1)",
+        )
     yield (
         -1 != steps < rate.learning_rate_schedule_steps,
         f"learning_rate_schedule_steps={rate.learning_rate_schedule_steps} exceeds steps={steps}; "
