@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_mesh
@@ -15,6 +14,7 @@ from maxramp.data.batch import stack
 from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
 from maxramp.huggingface.names import named
+from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.preferences import of_answers, preference
 
 torch = pytest.importorskip("torch")
@@ -103,10 +103,11 @@ def test_losses_and_gradients(folders, tmp_path, name):
         return total / aux.shown["pairs"], aux.shown
 
     with jax.set_mesh(make_mesh(config)):
+        batch = jax.device_put(batch, TOKENS_BT)
         known, _ = jax.jit(lambda model: of_answers(config.objective, config.model, model, batch))(
             load(reference, config)
         )
-        batch = dataclasses.replace(batch, reference_log_probs=jnp.asarray(known))
+        batch = dataclasses.replace(batch, reference_log_probs=known)
         (own, shown), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(
             load(policy, config), batch
         )
