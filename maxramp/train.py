@@ -39,6 +39,7 @@ from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import Corpus
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
+from maxramp.evaluation.in_run import open_tasks
 from maxramp.files.place import Place
 from maxramp.job import start
 from maxramp.job.loop import train
@@ -98,7 +99,9 @@ def _run(begun: Start) -> int:
         job.span.first_step,
     )
     job.closing.callback(loader.close)
-    return train(job, Pretrainer(job, loader, job.abstract_state()))
+    abstract = job.abstract_state()
+    tasks = open_tasks(job, abstract)
+    return train(job, Pretrainer(job, loader, abstract), tasks)
 
 
 def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:

@@ -113,6 +113,22 @@ class EvalKeys(Keys):
     eval_steps: int = positive_or_open()
     eval_per_device_batch_size: float = at_least(0)
     log_eval_batches: bool
+    evaluate_tasks: Sequence[str]
+    evaluate_tasks_interval: int = positive_or_open()
+    evaluate_tasks_include_path: str
+
+    def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
+        """Whether to evaluate tasks after a step: the first that reaches a multiple of the interval
+        in samples, or the run's last.
+
+        Args:
+          before: samples consumed before the step.
+          consumed: after it.
+          is_last: whether it is the run's last.
+        """
+        interval = self.evaluate_tasks_interval
+        reached = interval > 0 and consumed // interval > before // interval
+        return bool(self.evaluate_tasks) and (reached or is_last)
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to evaluate after `step` steps of a run."""

@@ -23,6 +23,7 @@ from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scored
 from maxramp.evaluation.together import Together
 from maxramp.generation.sampling import Sampling
+from maxramp.run.metrics import TASK
 
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or it would fork a process that JAX runs in
 try:
@@ -306,7 +307,7 @@ def numbers(results: Mapping[str, Any]) -> dict[str, float]:
             metric, _, chosen = name.partition(",")
             if isinstance(value, int | float) and chosen and not metric.endswith("_stderr"):
                 suffix = "" if chosen == "none" else f"_{chosen}"
-                found[f"task_{task}_{metric}{suffix}"] = float(value)
+                found[f"{TASK}{task}_{metric}{suffix}"] = float(value)
     return found
 
 

@@ -234,37 +234,58 @@ class TrainedRun(Opened):
 
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
-        keys = self.config.data
-        of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
-        # A document of text_files has both marks, and so would one that synthetic stands for.
-        if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):
-            return kind, path, marks | {"add_bos": True, "add_eos": True}
-        if self._another:
-            return of_keys
-        source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
-        if keys.dataset_type == "grain":
-            (source, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
-            try:
-                form, paths = mixture.find("grain_train_files", source, keys.grain_file_type)
-            except ConfigError as error:
-                if kind == "bytes":
-                    raise
-                given = {"tokenizer_path": path} if path else {"tokenizer_type": kind}
-                shown = " ".join(f"{name}={value}" for name, value in (given | marks).items())
-                print_note(f"{error}; prompts are as the keys of the run say, {shown}")
-                return of_keys
-            if form == "prepared":  # such sets bring theirs along
-                source = paths[0]
-                if of_set := prepared.read_manifest(source)["tokenizer"]:
-                    file = f"{source}/{of_set['file']}" if of_set["file"] else ""
-                    return of_set["type"], file, {name: of_set[name] for name in MARK_KEYS}
-            are_tokens = are_tokens or form in ("prepared", "megatron")
-        if are_tokens and kind == "bytes":
-            raise ConfigError(
-                f"{source} holds tokens and has no tokenizer; give tokenizer_path=FILE, or "
-                "tokenizer_type=bytes"
-            )
+        return _of_documents(self.config.data, self._another)
+
+
+def tokenizer_of(keys: DataKeys, load_parameters_path: str) -> PromptTokenizer:
+    """The tokenizer of the data that a run trains on.
+
+    Args:
+      keys: of the data.
+      load_parameters_path: the weights that the run begins with; "" = new ones.
+
+    Raises:
+      ConfigError: its file is not there, or is damaged.
+    """
+    kind, path, marks = _of_documents(keys, another=False)
+    released = beside(load_parameters_path) if load_parameters_path else None
+    return PromptTokenizer(
+        tokenizers.load(kind, path, **marks), tuple(released.ends) if released else ()
+    )
+
+
+def _of_documents(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
+    """Type, file and marks of a run's tokenizer; `another` replaces the one of its data."""
+    of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
+    # A document of text_files has both marks, and so would one that synthetic stands for.
+    if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):
+        return kind, path, marks | {"add_bos": True, "add_eos": True}
+    if another:
         return of_keys
+    source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
+    if keys.dataset_type == "grain":
+        (source, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
+        try:
+            form, paths = mixture.find("grain_train_files", source, keys.grain_file_type)
+        except ConfigError as error:
+            if kind == "bytes":
+                raise
+            given = {"tokenizer_path": path} if path else {"tokenizer_type": kind}
+            shown = " ".join(f"{name}={value}" for name, value in (given | marks).items())
+            print_note(f"{error}; prompts are as the keys of the run say, {shown}")
+            return of_keys
+        if form == "prepared":  # such sets bring theirs along
+            source = paths[0]
+            if of_set := prepared.read_manifest(source)["tokenizer"]:
+                file = f"{source}/{of_set['file']}" if of_set["file"] else ""
+                return of_set["type"], file, {name: of_set[name] for name in MARK_KEYS}
+        are_tokens = are_tokens or form in ("prepared", "megatron")
+    if are_tokens and kind == "bytes":
+        raise ConfigError(
+            f"{source} holds tokens and has no tokenizer; give tokenizer_path=FILE, or "
+            "tokenizer_type=bytes"
+        )
+    return of_keys
 
 
 def _named(path: str) -> str:

@@ -3,6 +3,7 @@
 It never waits for the devices: step k + 1 is on its way when the numbers of step k are read.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
@@ -50,12 +51,15 @@ class Trainer(Protocol):
         ...
 
 
-def train(job: Job, trainer: Trainer) -> int:
+def train(
+    job: Job, trainer: Trainer, evaluate_tasks: Callable[[TrainState], Taken] | None = None
+) -> int:
     """Trains the steps of a job.
 
     Args:
       job: the run's folder, and which steps of it.
       trainer: takes them.
+      evaluate_tasks: evaluates a state on tasks, where the run has some; returns when it is done.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -104,6 +108,12 @@ def train(job: Job, trainer: Trainer) -> int:
         log.log_step(step, stage, consumed, taken)
         if config.evaluation.is_due(done, ramp.total_steps):
             log.log_eval(step, consumed, trainer.evaluate(stage))
+        # Before the save: a checkpoint has all that was due, and what it lacks comes again.
+        is_last = done == ramp.total_steps
+        if evaluate_tasks and config.evaluation.tasks_are_due(first_sample, consumed, is_last):
+            log.flush()
+            log.restart_clock()
+            log.log_eval(step, consumed, evaluate_tasks(trainer.state))
 
         stopping = job.check()
         last = stopping or done == span.last_step

@@ -7,7 +7,7 @@ import time
 from maxramp.commandline import count
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.run.metrics import Record
+from maxramp.run.metrics import TASK, Record
 
 # What an evaluation gives, and what it is on.
 _HELD_OUT = {"eval_loss": "held-out text", "eval_reward": "held-out prompts"}
@@ -86,6 +86,13 @@ class Display:
 
     def __call__(self, record: Record) -> None:
         """Shows a record."""
+        if any(name.startswith(TASK) for name in record):
+            shown = (
+                f"{n.removeprefix(TASK)} {x:.4g}" for n, x in record.items() if n.startswith(TASK)
+            )
+            seconds = duration(record["eval_seconds"])
+            self.say(f"step {record['step']:>6}  {', '.join(shown)} (tasks, in {seconds})")
+            return
         if "eval_seconds" in record:
             name, what = next((k, v) for k, v in _HELD_OUT.items() if k in record)
             what = "held-out pairs" if "eval_pairs" in record else what

@@ -26,6 +26,7 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
+TASK = "task_"  # what the names of numbers of tasks begin with
 _OF_BATCH = (
     *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
     "row_length",
@@ -196,6 +197,8 @@ def tag_of(name: str) -> str:
         return f"batch/{name}"
     if name.endswith(("_seconds", "_per_second", "_per_device")):
         return f"speed/{name}"
+    if name.startswith(TASK):
+        return f"tasks/{name}"
     return f"noise/{name}" if "noise_" in name else f"learning/{name}"
 
 

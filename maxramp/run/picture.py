@@ -3,7 +3,7 @@
 import pathlib
 from typing import TYPE_CHECKING
 
-from maxramp.run.metrics import Record, numbers_of, tag_of
+from maxramp.run.metrics import TASK, Record, numbers_of, tag_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     """The picture of the records of metrics.jsonl; None without a step.
 
     The large panel has the batch and the mean reward, or the loss where there are no rewards; a
-    small one below it has every other number that the steps' objective shows, by its name.
+    small one below it has every other number that the steps' objective shows, by its name; and each
+    number of tasks has one.
     """
     steps = [record for record in records if record.get("loss") is not None]
     if not steps:
@@ -40,9 +41,11 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     small = [name for name in _shown(steps) if name != result]
     if len({r["row_length"] for r in steps if "row_length" in r}) > 1:
         small.insert(0, "row_length")
-    figure = Figure(figsize=(9, 4.5 + 0.9 * len(small)), layout="constrained")
+    tasks = [*dict.fromkeys(n for record in records for n in record if n.startswith(TASK))]
+    count = len(small) + len(tasks)
+    figure = Figure(figsize=(9, 4.5 + 0.9 * count), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = [4.5, *[0.9] * len(small)]
+    heights = [4.5, *[0.9] * count]
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     batch_axes = panels[0]
     result_axes = batch_axes.twinx()
@@ -78,8 +81,13 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     result_axes.set_ylabel(axis_label, color="tab:orange")
     result_axes.tick_params(axis="y", colors="tab:orange")
     figure.legend(handles=result_axes.lines, loc="outside upper right", ncols=2, frameon=False)
-    for name, axes in zip(small, panels[1:], strict=True):
-        axes.plot(ends, _values(steps, name), color="tab:orange", linewidth=1)
+    for name, axes in zip([*small, *tasks], panels[1:], strict=True):
+        if name in tasks:
+            known = [r for r in records if r.get(name) is not None]
+            at, values = [r["consumed_samples"] for r in known], _values(known, name)
+            axes.plot(at, values, color="tab:red", linewidth=1, marker="o", clip_on=False)
+        else:
+            axes.plot(ends, _values(steps, name), color="tab:orange", linewidth=1)
         axes.set_title(name, loc="left", fontsize="medium", parse_math=False)
         axes.grid(alpha=0.3)
         axes.spines["right"].set_visible(False)
