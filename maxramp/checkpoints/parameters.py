@@ -11,8 +11,10 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.huggingface import folder as released
 from maxramp.huggingface import reading
+from maxramp.keys.section import refuse
 from maxramp.model.adapters import has_adapters, kept, onto, without
 from maxramp.model.decoder import Decoder
+from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import in_layer_order
 
 
@@ -37,13 +39,25 @@ def check_parameters(
     """
     family, of_hub = values["decoder_block"], find_released(path)
     if of_hub:
+        there = of_hub.keys
+        refuse(
+            (
+                values[name] != there[name] and not (grows and values[name] > there[name]),
+                f"{name}={values[name]}: {of_hub.path}/config.json makes it {there[name]}; "
+                "model_name=hf takes it from there",
+            )
+            for name in MODEL_KEYS
+            if name in there
+            for grows in [name == "vocab_size"]
+        )
+        rows = there["vocab_size"]
         _check_adapters(path, of_hub.adapter.keys if of_hub.adapter else {}, model, values)
-        base = reading.prepared(of_hub.path, of_hub.tensors, without(model), family, note)
+        base = reading.prepared(of_hub.path, of_hub.tensors, rows, without(model), family, note)
         if not of_hub.adapter:
             return base
         try:
-            there = of_hub.adapter.path, of_hub.adapter.tensors
-            of_adapter = reading.prepared(*there, kept(model), family, note)
+            files = of_hub.adapter.path, of_hub.adapter.tensors
+            of_adapter = reading.prepared(*files, rows, kept(model), family, note)
         except ConfigError as error:
             raise ConfigError(f"{path} adapts another model than this: {error}") from None
         return lambda: onto(of_adapter(), base())

@@ -112,7 +112,7 @@ class Config:
             except ConfigError as error:
                 raise ConfigError(f"{phase}: {error}") from None
         if self.run.export_huggingface:
-            config_json.of_keys(self.model, {}, {}, "")
+            config_json.of_keys(self.model, {}, "")
 
     @property
     def recipe(self) -> Recipe:

@@ -57,7 +57,8 @@ def fetch_model(key: str, name: str) -> str:
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
-        return hub.snapshot_download(name, allow_patterns=patterns)
+        # Mistral's folders hold their weights a second time, in a form of its own.
+        return hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
 
     return _asked(key, name, ask, True)
 

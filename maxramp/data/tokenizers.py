@@ -75,6 +75,12 @@ def _open_huggingface(file: str, split: bool) -> _Model:
         known = [token] * bool(token) if key in named else names  # null: it has none
         ids = (model.token_to_id(name) for name in known)
         marks.append(next((i for i in ids if i is not None), None))
+    for i, token in named.get("added_tokens_decoder", {}).items():
+        if model.token_to_id(token["content"]) != int(i):  # transformers would add it
+            raise ConfigError(
+                f"{beside}: {token['content']} is {i}, and {file} has no such token; save it again "
+                "with transformers' save_pretrained"
+            )
     encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
 
     def encode_with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -12,6 +12,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
+from maxramp.huggingface.folder import TOKENIZER
 from maxramp.model.adapters import has_adapters, kept, merged
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.keys import MeshKeys
@@ -75,16 +76,19 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     beside = dict(opened.released.beside) if opened.released else {}
     tokenizer = _tokenizer_of(opened)
     marks: dict[str, Any] = {}
-    if tokenizer:
+    files = _files_of(tokenizer) if tokenizer else {}
+    if tokenizer and files["tokenizer.json"] != beside.get("tokenizer.json"):  # not what came in
         marks = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
-        beside = _files_of(tokenizer) | beside
+        beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
     vocab_size = keys.vocab_size
     if came_in:  # rows that only the mesh asked for
         known = tokenizer.vocab_size if tokenizer else 0
         vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
-    values = config_json.of_keys(keys, came_in, marks, dtype) | {"vocab_size": vocab_size}
+    values = config_json.of_keys(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
     beside["config.json"] = _json(values)
-    beside.setdefault("generation_config.json", _json(marks))
+    if marks:
+        said = json.loads(beside.get("generation_config.json", "{}"))
+        beside["generation_config.json"] = _json(said | marks)
     writing.write(
         to,
         model,
@@ -123,23 +127,23 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
     try:
         tokenizer = opened.tokenizer().tokenizer
     except ConfigError as error:
-        print_note(f"{error}; the folder has no tokenizer")
+        print_note(f"{error}; no tokenizer is written but what the model came with")
         return None
-    if tokenizer.type != "huggingface":
+    if tokenizer.type != "huggingface" and not opened.released:
         print_note(
             f"tokenizer_type={tokenizer.type}: transformers has none such; the folder has none"
         )
-        return None
-    return tokenizer
+    return tokenizer if tokenizer.type == "huggingface" else None
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """tokenizer.json, and the file that names its marks."""
+    """tokenizer.json, the file that names its marks, and its chat template."""
     named = zip(("bos_token", "eos_token"), (tokenizer.begin, tokenizer.end), strict=True)
     marks = {name: tokenizer.decode([mark]) for name, mark in named if mark is not None}
-    return {
-        "tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)
-    } | (tokenizer.files())
+    files = {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)}
+    if template := tokenizer.chat_template:
+        files["chat_template.jinja"] = template.encode()
+    return files | tokenizer.files()
 
 
 def _json(values: dict[str, Any]) -> bytes:

@@ -196,16 +196,18 @@ class ReleasedModel(Opened):
         self.source = {"path": os.path.abspath(self.path)}
         longest = folder.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **folder.keys}
-        own |= {"max_target_length": longest} if isinstance(longest, int) else {}
+        own |= {"max_target_length": longest} if longest else {}
         with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
             own |= folder.data_keys
         own["add_eos"] = False
         super().__init__(own, arguments)
+        # Synthetic documents stand for those that it was trained on, which had a tokenizer.
+        self._data = dataclasses.replace(self.config.data, dataset_type="grain")
 
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         if not self.config.data.tokenizer_path:
-            _ = self.released.tokenizer  # raises: there is none
-        return super()._of_data()
+            _ = self.released.data_keys  # raises: there is none that can be read
+        return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
 
 
 class TrainedRun(Opened):

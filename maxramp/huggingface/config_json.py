@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.keys import base
 from maxramp.keys.section import refuse
 from maxramp.model.keys import FAMILY_KEYS, ModelKeys
 
@@ -64,7 +65,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
       ConfigError: the model is none of ours, or the file does not say what it is.
     """
     families = {theirs: ours for ours, (theirs, *_) in _FAMILIES.items()}
-    kind = values.get("model_type")
+    kind = str(values.get("model_type"))
     if kind not in families:
         raise ConfigError(
             f"{where}: model_type={kind} is no family that is built here; there are "
@@ -80,60 +81,70 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in values
     )
     values = {**_OF_ALL, **_FAMILIES[family][2], **values}
+    heads = _key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    if values.get("head_dim") is None and values.get("num_attention_heads"):
-        values["head_dim"] = values.get("hidden_size", 0) // values["num_attention_heads"]
-    for theirs in _SIZES.values():
-        if type(values.get(theirs)) not in (int, float, bool):
-            raise ConfigError(f"{where}: {theirs}={values.get(theirs)} is no number; it needs one")
-    keys = {ours: values[theirs] for ours, theirs in _SIZES.items()}
+        values["num_key_value_heads"] = heads
+    if values.get("head_dim") is None:
+        values["head_dim"] = _key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
+    if values.get("max_position_embeddings") is not None:  # no key of the model, and not trusted
+        _key("max_target_length", "max_position_embeddings", values, where)
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    if values["hidden_act"] not in activations:
+    activation = str(values["hidden_act"])
+    if activation not in activations:
         raise ConfigError(
-            f"{where}: hidden_act={values['hidden_act']} is not supported; there are "
-            f"{', '.join(activations)}"
+            f"{where}: hidden_act={activation} is not supported; there are {', '.join(activations)}"
         )
     of_family = dict.fromkeys(FAMILY_KEYS[family], True)
     if "sliding_window_size" in of_family:
-        of_family["sliding_window_size"] = values["sliding_window"] or 0
+        values["sliding_window"] = values["sliding_window"] or 0
+        of_family["sliding_window_size"] = _key(
+            "sliding_window_size", "sliding_window", values, where
+        )
     return {
         "decoder_block": family,
-        **keys,
+        **{ours: _key(ours, theirs, values, where) for ours, theirs in _SIZES.items()},
         **of_family,
-        "mlp_activations": [activations[values["hidden_act"]], "linear"],
+        "mlp_activations": [activations[activation], "linear"],
         **_rope_keys(values, where),
     }
 
 
+def _key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
+    value = values.get(theirs)
+    return base.typed(f"{where}: {theirs}={value}", value, ours)
+
+
 def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    rope = values.get("rope_parameters") or {
-        "rope_theta": values.get("rope_theta", 10_000.0),
-        **(values.get("rope_scaling") or {}),
-    }
-    base = float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))
+    said = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(said, dict) or any(isinstance(value, dict) for value in said.values()):
+        raise ConfigError(
+            f"{where}: rope_parameters={said} is not supported, but one for all layers"
+        )
+    rope = {"rope_theta": values.get("rope_theta", 10_000.0), **said}
+    base_key = {"rope_max_timescale": _key("rope_max_timescale", "rope_theta", rope, where)}
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"{where}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return {"rope_max_timescale": base, "rope_type": "default"}
+        return {**base_key, "rope_type": "default"}
     missing = [theirs for theirs in _SCALING.values() if theirs not in rope]
     if kind != "llama3" or missing:
         raise ConfigError(
             f"{where}: rope_type={kind}{f' without {missing[0]}' if kind == 'llama3' else ''} is "
             "not supported; there are default and llama3"
         )
-    scaling = {ours: rope[theirs] for ours, theirs in _SCALING.items()}
-    return {"rope_max_timescale": base, "rope_type": "llama3.1", **scaling}
+    scaling = {ours: _key(ours, theirs, rope, where) for ours, theirs in _SCALING.items()}
+    return {**base_key, "rope_type": "llama3.1", **scaling}
 
 
-def of_keys(
-    keys: ModelKeys, came_in: Mapping[str, Any], marks: Mapping[str, Any], dtype: str
-) -> dict[str, Any]:
+def of_keys(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json of a model that was trained here.
 
     Args:
       keys: of the model.
       came_in: the config.json that its weights came with; {} where they were made here.
-      marks: `bos_token_id`, `eos_token_id`, where the tokenizer has them.
       dtype: of the tensors.
 
     Raises:
@@ -163,7 +174,6 @@ def of_keys(
             "rope_theta": keys.rope_max_timescale,
             "rope_scaling": None,
             "use_cache": True,
-            **marks,
         }
         if keys.rope_type == "llama3.1":
             scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}

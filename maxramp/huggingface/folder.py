@@ -12,12 +12,17 @@ from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, AdapterFolder
 from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
 
-# What says how a model is used, and not what it is made of.
-BESIDE = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "tokenizer.model"),
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "added_tokens.json"),
 )
+# What says how a model is used, and not what it is made of.
+BESIDE = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *TOKENIZER,
+)
+# What a model of several parts says once.
+_OF_ALL_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 KEPT_IN = "huggingface"  # the folder of a run that began with such weights, for these files
 
 
@@ -30,12 +35,16 @@ class ModelFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """config.json.
+        """config.json; where the model also sees or hears, what it says of its text model.
 
         Raises:
           ConfigError: it cannot be read.
         """
-        return read_json(f"{self.path}/config.json")
+        found = read_json(f"{self.path}/config.json")
+        text = found.get("text_config")
+        if not isinstance(text, dict):
+            return found
+        return {name: found[name] for name in _OF_ALL_PARTS if name in found} | text
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -45,16 +54,27 @@ class ModelFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Where its tensors lie (`safetensors.tensors_of`)."""
-        return tensors_of(self.path)
+        """Where its tensors lie (`safetensors.tensors_of`), by their names in a text model."""
+        return {
+            name.replace("language_model.", "", 1): tensor
+            for name, tensor in tensors_of(self.path).items()
+        }
 
     @property
     def ends(self) -> list[int]:
-        """The ids at which an answer ends: of generation_config.json, else of config.json."""
+        """The ids at which an answer ends: of generation_config.json, else of config.json.
+
+        Raises:
+          ConfigError: they are no ids.
+        """
         name = f"{self.path}/generation_config.json"
         found = read_json(name).get("eos_token_id") if storage.exists(name) else None
-        found = self.config.get("eos_token_id") if found is None else found
-        return [found] if isinstance(found, int) else list(found or ())
+        if found is None:
+            name, found = f"{self.path}/config.json", self.config.get("eos_token_id")
+        ids = found if isinstance(found, list) else [found] * (found is not None)
+        if any(type(i) is not int for i in ids):
+            raise ConfigError(f"{name}: eos_token_id={found} is neither an id nor a list of ids")
+        return ids
 
     @property
     def data_keys(self) -> dict[str, Any]:
@@ -69,8 +89,11 @@ class ModelFolder:
         # What transformers puts before a text, its post-processor says: Llama 3 has a begin mark
         # there; SmolLM2 has one that begins chats, and Qwen has none.
         processor = read_json(path).get("post_processor") or {}
-        templates = (one.get("single") for one in processor.get("processors") or [processor])
-        begins = any(single and "SpecialToken" in single[0] for single in templates)
+        try:
+            templates = [one.get("single") for one in processor.get("processors") or [processor]]
+            begins = any(single and "SpecialToken" in single[0] for single in templates)
+        except (AttributeError, TypeError, LookupError):
+            raise ConfigError(f"{path}: post_processor={processor} is none of tokenizers") from None
         return {"tokenizer_type": kind, "tokenizer_path": path, "add_bos": begins}
 
     @property

@@ -52,6 +52,11 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
         if parts or name.endswith(_DERIVED):
             found.setdefault("of no text model" if parts else "computed here", []).append(name)
         elif tied and name == "lm_head.weight":
+            if not _begin_alike(tensors[name], tensors.get("model.embed_tokens.weight")):
+                raise ConfigError(
+                    f"{tensors[name].file}: {name} is not the embedding, which config.json makes "
+                    "it; write tie_word_embeddings=false there"
+                )
             found.setdefault("the head, which is the embedding", []).append(name)
         else:
             raise ConfigError(
@@ -61,26 +66,36 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
     return found
 
 
-def check(weights: list[Named], tensors: Mapping[str, Tensor], folder: str) -> None:
+def _begin_alike(a: Tensor, b: Tensor | None) -> bool:
+    """Whether two tensors have one form and the same first rows."""
+    alike = b and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return bool(alike) and np.array_equal(*(x.read(0, min(16, x.rows)) for x in (a, b)))
+
+
+def check(
+    weights: list[Named], tensors: Mapping[str, Tensor], vocab_size: int, folder: str
+) -> None:
     """Refuses tensors that are missing, of another shape or of no dtype of weights.
 
-    Rows of embedding and head may be fewer than ours: those of new tokens.
+    Of embedding and head there may be fewer rows than ours, `vocab_size`: we have new tokens.
 
     Raises:
       ConfigError: names the first.
     """
     for weight in weights:
+        wanted = weight.form.theirs
+        if weight.form.groups[0] == "V":
+            wanted = min(vocab_size, wanted[0]), *wanted[1:]
         for name in weight.names:
             if name not in tensors:
                 raise ConfigError(
                     f"{folder}: has no tensor {name}, which config.json's model has; fetch it again"
                 )
-            tensor, wanted = tensors[name], weight.form.theirs
-            grows = weight.form.groups[0] == "V" and tensor.shape[1:] == wanted[1:]
+            tensor = tensors[name]
             refuse(
                 [
                     (
-                        tensor.shape != wanted and not (grows and 0 < tensor.rows < wanted[0]),
+                        tensor.shape != wanted,
                         f"{tensor.file}: {name} is {list(tensor.shape)}, but the config makes it "
                         f"{list(wanted)}; give the keys it was trained with",
                     ),
@@ -96,6 +111,7 @@ def check(weights: list[Named], tensors: Mapping[str, Tensor], folder: str) -> N
 def prepared(
     folder: str,
     tensors: Mapping[str, Tensor],
+    vocab_size: int,
     model: Decoder,
     decoder_block: str,
     note: Callable[[str], None],
@@ -105,6 +121,7 @@ def prepared(
     Args:
       folder: of the tensors.
       tensors: its own, by name.
+      vocab_size: the rows that embedding and head have there.
       model: the shapes, dtypes and shardings of the weights.
       decoder_block: the family.
       note: takes a line about tensors that no weight takes.
@@ -113,7 +130,7 @@ def prepared(
       ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
     """
     weights = list(named(in_layer_order(model), decoder_block))
-    check(weights, tensors, folder)
+    check(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names}
     for why, names in left_out(tensors, used, model.tied).items():
         note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
@@ -274,6 +291,9 @@ def _put(
     x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
     if not is_stack:
         return x
+    # As bits, which only move: XLA for CPUs turns a whole bfloat16 stack into float32 and back.
+    dtype, bits = stack.dtype, np.dtype(f"u{stack.dtype.itemsize}")
+    stack, x = (jax.lax.bitcast_convert_type(y, bits) for y in (stack, x))
     spec_L = jax.typeof(stack).sharding.spec
     is_staged = spec_L.partitions[0] == "stage"
 
@@ -290,4 +310,5 @@ def _put(
             stack,
         )
 
-    return on_devices(put, (spec_L, unstacked(spec_L), REPLICATED), spec_L)(stack, x, layer)
+    stack = on_devices(put, (spec_L, unstacked(spec_L), REPLICATED), spec_L)(stack, x, layer)
+    return jax.lax.bitcast_convert_type(stack, dtype)

@@ -107,26 +107,42 @@ def _of_file(path: str) -> list[Tensor]:
     try:
         header = json.loads(storage.read_range(path, _LENGTH.size, begin).tobytes())
         header.pop("__metadata__", None)
-        entries = [
-            (name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()
-        ]
-        end = max((stop for *_, stop in entries), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        entries = [_entry(name, **values) for name, values in header.items()]
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: its header is no safetensors header; fetch it again") from None
-    if begin + end != size:
-        raise ConfigError(
-            f"{path}: is torn: {size} bytes, but its tensors end at {begin + end}; fetch it again"
-        )
-    for name, dtype, shape, start, stop in entries:
+    end = 0
+    for name, dtype, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _BYTES.get(dtype)
-        if itemsize and not 0 <= start == stop - math.prod(shape) * itemsize:
+        if itemsize and start != stop - math.prod(shape) * itemsize:
             raise ConfigError(
                 f"{path}: {name} is {dtype}{list(shape)}, but has {stop - start} bytes; fetch it "
                 "again"
             )
+        if start != end:
+            raise ConfigError(
+                f"{path}: {name} begins at byte {start} of the tensors, but the one before it ends "
+                f"at {end}; fetch it again"
+            )
+        end = stop
+    if begin + end != size:
+        raise ConfigError(
+            f"{path}: is torn: {size} bytes, but its tensors end at {begin + end}; fetch it again"
+        )
     return [
         Tensor(name, path, dtype, shape, begin + start) for name, dtype, shape, start, _ in entries
     ]
+
+
+def _entry(
+    name: str, dtype: str, shape: list[int], data_offsets: list[int]
+) -> tuple[str, str, tuple[int, ...], int, int]:
+    """A tensor of a header; raises a ValueError or TypeError where it is none."""
+    start, stop = data_offsets
+    if not isinstance(dtype, str) or any(
+        type(n) is not int or n < 0 for n in (*shape, start, stop)
+    ):
+        raise ValueError
+    return name, dtype, tuple(shape), start, stop
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
@@ -154,7 +170,7 @@ def read_json(path: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(storage.read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no JSON ({error}); fetch it again") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no JSON object; fetch it again")

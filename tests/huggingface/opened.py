@@ -26,7 +26,8 @@ def load(folder: pathlib.Path, config, note=lambda line: None) -> Decoder:
     """The weights, on the config's mesh."""
     model = abstract_state(config.recipe, make_mesh(config)).model
     found = released.find("load_parameters_path", str(folder))
-    return reading.prepared(found.path, found.tensors, model, config.model.decoder_block, note)()
+    rows, block = found.keys["vocab_size"], config.model.decoder_block
+    return reading.prepared(found.path, found.tensors, rows, model, block, note)()
 
 
 def logits(model: Decoder, config, tokens_BT: np.ndarray) -> np.ndarray:

@@ -65,9 +65,7 @@ def test_a_model_that_was_made_here(tmp_path, name):
     config = config_of(write_folder(tmp_path / "in", name))
     with jax.set_mesh(make_mesh(config)):
         model = jax.jit(lambda: Decoder(config.model, jax.random.key(1)))()
-    values = config_json.of_keys(
-        config.model, {}, {"bos_token_id": 1, "eos_token_id": 2}, "float32"
-    )
+    values = config_json.of_keys(config.model, {}, "float32")
     writing.write(
         tmp_path / "out",
         model,

@@ -8,9 +8,12 @@ import pytest
 from conftest import BASE, run
 from small_models import CONFIGS, write_folder
 
+from maxramp.checkpoints.parameters import check_parameters
 from maxramp.config.load import load
 from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
+from maxramp.handover.export import export
+from maxramp.handover.opening import open_model
 from maxramp.huggingface.safetensors import tensors_of
 from maxramp.run.metrics import read_records
 
@@ -82,6 +85,45 @@ def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
     prompt = ("--prompt", "the quick", "--max_new_tokens", "4", "--temperature", "0", "--json")
     answers = [run(str(tmp_path / of), *prompt, module="generate").stdout for of in ("b", "b-out")]
     assert answers[0] == answers[1] and json.loads(answers[0])["tokens"]
+
+
+def test_another_tokenizer_is_handed_over_with_its_marks(tmp_path):
+    """The one that the documents had, and not the one that the model came with."""
+    folder = with_tokenizer(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_bytes(train_bpe(iter(["some other words"] * 9), 290))
+    opened = open_model(str(folder), [f"tokenizer_path={other}"])
+    export(opened, opened.load(), tmp_path / "out", "")
+    kept = {n: (tmp_path / "out" / n).read_bytes() for n in ("tokenizer.json", "config.json")}
+    assert kept["tokenizer.json"] == (other / "tokenizer.json").read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((tmp_path / "out" / name).read_bytes())
+        assert (said["bos_token_id"], said["eos_token_id"]) == (0, 1)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
+    folder = with_tokenizer(tmp_path)
+    for text, says in (("{", "is no JSON"), ('{"post_processor": [1]}', "post_processor=")):
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"tokenizer.json: {says}"):
+            open_model(str(folder), []).tokenizer()
+    said = {"added_tokens_decoder": {"300": {"content": "<|new|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_bytes(train_bpe(iter(["fox"] * 9), 270))
+    with pytest.raises(ConfigError, match=r"<\|new\|> is 300, and .* has no such token"):
+        open_model(str(folder), []).tokenizer()
+
+
+def test_keys_that_contradict_a_folder_without_model_name(tmp_path):
+    folder = with_tokenizer(tmp_path)
+    opened = open_model(str(folder), [])
+    model = opened.load()
+    values = opened.config.values
+    assert check_parameters(str(folder), model, values)
+    with pytest.raises(ConfigError, match="rope_max_timescale=50.0: .*config.json makes it 100.0"):
+        check_parameters(str(folder), model, values | {"rope_max_timescale": 50.0})
 
 
 def refused(tmp_path, *more):

@@ -106,7 +106,7 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
 
 def write(to, config, model, dtype="float32", vocab_size=40, **options):
     block = config.model.decoder_block
-    values = config_json.of_keys(config.model, {}, {}, dtype)
+    values = config_json.of_keys(config.model, {}, dtype)
     beside = {"config.json": json.dumps(values).encode()}
     options = {"source": {}, "dtype": dtype, "vocab_size": vocab_size, **options}
     writing.write(to, model, block, beside, **options)
@@ -133,7 +133,7 @@ def test_config_json_says_the_same_again(tmp_path, name):
     folder = write_folder(tmp_path, name)
     keys = released.find("", str(folder)).keys
     for came_in in ({}, CONFIGS[name]):
-        values = config_json.of_keys(config_of(folder).model, came_in, {}, "float32")
+        values = config_json.of_keys(config_of(folder).model, came_in, "float32")
         assert config_json.keys_of(values, "") == keys
 
 
@@ -166,6 +166,15 @@ def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
     assert "inv_freq" in text and "the head, which is the embedding: lm_head.weight" in text
 
 
+HEADERS = {
+    "shape of text": {"shape": ["48", 32]},
+    "shape of fractions": {"shape": [48.0, 32.0]},
+    "three offsets": {"data_offsets": [0, 1, 2]},
+    "a list of dtypes": {"dtype": ["F32"]},
+    "another's bytes": {"data_offsets": [0, 6144]},
+}
+
+
 def _spoil(folder, what):
     file = folder / "model.safetensors"
     held = tensors(CONFIGS["qwen3"])
@@ -178,7 +187,18 @@ def _spoil(folder, what):
         held[one] = held[one].astype(np.int8)
     elif what == "unknown":
         held["model.layers.1.mlp.experts.0.weight"] = held[one]
+    elif what == "another head":
+        held["lm_head.weight"] = held["model.embed_tokens.weight"][::-1].copy()
+    elif what == "fewer rows":
+        held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"][:39]
     write_file(file, held)
+    if what in HEADERS:
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        header[one] |= HEADERS[what]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     if what == "torn":
         os.truncate(file, file.stat().st_size - 1)
     elif what == "no header":
@@ -197,6 +217,10 @@ def _spoil(folder, what):
         ("misshapen", r"up_proj.weight is \[32, 48\], but the config makes it \[48, 32\]"),
         ("quantized", "up_proj.weight is I8; weights are read in"),
         ("unknown", "model.layers.1.mlp.experts.0.weight is no tensor of such a model"),
+        ("another head", "lm_head.weight is not the embedding, which config.json makes it"),
+        ("fewer rows", r"embed_tokens.weight is \[39, 32\], but the config makes it \[40, 32\]"),
+        *((what, "its header is no safetensors header") for what in list(HEADERS)[:4]),
+        ("another's bytes", "begins at byte 0 of the tensors, but the one before it ends at"),
         ("torn", r"is torn: \d+ bytes, but its tensors end at \d+"),
         ("no header", "is torn, or no safetensors file"),
         ("no tensors", "pytorch_model.bin is a pickle, which could run any code"),
@@ -211,11 +235,53 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path, what, says):
         load(folder, config)
 
 
+@pytest.mark.parametrize("outer", ["language_model.", "model.language_model."])
+def test_the_text_model_of_one_that_sees(tmp_path, outer):
+    """As transformers writes LLaVA's and its like: its own config, and its own tensors' prefix."""
+    folder = write_folder(tmp_path, "mistral")
+    before = logits(load(folder, config_of(folder)), config_of(folder), TOKENS_BT[:1])
+    held = tensors(CONFIGS["mistral"])
+    if outer.startswith("model."):  # of a later form, in which the head lies outside
+        renamed = {n.replace("model.", outer, 1): x for n, x in held.items()}
+    else:
+        renamed = {f"{outer}{n}": x for n, x in held.items()}
+    other = {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)}
+    write_file(folder / "model.safetensors", renamed | other)
+    text = {name: x for name, x in CONFIGS["mistral"].items() if name != "torch_dtype"}
+    said = {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(said))
+    notes = []
+    config = config_of(folder)
+    np.testing.assert_array_equal(
+        logits(load(folder, config, notes.append), config, TOKENS_BT[:1]), before
+    )
+    assert "1 tensors are left out, of no text model: vision_tower" in notes[0]
+    assert released.find("", str(folder)).config == text | {"torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("ids", ['"2"', "true", '{"a": 1}', '["2"]'])
+def test_end_marks_that_are_no_ids(tmp_path, ids):
+    folder = write_folder(tmp_path, "llama2")
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id=.* is neither"):
+        _ = released.find("", str(folder)).ends
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [
         ({"model_type": "gpt2"}, "model_type=gpt2 is no family that is built here"),
-        ({"hidden_size": None}, "hidden_size=None is no number"),
+        ({"hidden_size": None}, "hidden_size=None must be an integer, not nothing"),
+        ({"hidden_size": 32.0}, "hidden_size=32.0 must be an integer, not a fraction"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True must be an integer, not a bool"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings=no must be True or False, not text"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is no family"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings=64 must be an integer"),
+        ({"rope_theta": "1e4"}, "rope_theta=1e4 must be a number, not text"),
+        ({"rope_scaling": "linear"}, "rope_parameters=linear is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one for all layers"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
