@@ -13,7 +13,7 @@ from maxramp.files.place import Place
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
-from maxramp.model.adapters import has_adapters, kept, merged
+from maxramp.model.adapters import has_adapters, kept, merged, onto, without
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import mesh_of
@@ -48,9 +48,12 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
 
 
 def whole(model: Decoder) -> Decoder:
-    """The model with its adapters merged into it, whose memory it takes over."""
+    """The model with its adapters merged into it; it takes over the memory of their base."""
+    if not has_adapters(model):
+        return model
     with jax.set_mesh(mesh_of(model)):
-        return jax.jit(merged, donate_argnums=0)(model) if has_adapters(model) else model
+        merge = jax.jit(lambda base, adapters: merged(onto(adapters, base)), donate_argnums=0)
+        return merge(without(model), kept(model))
 
 
 def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:

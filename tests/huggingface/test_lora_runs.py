@@ -62,7 +62,7 @@ def test_a_run_of_adapters(tmp_path):
     assert "8,960 of adapters train" in done.stdout
     line = refused(*given(tmp_path, "c", adapter, "lora_alpha=3"))
     assert "lora_alpha=3" in line and "adapter" in line
-    write_folder(tmp_path / "base", "qwen3")
+    write_folder(tmp_path / "base", "smollm2")  # of other widths
     assert "adapts another model" in refused(*given(tmp_path, "c", adapter))
     write_folder(tmp_path / "base", "llama2")
     whole = ("--merge", "--to", str(tmp_path / "whole"))
