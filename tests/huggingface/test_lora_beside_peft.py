@@ -15,7 +15,6 @@ from maxramp.handover.opening import open_model
 from maxramp.huggingface.names import named
 from maxramp.model.adapters import is_adapter, kept, merged, without
 from maxramp.model.parts.weights import joined, part_of
-from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.loss import next_token_prediction
 
 torch = pytest.importorskip("torch")
@@ -94,7 +93,7 @@ def test_gradients(tmp_path):
     peer(rows, labels=rows).loss.backward()
     opened, model = opened_here(tmp_path / "adapter")
     config = opened.config
-    objective, batch = next_token_prediction(ObjectiveKeys(0, 0), config.model), batch_of(TOKENS_BT)
+    objective, batch = next_token_prediction(config.objective, config.model), batch_of(TOKENS_BT)
     trained = kept(model)
     frozen = part_of(model, lambda weight: not is_adapter(weight))
 
