@@ -288,6 +288,7 @@ def test_nothing_is_left_open():
         "planned_tflops_per_device",
         "price_per_device_hour",
         "device_memory_gib",
+        "evaluate_tasks_interval",
         "checkpoint_period_samples",
         "checkpoint_period_minutes",
         "checkpoint_keep_period",
@@ -450,6 +451,7 @@ def test_every_key_is_used():
     used |= {name for name in KEYS if re.match("(ici|dcn)_", name)}  # MeshKeys.group reads them
     used |= {name for name in KEYS if name.startswith("slurm_")}  # as sbatch's options
     used |= {"eval_interval", "eval_per_device_batch_size"}  # EvalKeys.is_due, EvalKeys.rows
+    used |= {"evaluate_tasks_interval"}  # EvalKeys.tasks_are_due
     assert KEYS - used == set()
 
 
