@@ -212,7 +212,7 @@ def test_rows_hold_whole_chats(folder):
     (part,) = corpus.train
     found = []
     for i in range(len(part.items)):
-        tokens, begins, is_target = part.items[i]
+        tokens, begins, is_target, *_ = part.items[i]
         ends = [*begins[1:], np.flatnonzero(tokens >= 0)[-1] + 1]
         found += [
             (tokens[a:b].tolist(), is_target[a:b].tolist())

@@ -106,6 +106,7 @@ def test_shape_keys_are_those_that_change_a_weight():
     other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3}
     other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
+    other |= {"lora_rank": 4, "lora_dropout": 0.5}
     before, found = shapes(), {"decoder_block"}
     for field in dataclasses.fields(config.model):
         name, value = field.name, config.values[field.name]
@@ -113,7 +114,7 @@ def test_shape_keys_are_those_that_change_a_weight():
             new = other.get(name, not value if isinstance(value, bool) else 2 * value)
             assert new != value
             found |= {name} if shapes(**{name: new}) != before else set()
-    assert found == set(SHAPE_KEYS)
+    assert found == {*SHAPE_KEYS, "lora_rank"}
 
 
 @pytest.mark.parametrize("tied", (False, True))

@@ -183,6 +183,7 @@ def test_totals_against_constant_batches():
 RATES = {
     **{"gpt3-175b": (6e-5, 0.1), "bloom-176b": (6e-5, 0.1), "deepseek-v3": (2.2e-4, 0.1)},
     **{"llama3-405b": (8e-5, 0.01), "nemo-gpt3-5b": (1.6e-4, 0.1)},
+    "falcon-mamba-7b": (6.4e-4, 1 / 256),
 }
 
 
@@ -293,7 +294,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     clock, bad_steps, batch = 8, 4, 8 * (2 * 256 * 4 + 2 * 4)
     held = compiled.memory_analysis().argument_size_in_bytes - clock - bad_steps - batch
     assert sizes["weights"] + sizes["optimizer"] == held
-    assert sizes["optimizer"] == 2 * sizes["weights"] + 4  # Adam's moments, and its count of steps
+    assert sizes["optimizer"] == 2 * sizes["weights"] + 8  # Adam's moments, what zeros left in them
     assert 0.5 < sizes["total"] / compiled_bytes(compiled) < 2
 
 
