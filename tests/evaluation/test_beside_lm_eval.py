@@ -52,8 +52,8 @@ def ours(model, tasks, output, *more):
     return json.loads(output.read_text())["samples"]
 
 
-def compare(found, expected):
-    """Likelihoods within 1e-4, greedy flags and texts equal; returns how many requests."""
+def compare(found, expected, rel=1e-6):
+    """Likelihoods within 1e-4 or `rel` of their size, greedy flags and texts equal; returns how many requests."""
     count = 0
     for name in NAMES:
         both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (found, expected))
@@ -67,7 +67,7 @@ def compare(found, expected):
                 if name != "made_rolling":
                     assert one[1] == two[1]
                     one, two = one[0], two[0]
-                assert one == pytest.approx(two, abs=1e-4, rel=1e-6)
+                assert one == pytest.approx(two, abs=1e-4, rel=rel)
     return count
 
 
@@ -91,7 +91,7 @@ def test_small_models(kind, begins, options, tmp_path):
 def test_a_released_model(smollm2, tmp_path):
     tasks = write_tasks(tmp_path / "tasks")
     found = ours(smollm2, tasks, tmp_path / "ours.json", "max_target_length=2048")
-    assert compare(found, theirs(smollm2, tasks)) == 72
+    assert compare(found, theirs(smollm2, tasks), rel=2e-5) == 72
 
 
 def test_two_processes_and_a_pipeline(tmp_path):

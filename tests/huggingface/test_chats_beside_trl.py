@@ -177,4 +177,4 @@ def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
     assert trained.returncode == 0, trained.stderr
     (record, *_) = read_records(tmp_path / "sft" / "metrics.jsonl")
     assert record["target_tokens"] == targets
-    np.testing.assert_allclose(record["loss"], total / targets, rtol=1e-5)
+    np.testing.assert_allclose(record["loss"], total / targets, rtol=3e-5)
