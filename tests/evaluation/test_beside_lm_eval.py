@@ -53,7 +53,7 @@ def ours(model, tasks, output, *more):
 
 
 def compare(found, expected, rel=1e-6):
-    """Likelihoods within 1e-4 or `rel` of their size, greedy flags and texts equal; returns how many requests."""
+    """Likelihoods within 1e-4 or `rel` of their size, the rest equal; returns how many requests."""
     count = 0
     for name in NAMES:
         both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (found, expected))

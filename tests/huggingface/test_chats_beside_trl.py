@@ -172,6 +172,7 @@ def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
         *("per_device_batch_size=-1", "micro_batch_size=2", "eval_interval=-1"),
         *("eval_fraction=0", "export_huggingface=false", "enable_tensorboard=false"),
         *(f"base_output_directory={tmp_path}", "enable_checkpointing=false"),
+        timeout=600,
         optimized=True,
     )
     assert trained.returncode == 0, trained.stderr
