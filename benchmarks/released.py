@@ -50,7 +50,10 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 start = time.perf_counter()
-read_all = reading.prepared(found.path, found.tensors, model, config.model.decoder_block, print)
+rows = found.keys["vocab_size"]
+read_all = reading.prepared(
+    found.path, found.tensors, rows, model, config.model.decoder_block, print
+)
 weights = read_all()
 jax.block_until_ready(jax.tree.leaves(weights))
 seconds = time.perf_counter() - start
