@@ -23,13 +23,13 @@ def offline():
         yield
 
 
-def theirs(model, tasks, **options):
+def theirs(model, tasks, dtype="float32", **options):
     """Every request of each task and what `hf` answers."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     # Without the cache of logits, which answers some requests with those of others.
-    given = f"pretrained={model},dtype=float32,logits_cache=False"
+    given = f"pretrained={model},dtype={dtype},logits_cache=False"
     return simple_evaluate(
         "hf",
         given,
@@ -52,8 +52,8 @@ def ours(model, tasks, output, *more):
     return json.loads(output.read_text())["samples"]
 
 
-def compare(found, expected, rel=1e-6):
-    """Likelihoods within 1e-4 or `rel` of their size, the rest equal; returns how many requests."""
+def compare(found, expected, tolerance=1e-4):
+    """Likelihoods within a tolerance, greedy flags and texts equal; returns how many requests."""
     count = 0
     for name in NAMES:
         both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (found, expected))
@@ -67,7 +67,7 @@ def compare(found, expected, rel=1e-6):
                 if name != "made_rolling":
                     assert one[1] == two[1]
                     one, two = one[0], two[0]
-                assert one == pytest.approx(two, abs=1e-4, rel=rel)
+                assert one == pytest.approx(two, abs=tolerance, rel=1e-6)
     return count
 
 
@@ -89,9 +89,10 @@ def test_small_models(kind, begins, options, tmp_path):
 
 
 def test_a_released_model(smollm2, tmp_path):
+    """Beside float64: in float32 the other one errs more than we do, by up to 2e-3."""
     tasks = write_tasks(tmp_path / "tasks")
     found = ours(smollm2, tasks, tmp_path / "ours.json", "max_target_length=2048")
-    assert compare(found, theirs(smollm2, tasks), rel=2e-5) == 72
+    assert compare(found, theirs(smollm2, tasks, "float64"), tolerance=3e-4) == 72
 
 
 def test_two_processes_and_a_pipeline(tmp_path):

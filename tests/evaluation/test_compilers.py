@@ -1,0 +1,43 @@
+"""The program that scores rows, by the compilers of TPUs and GPUs, on a machine without one."""
+
+import importlib.util
+
+import jax
+import pytest
+from conftest import make_config
+
+from maxramp.config.resolve import resolve
+from maxramp.data import tokenizers
+from maxramp.evaluation.scorer import Scorer
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.planning import machine
+from maxramp.training.programs import compiler_options
+from maxramp.training.state import abstract_state
+
+NO_TPU = importlib.util.find_spec("libtpu") is None
+NO_GPU = importlib.util.find_spec("jax_cuda13_plugin") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ici_tensor_parallelism=2", "ici_pipeline_parallelism=2"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5e:2x2", marks=pytest.mark.skipif(NO_TPU, reason="no libtpu")),
+        pytest.param("h200:1x4", marks=pytest.mark.skipif(NO_GPU, reason="no GPU compiler")),
+    ],
+)
+def test_compilers_take_the_scores(topology, mesh):
+    """Of short rows and of long ones, which take another kernel."""
+    keys = ("ici_fsdp_parallelism=2", mesh, "dtype=bfloat16", "max_target_length=256")
+    config = make_config(*keys, f"compile_topology={topology}", devices=4)
+    there = machine.find(config.planning)
+    config = resolve(config, len(there.devices), there.slices, 1)
+    devices = mesh_lib.make_mesh(config.mesh, there.devices)
+    options = compiler_options(devices.devices.flat[0].platform) | there.options
+    with jax.set_mesh(devices):
+        model = abstract_state(config.recipe, devices).model
+        scorer = Scorer(config.model, 64, model, tokenizers.load("bytes", "", True, True), [], {})
+        for B, T in ((8, 48), (8, 256)):
+            lowered = scorer.traced(B, T).lower(lowering_platforms=there.platforms)
+            assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0
