@@ -111,7 +111,9 @@ def check_muon(sizes, layers, *more, rms=None):
         np.testing.assert_allclose(weight, expected[name], atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (1, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 2, 2), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)], ids=str
+)
 def test_muon_is_that_of_optax(sizes):
     """Layers do not divide over the devices; heads have axes of their own; some decay, some not."""
     check_muon(sizes, 4 if sizes[1] > 1 else 3, rms=0.2 if sizes[1] > 1 else None)

@@ -136,6 +136,7 @@ def losses(folder):
     return [tuple(record[name] for name in names) for record in found]
 
 
+@pytest.mark.slow
 def test_a_run(first):
     """It begins at log 2 with nothing gained, its ramp counts pairs, evaluation is on pairs."""
     folder, _, done = first
