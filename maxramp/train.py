@@ -195,15 +195,15 @@ class Pretrainer:
         return Taken(shown, measured)
 
     def evaluate(self, stage: Stage) -> Taken:
-        """Adds up what the objective shows of held-out rows, or of each batch of them."""
+        """Adds up what the objective shows of held-out sets, or of each batch of them."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
-        sums = [] if by_batch else [no_sums]
         eval_step, _ = self._programs.eval_step(stage)
-        model = self.state.model
-        for batch in self._loader.eval_batches(stage):
-            sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-
-        return of_sums(sums, by_batch, self._objective.shown, self._objective.divisor)
+        model, found = self.state.model, {}
+        for name in self._loader.held_out:
+            found[name] = sums = [] if by_batch else [no_sums]
+            for batch in self._loader.eval_batches(stage, name):
+                sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
+        return of_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

@@ -224,7 +224,17 @@ def _of_data(keys: DataKeys) -> Relations:
         len(columns) != 1 or not isinstance(columns[0], str),
         f"train_data_columns={columns} must be one name, such as [text]",
     )
-    held_out = kind == "synthetic" or keys.grain_eval_files or keys.hf_eval_split
+    other = keys.grain_eval_files or keys.hf_eval_split
+    yield (
+        keys.eval_sets and kind not in ("grain", "hf"),
+        f"eval_sets={dict(keys.eval_sets)} goes with dataset_type=grain or hf, not {kind}",
+    )
+    yield (
+        keys.eval_sets and other,
+        f"eval_sets={dict(keys.eval_sets)}: {other} is held out too and has no name there; give it "
+        "one in eval_sets, and leave out grain_eval_files and hf_eval_split",
+    )
+    held_out = kind == "synthetic" or other or keys.eval_sets
     yield (
         keys.eval_interval > 0 and not held_out and keys.eval_fraction == 0,
         f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maxramp.data import hub
 from maxramp.data.chats.keys import ChatKeys
@@ -12,6 +12,7 @@ from maxramp.keys.section import (
     above_zero_or_open,
     at_least,
     below_one,
+    named_texts,
     one_of,
     positive_or_open,
     uint32,
@@ -39,6 +40,7 @@ class DataKeys(ChatKeys):
     hf_name: str
     train_split: str
     hf_eval_split: str
+    eval_sets: Mapping[str, str] = named_texts()
     train_data_columns: Sequence[str]
     tokenizer_type: str = one_of("", "bytes", "huggingface", "sentencepiece", "tiktoken")
     tokenizer_path: str

@@ -16,7 +16,7 @@ from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.rows import Corpus, Part
+from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 
@@ -44,7 +44,7 @@ class Loader:
         self._eval_steps = evaluation.eval_steps
         self.eval_rows = evaluation.rows(expansion.mesh.size)  # of a batch; 0 = never evaluates
         # In random order, so that the first eval_steps batches are a fair sample of all.
-        self._held_out = RunRows([Part("held out", 1.0, corpus.held_out)], 1, seed=0)
+        self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
         largest = max(
@@ -96,14 +96,20 @@ class Loader:
         abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)
         return self.expansion.place(next(self._batches), abstract)
 
-    def eval_batches(self, stage: Stage) -> Iterator[Batch]:
+    @property
+    def held_out(self) -> list[str]:
+        """The names of the held-out sets; "" of the only one."""
+        return list(self._held_out)
+
+    def eval_batches(self, stage: Stage, held_out: str = "") -> Iterator[Batch]:
         """The batches of one evaluation in a stage, as from `batch` with A = 1.
 
-        Together they hold every held-out row once, or the first eval_steps batches of them.
+        Together they hold every row of a held-out set once, or the first eval_steps batches of
+        them.
         """
         expansion, spec = self.expansion, stage.spec.of_whole_samples(self.eval_rows)
         abstract = expansion.abstract_batch(spec)
-        batches = EvalBatches(self._held_out, spec, expansion.share)
+        batches = EvalBatches(self._held_out[held_out], spec, expansion.share)
         steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
         ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
         with contextlib.closing(ahead):

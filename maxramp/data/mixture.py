@@ -1,4 +1,4 @@
-"""grain_train_files and grain_eval_files, or hf_path -> the parts of a corpus."""
+"""grain_train_files, grain_eval_files and eval_sets, or hf_path -> the parts of a corpus."""
 
 import dataclasses
 import glob
@@ -133,8 +133,12 @@ def open_mixture(keys: DataKeys) -> Corpus:
     """
     files, splits = ("grain_train_files", "grain_eval_files"), ("train_split", "hf_eval_split")
     names = files if keys.dataset_type == "grain" else splits
-    train, evaluated = (_find(keys, name) for name in names)
-    entries = [*train, *evaluated]
+    train = _find(keys, names[0], getattr(keys, names[0]))
+    sets = {name: (f"eval_sets.{name}", of) for name, of in sorted(keys.eval_sets.items())}
+    if alone := getattr(keys, names[1]):
+        sets = {"": (names[1], alone)}
+    evaluated = {name: _find(keys, *of) for name, of in sets.items()}
+    entries = [*train, *itertools.chain(*evaluated.values())]
     kinds = {entry.documents: entry.name for entry in entries}
     if len(kinds) > 1:
         raise ConfigError(
@@ -152,14 +156,16 @@ def open_mixture(keys: DataKeys) -> Corpus:
     chats = open_template(tokenizer, keys) if keys.reads_chats else None
     opened = (_open(keys, entry, tokenizer, chats) for entry in entries)
     items, hashes = zip(*opened, strict=True)
-    cuts, held_out = [len(x) for x in items[: len(train)]], items[len(train) :]
-    if not evaluated:  # the end of every part
+    cuts, others = [len(x) for x in items[: len(train)]], iter(items[len(train) :])
+    held_out = {name: list(itertools.islice(others, len(of))) for name, of in evaluated.items()}
+    if not held_out:  # the end of every part
         cuts = [count - round(count * keys.eval_fraction) for count in cuts]
-        held_out = [x[cut:] for x, cut in zip(items, cuts, strict=True)]
+        held_out = {"": [x[cut:] for x, cut in zip(items, cuts, strict=True)]}
+    held_out = tuple(Part(name, 1.0, Chain(of)) for name, of in held_out.items())
     noun = "documents" if documents else "rows"
     if keys.reads_chats:
         noun = "chats" if keys.use_sft else "pairs"
-    count, held_count = sum(cuts), sum(map(len, held_out))
+    count, held_count = sum(cuts), sum(len(part.items) for part in held_out)
     if 0 in cuts:
         raise ConfigError(
             f"{names[0]}: {train[cuts.index(0)].name} has no {noun} left to train on; give more "
@@ -171,6 +177,7 @@ def open_mixture(keys: DataKeys) -> Corpus:
             f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
             "eval_interval=-1"
         )
+    in_sets = f" in {', '.join(sorted(keys.eval_sets))}" if keys.eval_sets else ""
     parts = [
         Part(entry.name, entry.weight, x[:cut])
         for entry, x, cut in zip(train, items, cuts, strict=False)
@@ -182,9 +189,9 @@ def open_mixture(keys: DataKeys) -> Corpus:
     hashed = [keys.max_target_length, cuts, weighted, list(hashes[len(train) :])]
     return Corpus(
         tuple(parts),
-        Chain(held_out),
+        held_out,
         f"{', '.join(shares) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
-        f"{held_count} held out"
+        f"{held_count} held out{in_sets}"
         + (f"; tokenizer_path={unused} is not used, the files hold tokens" if unused else ""),
         hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest(),
         documents,
@@ -192,15 +199,15 @@ def open_mixture(keys: DataKeys) -> Corpus:
     )
 
 
-def _find(keys: DataKeys, name: str) -> list[_Entry]:
+def _find(keys: DataKeys, name: str, value: str) -> list[_Entry]:
     """The entries that the value of a key names."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
-    value, found = getattr(keys, name), []
-    if value and keys.dataset_type == "hf":
+    found = []
+    if keys.dataset_type == "hf":
         file = HubSet(keys.hf_path, keys.hf_name, value, column, tokens)
         return [_Entry(file.path, 1.0, "hf", [file])]
-    for pattern, weight in parse(name, value) if value else []:
+    for pattern, weight in parse(name, value):
         kind, paths = find(name, pattern, keys.grain_file_type)
         if kind == "prepared":
             manifests, files = zip(*map(prepared.open_set, paths), strict=True)

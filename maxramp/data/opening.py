@@ -47,7 +47,7 @@ def open_corpus(keys: DataKeys) -> Corpus:
     unused = f"; tokenizer_path={keys.tokenizer_path} is not used" if keys.tokenizer_path else ""
     return Corpus(
         (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
-        SyntheticRows(1024, vocab_size, length, 2 * seed + 1),
+        (Part("", 1.0, SyntheticRows(1024, vocab_size, length, 2 * seed + 1)),),
         f"synthetic random tokens{unused}",
         f"synthetic-{seed}-{vocab_size}-{length}",
     )
@@ -92,26 +92,25 @@ def open_rows(
     left_out = [f"{n} {why}" for n, why in zip(left_out, LEFT_OUT, strict=True) if n and why]
     nothing = ", ".join(left_out) or "no document has two tokens"
 
-    def rows_of(documents: Sequence[Document], counted: np.ndarray) -> packing.PackedRows:
-        layout = lay_out(counted[:, 0], data.max_target_length)
-        return packing.PackedRows(documents, layout, data.max_target_length, separate)
+    def in_rows(part: Part, counted: np.ndarray) -> Part:
+        length = data.max_target_length
+        rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
+        return dataclasses.replace(part, items=rows)
 
-    train = [
-        dataclasses.replace(part, items=rows_of(part.items, of_part))
-        for part, of_part in zip(corpus.train, counted, strict=True)
-    ]
+    train = list(map(in_rows, corpus.train, counted))
     refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
-    held_out = ()
-    if data.eval_interval > 0:
-        of_held_out = _count(reading, corpus.held_out, list(read), beat)
-        held_out = rows_of(corpus.held_out, of_held_out)
-    if data.eval_interval > 0 and not len(held_out):
-        files = data.grain_eval_files
-        source = f"grain_eval_files={files}" if files else f"eval_fraction={data.eval_fraction}"
-        raise ConfigError(
-            f"{source} holds out {count(len(corpus.held_out), 'document')} of fewer than two "
-            "tokens: nothing to predict; hold out others, or use eval_interval=-1"
+    held_out = [
+        in_rows(part, _count(reading, part.items, list(read), beat))
+        for part in (corpus.held_out if data.eval_interval > 0 else ())
+    ]
+    refuse(
+        (
+            not len(part.items),
+            f"{_source(data, part.name)} holds out {count(len(documents.items), 'document')} of "
+            "fewer than two tokens: nothing to predict; hold out others, or use eval_interval=-1",
         )
+        for documents, part in zip(corpus.held_out, held_out, strict=False)
+    )
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (data.max_target_length + 1)
     shown = f"; left out: {', '.join(left_out)}" if left_out else ""
@@ -121,11 +120,20 @@ def open_rows(
     return dataclasses.replace(
         corpus,
         train=tuple(train),
-        held_out=held_out,
+        held_out=tuple(held_out),
         documents=False,
         packed=separate,
         description=f"{corpus.description}, in {rows} rows, {full:.1%} full{shown}",
     )
+
+
+def _source(data: DataKeys, held_out: str) -> str:
+    """The key that a held-out set is from, with its value."""
+    if held_out:
+        return f"eval_sets.{held_out}={data.eval_sets[held_out]}"
+    names = ("grain_eval_files", "hf_eval_split")
+    given = (f"{name}={value}" for name in names if (value := getattr(data, name)))
+    return next(given, f"eval_fraction={data.eval_fraction}")
 
 
 class _Counts:
@@ -209,7 +217,7 @@ def open_texts(keys: DataKeys) -> Corpus:
             )
     return Corpus(
         (Part(name, 1.0, train),),
-        held_out,
+        (Part("", 1.0, held_out),),
         f"{name}: {len(files)} files, {len(tokens) / 1e6:.1f} MB, {len(train)} rows to train on "
         f"and {len(held_out)} held out",
         hashlib.blake2b(tokens.data, digest_size=8).hexdigest(),

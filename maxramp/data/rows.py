@@ -155,7 +155,10 @@ def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One entry of a mixture: `weight` is its share of the items, relative to the others'."""
+    """One entry of a mixture: `weight` is its share of the items, relative to the others'.
+
+    Or a held-out set, with its name; "" where it is the only one.
+    """
 
     name: str
     weight: float
@@ -172,7 +175,7 @@ class Corpus:
     """
 
     train: tuple[Part, ...]
-    held_out: Sequence[Any]
+    held_out: tuple[Part, ...]  # without a row where nothing is held out
     description: str  # one line for a person
     hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
@@ -181,11 +184,16 @@ class Corpus:
     @property
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""
-        train = [[part.name, part.weight, len(part.items)] for part in self.train]
-        return vars(self) | {"train": train, "held_out": len(self.held_out)}
+        return vars(self) | {
+            name: [[part.name, part.weight, len(part.items)] for part in getattr(self, name)]
+            for name in ("train", "held_out")
+        }
 
     @classmethod
     def from_summary(cls, summary: dict[str, Any]) -> "Corpus":
         """The corpus of a process that reads nothing: its items have a length and no tokens."""
-        train = tuple(Part(name, weight, range(n)) for name, weight, n in summary["train"])
-        return cls(**summary | {"train": train, "held_out": range(summary["held_out"])})
+        parts = {
+            which: tuple(Part(name, weight, range(n)) for name, weight, n in summary[which])
+            for which in ("train", "held_out")
+        }
+        return cls(**summary | parts)

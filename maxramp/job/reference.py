@@ -80,7 +80,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
     Raises:
       ConfigError: the weights cannot be read, or are not those that the run stayed near to so far.
     """
-    sequences = [*(part.items for part in corpus.train), corpus.held_out]
+    parts = [*corpus.train, *corpus.held_out]
+    sequences = [part.items for part in parts]
     ends = np.cumsum([len(rows) for rows in sequences])
     total, keys = int(ends[-1]), job.config.checkpoints
     path = keys.load_parameters_path
@@ -123,13 +124,11 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
         )
         known.said["reference"] = found
     job.checkpoints.reference = known.said["reference"]  # every checkpoint keeps it
-    parts_N2 = np.split(done_N2, ends[:-1])
-    *train, held_out = map(WithReference, sequences, parts_N2)
-    parts = zip(corpus.train, train, strict=True)
+    known = map(WithReference, sequences, np.split(done_N2, ends[:-1]))
+    found = tuple(map(lambda part, items: dataclasses.replace(part, items=items), parts, known))
+    count_of_train = len(corpus.train)
     return dataclasses.replace(
-        corpus,
-        train=tuple(dataclasses.replace(part, items=items) for part, items in parts),
-        held_out=held_out,
+        corpus, train=found[:count_of_train], held_out=found[count_of_train:]
     )
 
 

@@ -26,6 +26,10 @@ _OPTIONAL = {
     "muon_consistent_rms": float,
 }
 
+_MAPPINGS = {  # keys that are one, as an error says it
+    "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
+    "eval_sets": "a mapping of names to files or splits, such as {wiki: FILES, code: FILES}",
+}
 _MOST_WHOLE = 12  # keys with their values, in one line
 
 
@@ -83,7 +87,7 @@ def typed(given: str, value: Any, name: str) -> Any:
         float: "a number",
         str: "text (in a file, quote it)",
         list: "a list such as [a, b]",
-        dict: "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
+        dict: _MAPPINGS.get(name, "a mapping"),
     }[kind]
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}

@@ -92,6 +92,22 @@ def of_form(pattern: str, text: str) -> Any:
     return _key(holds, text)
 
 
+def named_texts() -> Any:
+    """A mapping of names, which come into the names of metrics, to texts."""
+
+    def holds(value: Mapping[Any, Any]) -> bool:
+        return all(
+            isinstance(name, str)
+            and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII)
+            and isinstance(text, str)
+            and text
+            for name, text in value.items()
+        )
+
+    text = "must give names of letters, digits, _, . and - a text each, such as {code: FILES}"
+    return _key(holds, text)
+
+
 def uint32(least: int = 0) -> Any:
     """An integer of 32 bits, such as a seed, from `least` up."""
     text = f"must be {least} or more and below 2^32 = {2**32}"

@@ -250,7 +250,7 @@ class Experiment:
                 "folder away and start again"
             )
         losses, tokens = (
-            np.array(found[f"eval_batch_{name}"], float) for name in ("cross_entropy", "tokens")
+            np.array(found[f"eval_batch_{name}"], float) for name in ("loss", "tokens")
         )
         branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
         if found["eval_batch_tokens"] != first["eval_batch_tokens"]:

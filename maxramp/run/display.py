@@ -7,7 +7,7 @@ import time
 from maxramp.commandline import count
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.run.metrics import TASK, Record
+from maxramp.run.metrics import OF_SET, TASK, Record
 
 # What an evaluation gives, and what it is on.
 _HELD_OUT = {"eval_loss": "held-out text", "eval_reward": "held-out prompts"}
@@ -96,10 +96,13 @@ class Display:
         if "eval_seconds" in record:
             name, what = next((k, v) for k, v in _HELD_OUT.items() if k in record)
             what = "held-out pairs" if "eval_pairs" in record else what
-            self._held_out = f", {record[name]:.4f} on {what}"
+            of_sets = {n.removeprefix(OF_SET): x for n, x in record.items() if n.startswith(OF_SET)}
+            sets = ", ".join(f"{of_set} {loss:.4f}" for of_set, loss in of_sets.items())
+            sets = f" ({sets})" if sets else ""
+            self._held_out = f", {record[name]:.4f} on {what}{sets}"
             self.say(
                 f"step {record['step']:>6}  {name.removeprefix('eval_')} on {what} "
-                f"{record[name]:.4f} ({record['eval_tokens']} tokens in "
+                f"{record[name]:.4f}{sets} ({record['eval_tokens']} tokens in "
                 f"{duration(record['eval_seconds'])})"
             )
             return

@@ -27,6 +27,7 @@ from maxramp.run.keys import RunKeys
 Record = dict[str, Any]
 
 TASK = "task_"  # what the names of numbers of tasks begin with
+OF_SET = "eval_loss_"  # and those of the losses on held-out sets that have names
 _OF_BATCH = (
     *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
     "row_length",
@@ -150,7 +151,7 @@ def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
 
 
 def of_sums(
-    sums: Sequence[tuple[jax.Array, ...]],
+    sums: Mapping[str, Sequence[tuple[jax.Array, ...]]],
     by_batch: bool,
     shown: Sequence[str] = ("loss", "tokens"),
     divisor: str = "tokens",
@@ -158,27 +159,34 @@ def of_sums(
     """An evaluation that was just dispatched.
 
     Args:
-      sums: of all batches, or one tuple of each.
-      by_batch: whether there is one of each, to be recorded.
+      sums: of all batches of each held-out set by its name, or one tuple of each batch. Where sets
+        have names, what is recorded of one ends with its name; without it, of all of them.
+      by_batch: whether there is one of each batch, to be recorded.
       shown: what each is a sum of, by the names of an objective.
       divisor: which of them the others are divided by.
     """
 
-    def measured(read: list[tuple[Any, ...]], begin: float, end: float) -> Record:
-        of_batches = np.asarray(read, np.float64)  # added here, so that each keeps all digits
-        total = dict(zip(shown, of_batches.sum(0) if by_batch else read[0], strict=True))
+    def of(batches: np.ndarray, end: str) -> Record:
+        total = dict(zip(shown, batches.sum(0), strict=True))
         counts = ("tokens", divisor)
         found = {
-            f"eval_{name}": int(x) if name in counts else float(x / total[divisor])
+            f"eval_{name}{end}": int(x) if name in counts else float(x / total[divisor])
             for name, x in total.items()
         }
         if by_batch:
-            names = ("cross_entropy" if name == "loss" else name for name in shown)
-            for name, column in zip(names, of_batches.T, strict=True):
-                found[f"eval_batch_{name}"] = column.tolist()
+            for name, column in zip(shown, batches.T, strict=True):
+                found[f"eval_batch_{name}{end}"] = column.tolist()
         return found
 
-    return Taken(list(sums), measured)
+    def measured(read: dict[str, list[tuple[Any, ...]]], begin: float, end: float) -> Record:
+        # Added here, so that each keeps all digits.
+        sets = {name: np.asarray(batches, np.float64) for name, batches in read.items()}
+        found = of(np.concatenate(list(sets.values())), "")
+        for name, batches in sets.items():
+            found |= of(batches, f"_{name}") if name else {}
+        return found
+
+    return Taken(dict(sums), measured)
 
 
 def numbers_of(record: Record) -> dict[str, int | float]:
@@ -193,6 +201,8 @@ def tag_of(name: str) -> str:
     """
     if "/" in name:
         return name
+    if name.startswith("eval_") and name != "eval_seconds":  # it may end with a set's name
+        return f"{'batch' if name.startswith('eval_tokens') else 'learning'}/{name}"
     if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):
         return f"batch/{name}"
     if name.endswith(("_seconds", "_per_second", "_per_device")):

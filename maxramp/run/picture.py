@@ -3,7 +3,7 @@
 import pathlib
 from typing import TYPE_CHECKING
 
-from maxramp.run.metrics import TASK, Record, numbers_of, tag_of
+from maxramp.run.metrics import OF_SET, TASK, Record, numbers_of, tag_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,16 +67,19 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     ]
     values = _values(steps, result)
     result_axes.plot(ends, values, color="tab:orange", linewidth=1, label=label)
-    if evals := [r for r in records if r.get(f"eval_{result}") is not None]:
+    sets = [*dict.fromkeys(n for record in records for n in record if n.startswith(OF_SET))]
+    for i, name in enumerate([f"eval_{result}", *sets]):
+        if not (evals := [r for r in records if r.get(name) is not None]):
+            continue
         result_axes.plot(
             [r["consumed_samples"] for r in evals],
-            [r[f"eval_{result}"] for r in evals],
-            color="tab:red",
+            [r[name] for r in evals],
+            color=f"C{(3 + i) % 10}",  # of the first, red
             linestyle="none",
-            marker="o",
+            marker="osD^v"[i % 5],
             markersize=5,
             clip_on=False,
-            label=held_out,
+            label=name.removeprefix(OF_SET) if i else held_out,
         )
     result_axes.set_ylabel(axis_label, color="tab:orange")
     result_axes.tick_params(axis="y", colors="tab:orange")

@@ -27,7 +27,7 @@ from typing import Any
 from maxramp.errors import ConfigError, install
 from maxramp.files.run_folder import Appending
 from maxramp.files.storage import write_whole
-from maxramp.run.metrics import TASK, Record, as_json, numbers_of, tag_of
+from maxramp.run.metrics import OF_SET, TASK, Record, as_json, numbers_of, tag_of
 
 _BY_SAMPLE = "over_samples"
 _OVER_SAMPLES = ("loss", "eval_loss", "reward", "eval_reward")
@@ -84,7 +84,7 @@ class EventWriter(Appending):
         values = [
             summary_pb2.Summary.Value(tag=tag_of(name), simple_value=number)
             for name, number in numbers_of(record).items()
-            if self._over == "step" or name in _OVER_SAMPLES or name.startswith(TASK)
+            if self._over == "step" or name in _OVER_SAMPLES or name.startswith((TASK, OF_SET))
         ]
         summary = summary_pb2.Summary(value=values)
         self._add(event_pb2.Event(step=record[self._over], summary=summary))

@@ -74,14 +74,14 @@ def test_rows_overlap_by_the_token_they_predict():
 def test_documents_are_whole_and_marked(texts):
     config = small(texts)
     corpus = open_corpus(config.data)
-    tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out._tokens])
+    tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out[0].items._tokens])
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
     documents = {
         bytes(tokens[b + 1 : e].astype(np.uint8)) for b, e in zip(begins, ends, strict=True)
     }
     assert documents == {path.read_bytes() for path in texts.rglob("*.txt")}
-    held_out_fraction = len(corpus.held_out._tokens) / len(tokens)
+    held_out_fraction = len(corpus.held_out[0].items._tokens) / len(tokens)
     assert abs(held_out_fraction - config.data.eval_fraction) < 1e-3
 
 
@@ -103,7 +103,7 @@ def test_corpus_depends_on_the_files_alone(texts, tmp_path):
 def test_standard_library_is_there():
     keys = make_config("max_target_length=128").data
     corpus = open_corpus(keys)
-    assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out) > 100
+    assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out[0].items) > 100
     assert open_corpus(keys).hash == corpus.hash
 
 
@@ -171,7 +171,7 @@ def test_unshuffled_rows_follow_the_text(texts):
 def test_evaluation_drops_no_row(texts, arguments):
     """Every held-out row once; what fills the last batch is padding and nothing else."""
     config = small(texts, *arguments)
-    held_out = open_corpus(config.data).held_out
+    held_out = open_corpus(config.data).held_out[0].items
     rows = np.concatenate(read_run(config)[1])
     is_padding = (rows == -1).all(axis=1)
     assert (rows[~is_padding] >= 0).all() and len(held_out) % 16  # the last batch is not full
@@ -185,7 +185,7 @@ def test_synthetic_rows_are_a_function_of_seed_and_row():
     row = first[0].tokens
     assert row.shape == (17,) and row.max() < keys.vocab_size
     assert not np.array_equal(row, first[1].tokens)
-    assert not np.array_equal(row, open_corpus(keys).held_out[0].tokens)
+    assert not np.array_equal(row, open_corpus(keys).held_out[0].items[0].tokens)
 
 
 def test_too_few_rows_say_what_would_do(texts):

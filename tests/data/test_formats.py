@@ -364,12 +364,12 @@ def test_documents_of_a_corpus(tmp_path):
     for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
         write_file(tmp_path / name, "parquet", part)
     opened = corpus(f"{tmp_path}/*/*.parquet", "eval_fraction=0.1")
-    (part,) = opened.train
-    assert opened.documents and len(part.items) + len(opened.held_out) == len(TEXTS) == 205
+    (part,), held_out = opened.train, opened.held_out[0].items
+    assert opened.documents and len(part.items) + len(held_out) == len(TEXTS) == 205
     got = [part.items[i].tokens for i in range(len(part.items))]
-    got += [opened.held_out[i].tokens for i in range(len(opened.held_out))]
+    got += [held_out[i].tokens for i in range(len(held_out))]
     assert [bytes(ids[1:-1].astype(np.uint8)).decode() for ids in got] == TEXTS
-    assert {(ids[0], ids[-1]) for ids in got} == {(256, 257)} and len(opened.held_out) == 20
+    assert {(ids[0], ids[-1]) for ids in got} == {(256, 257)} and len(held_out) == 20
     elsewhere = pickle.loads(pickle.dumps(part.items))  # in a process that reads ahead
     np.testing.assert_array_equal(elsewhere[17].tokens, part.items[17].tokens)
 
@@ -378,7 +378,7 @@ def test_evaluation_files_leave_the_training_files_whole(tmp_path):
     write_file(tmp_path, "jsonl", TEXTS)
     write_file(tmp_path, "parquet", TEXTS[:7])
     opened = corpus(f"{tmp_path}/*.jsonl", f"grain_eval_files={tmp_path}/*.parquet")
-    assert (len(opened.train[0].items), len(opened.held_out)) == (len(TEXTS), 7)
+    assert (len(opened.train[0].items), len(opened.held_out[0].items)) == (len(TEXTS), 7)
 
 
 def test_a_mixture_keeps_its_weights(tmp_path):

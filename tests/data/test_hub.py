@@ -138,14 +138,14 @@ def test_a_data_set_by_name(data_set, tmp_path):
     keys = ["dataset_type=hf", "vocab_size=264", *data_set]
     opened = open_corpus(make_config(*keys, "hf_eval_split=test").data)
     items = opened.train[0].items
-    assert (len(items), len(opened.held_out)) == (len(TEXTS), 9) and opened.documents
+    assert (len(items), len(opened.held_out[0].items)) == (len(TEXTS), 9) and opened.documents
     expected = [[256, *text.encode(), 257] for text in TEXTS]
     assert [items[i].tokens.tolist() for i in range(len(items))] == expected
     given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
     assert prepare_lib.main(given) == 0
     assert documents(tmp_path / "set") == expected
     tenth = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
-    assert len(tenth.held_out) == round(0.1 * len(TEXTS))
+    assert len(tenth.held_out[0].items) == round(0.1 * len(TEXTS))
 
 
 def test_a_split_may_be_a_part(monkeypatch):

@@ -88,12 +88,12 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         prepare(source, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
         keys = ("dataset_type=grain", f"grain_train_files={folder}", "vocab_size=264")
         opened = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
-        rows = opened.train[0].items
-        assert not opened.documents and len(rows) + len(opened.held_out) == (len(stream) - 1) // 16
+        rows, held_out = opened.train[0].items, opened.held_out[0].items
+        assert not opened.documents and len(rows) + len(held_out) == (len(stream) - 1) // 16
         for i in (0, 1, len(rows) // 2, len(rows) - 1):
             assert rows[i].tokens.tolist() == stream[i * 16 : i * 16 + 17]
-        last = len(opened.held_out) - 1
-        assert opened.held_out[last].tokens[0] == stream[(len(rows) + last) * 16]
+        last = len(held_out) - 1
+        assert held_out[last].tokens[0] == stream[(len(rows) + last) * 16]
         hashes.add(opened.hash)
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:

@@ -77,19 +77,19 @@ def test_batches_of_an_evaluation(tmp_path):
     sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     log = MetricsLog(make_config().run, [writer])
-    log.log_eval(3, 80, of_sums(sums, by_batch=True))
+    log.log_eval(3, 80, of_sums({"": sums}, by_batch=True))
     no_number = (np.float32(np.nan), np.float32(2))
-    log.log_eval(4, 80, of_sums([*sums, no_number], by_batch=True))
-    log.log_eval(5, 80, of_sums(sums[:1], by_batch=False))
+    log.log_eval(4, 80, of_sums({"": [*sums, no_number]}, by_batch=True))
+    log.log_eval(5, 80, of_sums({"": sums[:1]}, by_batch=False))
     log.flush()
     log.close()
     writer.close()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     first, second, third = read_records(tmp_path / "metrics.jsonl")
-    assert first["eval_batch_cross_entropy"] == [1e8, 3.25]
+    assert first["eval_batch_loss"] == [1e8, 3.25]
     assert first["eval_batch_tokens"] == [4e7, 2] and first["eval_tokens"] == 40_000_002
     assert first["eval_loss"] == (1e8 + 3.25) / 40_000_002
-    assert second["eval_batch_cross_entropy"] == [1e8, 3.25, None]
+    assert second["eval_batch_loss"] == [1e8, 3.25, None]
     assert third["eval_loss"] == 2.5 and "eval_batch_tokens" not in third
 
 
@@ -113,7 +113,7 @@ def write_branch(run, size, losses, tokens):
     """As a branch that is done leaves it."""
     folder = run / "branches" / "20-48" / str(size)
     (folder / "checkpoints" / "26").mkdir(parents=True)
-    batches = {"eval_batch_cross_entropy": losses, "eval_batch_tokens": tokens}
+    batches = {"eval_batch_loss": losses, "eval_batch_tokens": tokens}
     record = {"step": 25, "consumed_samples": 208} | batches
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     return folder

@@ -1,0 +1,167 @@
+"""Held-out sets with names: what each holds, what is measured on each."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, run
+from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
+
+from maxramp.data.opening import open_corpus, open_rows
+from maxramp.data.rows import Corpus
+from maxramp.errors import ConfigError
+from maxramp.run.metrics import numbers_of, of_sums, read_records, tag_of
+from maxramp.run.picture import figure_of
+
+LETTERS = {"train": "abc", "wiki": "de", "code": "fgh"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """JSON lines of a folder: documents of letters, other ones in each file."""
+    for name, letters in LETTERS.items():
+        lines = (json.dumps({"text": letter * 20}) + "\n" for letter in letters * 4)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def keys(files, *arguments):
+    return (f"grain_train_files={files}/train.jsonl", "dataset_type=grain", *arguments)
+
+
+def sets_of(files, *names):
+    given = ", ".join(f"{name}: {files}/{name}.jsonl" for name in names)
+    return f"eval_sets={{{given}}}"
+
+
+def test_each_set_has_its_rows_and_training_keeps_all(files):
+    config = make_config(*keys(files, sets_of(files, "wiki", "code")))
+    corpus = open_rows(config.data, config.reading, True)
+    found = {
+        part.name: {chr(c) for row in part.items for c in row.tokens if 0 <= c < 256}
+        for part in (*corpus.train, *corpus.held_out)
+    }
+    train = found.pop(f"{files}/train.jsonl")
+    assert train == set("abc") and found == {"code": set("fgh"), "wiki": set("de")}
+    assert "12 documents to train on and 20 held out in code, wiki" in corpus.description
+    unread = Corpus.from_summary(json.loads(json.dumps(corpus.summary)))
+    sizes = {part.name: len(part.items) for part in corpus.held_out}
+    assert {part.name: len(part.items) for part in unread.held_out} == sizes
+    other = make_config(*keys(files, sets_of(files, "code", "wiki")))  # in another order
+    assert open_corpus(other.data).hash == corpus.hash
+
+
+@pytest.mark.parametrize(
+    "given, parts",
+    [
+        ("eval_sets={wiki: nowhere/*.jsonl}", ["eval_sets.wiki: nowhere/*.jsonl: no such file"]),
+        ("eval_sets={wiki: ''}", ["eval_sets={'wiki': ''} must give names of letters"]),
+        ("eval_sets={a/b: x.jsonl}", ["must give names of letters"]),
+        ("eval_sets={wiki: [a, b]}", ["must give names of letters"]),
+        ("eval_sets=wiki.jsonl", ["must be a mapping of names to files", "not text"]),
+        ("grain_eval_files=x.jsonl", ["x.jsonl is held out too and has no name"]),
+        ("dataset_type=text", ["goes with dataset_type=grain or hf, not text"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(files, given, parts):
+    base = [x for x in keys(files) if not given.startswith("dataset_type")]
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(make_config(*base, sets_of(files, "wiki"), given).data)
+    line = str(caught.value)
+    assert all(part in line for part in parts) and "\n" not in line, line
+
+
+def test_a_set_in_which_nothing_is_predicted_is_named(files):
+    (files / "code.jsonl").write_text('{"text": "y"}\n')
+    config = make_config(
+        *keys(files, sets_of(files, "wiki", "code"), "add_bos=False", "add_eos=False")
+    )
+    with pytest.raises(ConfigError, match=r"eval_sets.code=.*code.jsonl holds out 1 document of"):
+        open_rows(config.data, config.reading, True)
+
+
+def test_numbers_of_sets():
+    """Each has its own; without a name they are of all tokens, and of no mean of means."""
+    sums = {"code": [(6.0, 2.0), (2.0, 2.0)], "wiki": [(9.0, 12.0)]}
+    taken = of_sums(sums, by_batch=True)
+    found = taken.measured(taken.shown, 0.0, 1.0)
+    assert (found["eval_loss_code"], found["eval_tokens_code"]) == (2.0, 4)
+    assert (found["eval_loss_wiki"], found["eval_tokens_wiki"]) == (0.75, 12)
+    assert (found["eval_loss"], found["eval_tokens"]) == (17 / 16, 16)
+    assert found["eval_batch_loss_code"] == [6.0, 2.0] and found["eval_batch_tokens_wiki"] == [12.0]
+    assert found["eval_batch_loss"] == [6.0, 2.0, 9.0]
+    tags = {name: tag_of(name).partition("/")[0] for name in numbers_of(found)}
+    of_tokens = {"eval_tokens", "eval_tokens_code", "eval_tokens_wiki"}
+    assert {name for name, group in tags.items() if group == "batch"} == of_tokens
+    assert tag_of("eval_loss_x_seconds") == "learning/eval_loss_x_seconds"
+    step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
+    figure = figure_of([step, {"step": 0, "consumed_samples": 8, **found}], "run")
+    drawn = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert drawn == ["loss", "loss on held-out text", "code", "wiki"]
+
+
+def evaluated(folder, name, *arguments):
+    """The evaluation of a run of one step, and what the run said."""
+    given = [f"base_output_directory={folder}", f"run_name={name}", "steps=1", "eval_steps=-1"]
+    done = run(BASE, *arguments, *given, "eval_interval=1", "enable_rampup_batch_size=False")
+    assert done.returncode == 0, done.stderr
+    (found,) = [r for r in read_records(folder / name / "metrics.jsonl") if "eval_loss" in r]
+    return found, done.stdout
+
+
+@pytest.mark.slow
+def test_a_set_is_measured_as_where_it_is_the_only_one(files, cache_dir):
+    line = (*TINY, *keys(files, "per_device_batch_size=8", f"jax_cache_dir={cache_dir}"))
+    both, said = evaluated(files, "both", *line, sets_of(files, "wiki", "code"))
+    for name in ("wiki", "code"):
+        alone, _ = evaluated(files, name, *line, f"grain_eval_files={files}/{name}.jsonl")
+        assert alone["eval_loss"] == both[f"eval_loss_{name}"]
+        assert alone["eval_tokens"] == both[f"eval_tokens_{name}"]
+    weights = np.array([both["eval_tokens_wiki"], both["eval_tokens_code"]])
+    mean = np.average([both["eval_loss_wiki"], both["eval_loss_code"]], weights=weights)
+    assert both["eval_tokens"] == weights.sum()
+    np.testing.assert_allclose(both["eval_loss"], mean, rtol=1e-6)
+    assert f"(code {both['eval_loss_code']:.4f}, wiki {both['eval_loss_wiki']:.4f})" in said
+
+
+@pytest.mark.slow
+def test_of_pairs_and_of_chats(tmp_path, cache_dir):
+    """A set of pairs has TRL's numbers, and one of chats those of tokens."""
+    write_tokenizer(tmp_path)
+    for name, part in (("train", pairs(8)), ("short", pairs(3)), ("long", pairs(9)[3:])):
+        write_pairs(tmp_path / f"{name}.jsonl", part)
+        chats = [{"messages": record["chosen"]} for record in part]
+        write_pairs(tmp_path / f"{name}_chats.jsonl", chats)
+    sets = sets_of(tmp_path, "short", "long")
+    sizes = [*TINY[:-3], "vocab_size=320", "enable_tensorboard=False", f"jax_cache_dir={cache_dir}"]
+    sizes = [key for key in sizes if key != "vocab_size=264"]
+    made = run(
+        *(BASE, *sizes, f"base_output_directory={tmp_path}", "run_name=base", "steps=1"),
+        *("dataset_type=synthetic", "enable_rampup_batch_size=False", "eval_interval=-1"),
+        "max_target_length=95",
+    )
+    assert made.returncode == 0, made.stderr
+    own = dict(key.split("=", 1) for key in keys_of(tmp_path, tmp_path / "train.jsonl"))
+    own |= {
+        "load_parameters_path": f"{tmp_path}/base",
+        "per_device_batch_size": "4",
+        "num_epoch": "4",
+    }
+    line = [*sizes, *(f"{name}={value}" for name, value in own.items()), "log_eval_batches=True"]
+    found, said = evaluated(tmp_path, "pairs", *line, sets)
+    assert (found["eval_pairs_short"], found["eval_pairs_long"], found["eval_pairs"]) == (3, 6, 9)
+    margins = [found[f"eval_rewards/margins_{name}"] for name in ("short", "long")]
+    mean = np.average(margins, weights=[3, 6])
+    np.testing.assert_allclose(found["eval_rewards/margins"], mean, rtol=1e-6)
+    assert sum(found["eval_batch_loss_short"]) == pytest.approx(3 * found["eval_loss_short"])
+    assert "on held-out pairs" in said and "log-probabilities of 17 pairs" in said
+
+    chats = [key for key in line if not key.startswith(("use_dpo", "packing", "grain_train"))]
+    chats += [f"grain_train_files={tmp_path}/train_chats.jsonl", "grain_packing_type=best_fit"]
+    found, _ = evaluated(
+        tmp_path, "chats", *chats, "use_sft=True", sets.replace(".jsonl", "_chats.jsonl")
+    )
+    answers = [json.loads(x) for x in (tmp_path / "short_chats.jsonl").read_text().splitlines()]
+    targets = sum(len(chat["messages"][1]["content"]) + 1 for chat in answers)  # bytes, end mark
+    assert found["eval_tokens_short"] == targets
+    assert found["eval_tokens"] == found["eval_tokens_short"] + found["eval_tokens_long"]
