@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
 def ls(path: Place) -> int:
     """Lists the checkpoints of a folder."""
     before: Checkpoint | None = None
-    folders = _checkpoints(path)
+    folders, best = _checkpoints(path), None
+    with contextlib.suppress(ConfigError):
+        best = folder_lib.best(folders[0].parent)
     print(f"{'step':>9} {'samples':>12} {'stage':>8} {'batch':>7} {'size':>9}  state")
     for folder in folders:
         size = _bytes(folder)
@@ -62,7 +64,7 @@ def ls(path: Place) -> int:
         changes = ", ".join(f"{name}={after} (was {before})" for name, (before, after) in changed)
         print(
             f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {place:>8} "
-            f"{stage['global_batch_size']:>7,} {size:>9}  complete"
+            f"{stage['global_batch_size']:>7,} {size:>9}  complete{', the best' * (folder == best)}"
             + (f"; from here on {changes}" if changes else "")
         )
         before = checkpoint

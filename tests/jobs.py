@@ -1,6 +1,11 @@
-"""Jobs of several processes on this machine."""
+"""Jobs of several processes on this machine, and runs that are ended from outside."""
 
-from conftest import environment
+import pathlib
+import re
+import time
+from collections.abc import Callable
+
+from conftest import command, environment
 from forked import Forked
 from object_stores import free_port
 
@@ -28,3 +33,28 @@ def finish(job, timeout=300):
     finally:
         for p in job:
             p.kill()
+
+
+def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
+    """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
+    path = folder / "metrics.jsonl"
+
+    def is_reached() -> bool:
+        text = path.read_text() if path.exists() else ""
+        match = re.match(r'\{"step": (\d+)', text[max(0, text.rfind('{"step": ')) :])
+        return bool(match) and int(match[1]) >= step
+
+    return start_till(is_reached, number, *command_line)
+
+
+def start_till(is_reached: Callable[[], bool], number: int, *command_line: str):
+    """Starts a run, and sends it a signal as soon as something is so; returns the process."""
+    process = Forked(command(*command_line), environment())
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if is_reached():
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    process.output = process.communicate(timeout=120)
+    return process

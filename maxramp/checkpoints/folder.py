@@ -10,9 +10,11 @@ checkpoint.json is written last and removed first, on a disk and in an object st
 without it is a save that goes on or was killed, or what a removal left, and no checkpoint.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +28,7 @@ from maxramp.rampup.keys import BatchKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"
+BEST = "best"  # in the place of a number, the best checkpoint
 _FORMAT = 1  # of the file: a later version can tell
 _ARRAYS = ("model", "optimizer", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
@@ -54,6 +57,8 @@ class Checkpoint:
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
+    # the numbers of the evaluations after its last step, by the names of metrics.jsonl
+    evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
@@ -174,7 +179,7 @@ def read(path: Place) -> Checkpoint:
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(path, f"{FILE}: it is checkpoint {values['step']}, under another number")
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"path"}
-    return Checkpoint(path=path, **{name: values[name] for name in fields})
+    return Checkpoint(path=path, **{name: values[name] for name in fields if name in values})
 
 
 def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
@@ -188,8 +193,58 @@ def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
     return None, torn
 
 
+def score(how: str, evaluation: Mapping[str, float]) -> float | None:
+    """How good an evaluation is, the more the better; None where it does not say.
+
+    Args:
+      how: the key checkpoint_best, "lowest NAME" or "highest NAME".
+      evaluation: numbers by their names.
+    """
+    way, _, name = how.partition(" ")
+    value = evaluation.get(name, math.nan)
+    return (-value if way == "lowest" else value) if math.isfinite(value) else None
+
+
+def scores(folder: Place, how: str, corpus_hash: str) -> dict[int, float]:
+    """How good the whole checkpoints of a folder are that were trained and evaluated on this data.
+
+    Returns:
+      `score` of each by its step, of those that have one.
+    """
+    found = {}
+    for step in steps_in(folder):
+        with contextlib.suppress(TornError):
+            there = read(folder / str(step))
+            if there.corpus_hash == corpus_hash:
+                found[step] = score(how, there.evaluation)
+    return {step: of_step for step, of_step in found.items() if of_step is not None}
+
+
+def best_of(scores: Mapping[int, float]) -> int | None:
+    """The step of the highest score, of equal ones the first; None of none."""
+    return max(scores, key=lambda step: (scores[step], -step), default=None)
+
+
+def best(folder: Place) -> Place:
+    """The best checkpoint of a folder, by the keys of its newest.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    last, _ = newest(folder)
+    how = last.config.get("checkpoint_best") if last else ""
+    step = best_of(scores(folder, how, last.corpus_hash)) if how else None
+    if step is None:
+        why = f"none has a number for checkpoint_best={how}" if how else "checkpoint_best not given"
+        why = why if last else "no checkpoint there"
+        raise ConfigError(f"{folder / BEST}: {why}; give a checkpoint by its number")
+    return folder / str(step)
+
+
 def find(path: Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a checkpoints or run folder.
+
+    CHECKPOINTS/best is the best of a folder.
 
     Raises:
       ConfigError: there is none.
@@ -200,6 +255,8 @@ def find(path: Place) -> Place:
             return folder / str(steps[-1])
     if is_step(path.name) and _is_committed(path):
         return path
+    if path.name == BEST and not path.exists():
+        return best(path.parent)
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
     )

@@ -7,6 +7,7 @@ from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
     at_least,
+    of_form,
     path_or_storage,
     positive_or_open,
 )
@@ -24,6 +25,10 @@ class CheckpointKeys(Keys):
     checkpoint_stage_ends: bool
     max_num_checkpoints_to_keep: int | None = at_least(1)
     checkpoint_keep_period: int = positive_or_open()
+    checkpoint_best: str = of_form(
+        r"(lowest|highest) \S+",
+        "must be lowest or highest and a number of evaluations, such as lowest eval_loss",
+    )
     max_failed_saves: int = at_least(1)
     load_parameters_path: str = path_or_storage()
     load_full_state_path: str = path_or_storage()

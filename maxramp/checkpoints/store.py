@@ -12,6 +12,7 @@ import math
 import platform
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.best import Best
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
@@ -194,6 +196,7 @@ class Checkpoints(Saves):
         """
         super().__init__(folder.absolute(), keys, warn)
         self._corpus_hash, self._values = corpus_hash, values
+        self.best = Best(keys.checkpoint_best, self._folder, corpus_hash)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
@@ -303,6 +306,7 @@ class Checkpoints(Saves):
             for path in self._torn:
                 folder_lib.set_aside(path)
             folder_lib.discard(self._folder)
+            self.best.find()
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -326,6 +330,7 @@ class Checkpoints(Saves):
         stages: list[dict[str, Any]],
         prepare: Callable[[], Callable[[], None]],
         last: bool,
+        evaluation: Mapping[str, float] = types.MappingProxyType({}),
     ) -> None:
         """Saves the state after `step` steps, unless that was the last save.
 
@@ -340,6 +345,7 @@ class Checkpoints(Saves):
           prepare: writes what must be there before the checkpoint counts, and returns what waits
             until it is there, for the first process; where either raises, nothing counts.
           last: nothing is trained after it: returns when it is written.
+          evaluation: the numbers of the evaluations of this state, by their names.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
@@ -358,6 +364,7 @@ class Checkpoints(Saves):
             config=dict(self._values),
             versions=versions(),
             reference=self.reference,
+            evaluation={name: x for name, x in evaluation.items() if math.isfinite(x)},
         )
         self.begin(step, self._writer(checkpoint, state, prepare))
         if last or not self._keys.async_checkpointing:
@@ -376,6 +383,7 @@ class Checkpoints(Saves):
                 if self._is_first:
                     prepared()
                     folder_lib.commit(checkpoint)
+                    self.best.add(checkpoint)
                     self._tidy()
             except BaseException:
                 if self._is_first and is_near(self._folder):  # else it may be another run's by now
@@ -388,7 +396,7 @@ class Checkpoints(Saves):
     def _tidy(self) -> None:
         """Removes what no restart needs; where that fails, the next save tries it again.
 
-        The newest max_num_checkpoints_to_keep stay, and the first of every keep_period.
+        The newest max_num_checkpoints_to_keep stay, the first of every keep_period, and the best.
         """
         newest, period = self._keys.max_num_checkpoints_to_keep, self._keys.checkpoint_keep_period
         try:
@@ -396,7 +404,7 @@ class Checkpoints(Saves):
             steps = folder_lib.steps_in(self._folder)
             first = {step // period: step for step in reversed(steps) if step >= period > 0}
             for step in steps[:-newest] if newest else []:
-                if step not in first.values():
+                if step not in (*first.values(), self.best.step):
                     folder_lib.remove(self._folder / str(step))
         except OSError as error:
             self._warn(f"old checkpoints could not be removed: {arrays.reason_of(error)}")

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.config.chats import of_chats
+from maxramp.config.checkpoints import of_best, of_checkpoints
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.errors import ConfigError
 from maxramp.huggingface import config_json
@@ -313,25 +314,6 @@ def _of_policy(keys: PolicyKeys) -> Relations:
     )
 
 
-def _of_checkpoints(keys: CheckpointKeys) -> Relations:
-    yield (
-        keys.checkpoint_keep_period != -1 and keys.max_num_checkpoints_to_keep is None,
-        f"checkpoint_keep_period={keys.checkpoint_keep_period} says what stays besides the newest, "
-        "but max_num_checkpoints_to_keep is not given, and so all stay; give it",
-    )
-    for name in keys.allow_changed:
-        yield (
-            str(name) not in (*base(), "corpus"),
-            f"allow_changed={list(keys.allow_changed)}: {name} is neither a key nor corpus",
-        )
-    for name in ("stop_at_stage_end", "stop_at_node_change"):
-        yield (
-            getattr(keys, name) and not keys.enable_checkpointing,
-            f"{name}=True with enable_checkpointing=False would lose every stage; enable "
-            "checkpointing",
-        )
-
-
 def _of_run(keys: RunKeys) -> Relations:
     yield (
         keys.run_name in (".", "..") or "/" in keys.run_name,
@@ -375,6 +357,7 @@ def _of_rollout(keys: RolloutKeys) -> Relations:
 
 def _of_all(config: "Config") -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
+    yield from of_best(config.checkpoints, config.evaluation, config.data.eval_sets)
     measured = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
     measured += ["log_gradient_noise_scale=True"] * config.optimizer.log_gradient_noise_scale
     yield (
@@ -440,7 +423,7 @@ _RELATIONS: dict[str, Callable[[Any], Relations]] = {
     "objective": _of_objective,
     "optimizer": _of_optimizer,
     "policy": _of_policy,
-    "checkpoints": _of_checkpoints,
+    "checkpoints": of_checkpoints,
     "run": _of_run,
     "rollout": _of_rollout,
 }

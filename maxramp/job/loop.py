@@ -11,7 +11,7 @@ from maxramp.job.start import Job
 from maxramp.parallel import cpu
 from maxramp.rampup.schedule import Stage
 from maxramp.run.growth import Growth
-from maxramp.run.metrics import MetricsLog, Taken
+from maxramp.run.metrics import LastEvaluation, MetricsLog, Taken
 from maxramp.run.profiling import Profiler
 from maxramp.training.state import TrainState
 
@@ -74,7 +74,8 @@ def train(
     checkpoints.start_saving()
     writers = output.open_files(ramp, first_step)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
-    log = MetricsLog(config.run, [growth, *writers])
+    evaluation = LastEvaluation()
+    log = MetricsLog(config.run, [growth, evaluation, *writers])
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
@@ -82,8 +83,13 @@ def train(
     def save(done: int, last: bool) -> None:
         log.flush()  # a state whose loss ends the run is never saved
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        checkpoints.save(done, trainer.state, consumed, stages, output.kept.flush, last)
+        numbers = evaluation.of(done - 1)
+        checkpoints.save(done, trainer.state, consumed, stages, output.kept.flush, last, numbers)
         log.restart_clock()
+
+    def is_best(step: int) -> bool:
+        log.flush()  # an evaluation decides whether its state is saved
+        return checkpoints.best.is_beaten(evaluation.of(step))
 
     for step in span.steps():
         growth.before(step)
@@ -106,7 +112,7 @@ def train(
             return EXIT_PREEMPTED
         done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, taken)
-        if config.evaluation.is_due(done, ramp.total_steps):
+        if evaluated := config.evaluation.is_due(done, ramp.total_steps):
             log.log_eval(step, consumed, trainer.evaluate(stage))
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
         is_last = done == ramp.total_steps
@@ -114,10 +120,12 @@ def train(
             log.flush()
             log.restart_clock()
             log.log_eval(step, consumed, evaluate_tasks(trainer.state))
+            evaluated = True
 
         stopping = job.check()
         last = stopping or done == span.last_step
-        if last or checkpoints.is_due(done, ramp):
+        judged = evaluated and config.checkpoints.checkpoint_best
+        if last or checkpoints.is_due(done, ramp) or (judged and is_best(step)):
             save(done, last)
         if stopping and done < span.last_step:
             trainer.raise_failure()

@@ -197,6 +197,8 @@ class Job(Start):
           0 for a finished run, EXIT_STAGE_END for one that another job goes on with.
         """
         span = self.span
+        if best := str(self.checkpoints.best):
+            self.output.say(f"best     {best}")
         if span.last_step < span.ramp.total_steps:
             self.output.write_next_stage(span)
             return EXIT_STAGE_END

@@ -131,6 +131,28 @@ class MetricsLog:
                 write(made)
 
 
+class LastEvaluation:
+    """The numbers of the evaluations after the last step that had one; a writer of records."""
+
+    def __init__(self):
+        self._step, self._numbers = -1, {}
+
+    def __call__(self, record: Record) -> None:
+        """Takes note of an evaluation; of any other record, nothing."""
+        if "eval_seconds" in record:
+            before = self._numbers if record["step"] == self._step else {}
+            self._step, self._numbers = record["step"], before | numbers_of(record)
+
+    def of(self, step: int) -> dict[str, float]:
+        """The numbers after a step, by their names; none where it had no evaluation."""
+        names = self._numbers if self._step == step else ()
+        return {
+            name: self._numbers[name]
+            for name in names
+            if name.startswith(("eval_", TASK)) and name != "eval_seconds"
+        }
+
+
 def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
     """What the record of a step says of its batch.
 

@@ -6,7 +6,6 @@ import pathlib
 import random
 import re
 import signal
-import time
 
 import events
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from conftest import BASE, TINY, command, environment, make_config, run
 from forked import Forked
+from jobs import start_until
 
 from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
@@ -162,22 +162,6 @@ def test_a_start_without_checkpoints_leaves_a_run_that_has_some_alone(uninterrup
     for part in ("enable_checkpointing=False", "after 460 steps", "another run_name"):
         assert part in done.stderr
     assert {path: path.read_bytes() for path in files} == before
-
-
-def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
-    """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
-    process = Forked(command(*command_line), environment())
-    deadline = time.monotonic() + 120
-    path = folder / "metrics.jsonl"
-    while process.poll() is None and time.monotonic() < deadline:
-        if path.exists() and (last := path.read_text().rfind('{"step": ')) >= 0:
-            text = path.read_text()[last:]
-            if (match := re.match(r'\{"step": (\d+)', text)) and int(match[1]) >= step:
-                process.send_signal(number)
-                break
-        time.sleep(0.002)
-    process.output = process.communicate(timeout=120)
-    return process
 
 
 def assert_same_run(folder: pathlib.Path, expected: pathlib.Path):

@@ -1,0 +1,73 @@
+"""The best checkpoint of a run so far, by a number of its evaluations: `checkpoint_best`."""
+
+from collections.abc import Mapping
+
+import jax
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place
+from maxramp.processes import agreement
+
+
+class Best:
+    """Knows how good the checkpoints of a folder are, on the first process."""
+
+    def __init__(self, how: str, folder: Place, corpus_hash: str):
+        """
+        Args:
+          how: "lowest NAME" or "highest NAME"; "" where no checkpoint is the best.
+          folder: of the checkpoints.
+          corpus_hash: of the data; numbers on other data do not compare.
+        """
+        self._how, self._folder, self._corpus_hash = how, folder, corpus_hash
+        self._scores: dict[int, float] = {}  # replaced as a whole: two threads look at it
+
+    def find(self) -> None:
+        """Looks at the checkpoints that there are."""
+        if self._how:
+            self._scores = folder_lib.scores(self._folder, self._how, self._corpus_hash)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Takes note of a checkpoint that counts."""
+        score = folder_lib.score(self._how, checkpoint.evaluation)
+        if score is not None:
+            self._scores = self._scores | {checkpoint.step: score}
+
+    @property
+    def step(self) -> int | None:
+        """Of the best checkpoint; None without one, and on all processes but the first."""
+        return folder_lib.best_of(self._scores)
+
+    def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of every checkpoint; on every process.
+
+        Raises:
+          ConfigError: it lacks the number, and has others of the kind.
+        """
+        if not self._how:
+            return False
+        answer = agreement.raise_everywhere(
+            lambda: jax.process_index() == 0 and self._is_beaten(evaluation)
+        )
+        return agreement.all_gather_json(answer)[0]
+
+    def _is_beaten(self, evaluation: Mapping[str, float]) -> bool:
+        name = self._how.partition(" ")[2]
+        kind = name.partition("_")[0]
+        there = [other for other in evaluation if other.startswith(f"{kind}_")]
+        if there and name not in there:
+            raise ConfigError(
+                f"checkpoint_best={self._how}: evaluations of this run have no {name}, but "
+                f"{', '.join(there)}"
+            )
+        score = folder_lib.score(self._how, evaluation)
+        return score is not None and (self.step is None or score > self._scores[self.step])
+
+    def __str__(self) -> str:
+        """What it is, for a person; "" without one."""
+        if self.step is None:
+            return ""
+        value = self._scores[self.step] * (-1 if self._how.startswith("lowest") else 1)
+        return f"checkpoint {self.step} has the {self._how}, {value:.4f}"

@@ -1,0 +1,175 @@
+"""checkpoint_best: which checkpoint it is, that it stays, that a restart knows it."""
+
+import json
+import math
+import shutil
+import signal
+
+import jax
+import pytest
+from conftest import BASE, TINY, make_config, make_mesh, run
+from jobs import start_until
+from test_checkpoint import Folder, config_of, first_state
+
+from maxramp import checkpoint as command
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints.best import Best
+from maxramp.checkpoints.folder import Checkpoint, commit, find
+from maxramp.errors import ConfigError
+from maxramp.files.place import place
+from maxramp.run.metrics import LastEvaluation, read_records
+
+
+def write(folder, how="lowest eval_loss", corpus="data", **values):
+    """Checkpoints without arrays: the step, and the loss on held-out text after it."""
+    stages = [{"index": 0, "first_step": 0, "first_sample": 0, "global_batch_size": 8}]
+    for step, loss in values.items():
+        path = place(folder / "checkpoints" / step[1:])
+        path.mkdir(parents=True)
+        evaluation = {} if loss is None else {"eval_loss": loss}
+        config = {"checkpoint_best": how}
+        commit(Checkpoint(path, int(step[1:]), 8, stages, corpus, config, {}, "", evaluation))
+    return place(folder / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "how, losses, expected",
+    [
+        ("lowest eval_loss", {"_1": 3.0, "_2": 2.0, "_3": 4.0}, 2),
+        ("highest eval_loss", {"_1": 3.0, "_2": 2.0, "_3": 4.0}, 3),
+        ("lowest eval_loss", {"_1": 2.0, "_20": 2.0, "_100": None}, 1),  # the first of equal ones
+        ("lowest eval_loss", {"_1": None, "_2": 9.0}, 2),
+    ],
+)
+def test_which_it_is(tmp_path, how, losses, expected):
+    folder = write(tmp_path, how, **losses)
+    assert find(folder / "best") == folder / str(expected)
+    best = Best(how, folder, "data")
+    best.find()
+    value = losses[f"_{expected}"]
+    assert best.step == expected
+    assert str(best) == f"checkpoint {expected} has the {how}, {value:.4f}"
+    better = -1 if how.startswith("lowest") else 1
+    assert best.is_beaten({"eval_loss": value + better}) and not best.is_beaten({})
+    for other in (value, value - better, math.nan, better * math.inf):
+        assert not best.is_beaten({"eval_loss": other})
+
+
+def test_what_does_not_count(tmp_path):
+    """Numbers on other data, and checkpoints that are torn."""
+    folder = write(tmp_path, corpus="other", _1=1.0)
+    write(tmp_path, _2=2.0, _3=3.0)
+    assert find(folder / "best") == folder / "2"
+    (folder / "2" / folder_lib.FILE).write_text("{")
+    assert find(folder / "best") == folder / "3"
+
+
+def test_what_is_wrong_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="best: no checkpoint there; give a checkpoint by"):
+        find(place(tmp_path / "checkpoints" / "best"))
+    folder = write(tmp_path / "a", how="", _1=1.0)
+    with pytest.raises(ConfigError, match="a/checkpoints/best: checkpoint_best not given"):
+        find(folder / "best")
+    folder = write(tmp_path / "b", how="highest task_sums_acc", _1=1.0)
+    with pytest.raises(ConfigError, match="none has a number for checkpoint_best=highest task_s"):
+        find(folder / "best")
+    best = Best("highest task_sums", folder, "data")
+    assert not best.is_beaten({"eval_loss": 1.0})  # tasks are evaluated elsewhere
+    with pytest.raises(ConfigError, match="have no task_sums, but task_sums_acc"):
+        best.is_beaten({"task_sums_acc": 1.0})
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        (["checkpoint_best=eval_loss"], "must be lowest or highest and a number"),
+        (["checkpoint_best=lowest loss"], "loss is no number of evaluations"),
+        (["checkpoint_best=lowest eval_loss", "eval_interval=-1"], "eval_interval=-1, which never"),
+        (["checkpoint_best=highest task_sums"], "without a task; give evaluate_tasks"),
+        (["checkpoint_best=lowest eval_loss_wiki"], "eval_sets has no wiki, but none"),
+        (["checkpoint_best=lowest eval_loss", "enable_checkpointing=False"], "saves none"),
+    ],
+)
+def test_what_the_keys_must_say(given, part):
+    with pytest.raises(ConfigError) as caught:
+        make_config(*given)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_of_a_step():
+    """Of both evaluations after it, held-out text and tasks; none of another step."""
+    last = LastEvaluation()
+    last({"step": 3, "loss": 1.0})
+    assert last.of(3) == {}
+    last({"step": 3, "consumed_samples": 9, "eval_loss": 2.0, "eval_seconds": 1.0})
+    last({"step": 3, "consumed_samples": 9, "task_sums_acc": 0.5, "eval_seconds": 1.0})
+    assert last.of(3) == {"eval_loss": 2.0, "task_sums_acc": 0.5} and last.of(4) == {}
+
+
+def test_it_stays(tmp_path, capsys):
+    """Whatever is removed besides; also what an earlier start found to be the best."""
+    how = "checkpoint_best=lowest eval_loss"
+    config = config_of("max_num_checkpoints_to_keep=1", how)
+    losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 4.0, 10: 1.0, 12: 5.0}
+    expected = {2: [2], 4: [4], 6: [4, 6], 8: [4, 8], 10: [10], 12: [10, 12]}
+    for step, loss in losses.items():  # each in a start of its own
+        folder = Folder(tmp_path / "c", config)
+        stages, checkpoints = folder.ramp.to_json()["stages"], folder.checkpoints
+        with jax.set_mesh(make_mesh(config)), checkpoints:
+            checkpoints.start_saving()
+            numbers, nothing = {"eval_loss": loss}, lambda: lambda: None
+            checkpoints.save(step, first_state(), 8, stages, nothing, True, numbers)
+        assert folder.steps == expected[step] and not folder.said
+    assert find(place(tmp_path / "c" / "best")).name == "10"
+    assert command.ls(place(tmp_path / "c")) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "the best" in line)
+    assert line.split()[0] == "10"
+
+
+@pytest.mark.slow
+def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
+    """A few lines are learnt by heart; killed and restarted, it keeps the same checkpoints."""
+    lines = (BASE_TEXT[i : i + 60] for i in range(0, len(BASE_TEXT), 60))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
+    line = (
+        *(BASE, *TINY, "dataset_type=grain", f"grain_train_files={tmp_path}/a.jsonl"),
+        *("eval_fraction=0.3", "enable_rampup_batch_size=False", "per_device_batch_size=8"),
+        *("num_epoch=1000", "steps=200", "eval_interval=10", "eval_steps=-1", "log_period=50"),
+        *("checkpoint_period=70", "max_num_checkpoints_to_keep=1", f"jax_cache_dir={cache_dir}"),
+        *("checkpoint_best=lowest eval_loss", f"base_output_directory={tmp_path}"),
+    )
+    done = run(*line, "run_name=whole")
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "whole" / "metrics.jsonl")
+    losses = {r["step"] + 1: r["eval_loss"] for r in records if "eval_loss" in r}
+    best = min(losses, key=losses.get)
+    assert best < 150 and losses[200] > losses[best] + 0.2, losses
+    assert sorted(p.name for p in (tmp_path / "whole/checkpoints").iterdir()) == sorted(
+        [str(best), "200"]
+    )
+    assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
+
+    folder = tmp_path / "killed"
+    for step in (best - 5, best + 15, 175):
+        process = start_until(step, folder, signal.SIGKILL, *line, "run_name=killed")
+        assert process.returncode == -signal.SIGKILL
+    done = run(*line, "run_name=killed")
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
+    for name in ("checkpoints", f"checkpoints/{best}/model"):
+        there = {p.name for p in (tmp_path / "whole" / name).iterdir()}
+        assert {p.name for p in (folder / name).iterdir()} == there
+
+    shutil.rmtree(folder / "checkpoints" / "200")  # the best is then the newest
+    write = ("--prompt", "a", "--max_new_tokens", "4", "--json")
+    by_name = run(str(folder / "checkpoints/best"), *write, module="generate")
+    assert by_name.returncode == 0, by_name.stderr
+    assert by_name.stdout == run(str(folder), *write, module="generate").stdout
+
+
+BASE_TEXT = """The optimizer state is kept on the devices. Nobody knows why the parrot was blue, or
+who had left the window open in the rain. Twelve ships went north before the ice came; one returned
+with a cargo of salt and a story. To measure the noise of a gradient, take two batches and compare
+them. A recipe for bread asks for patience, flour, water and some salt. The mayor opened the bridge
+in spring, and by autumn it had carried forty thousand people across the river to work and home.
+"""
