@@ -1,12 +1,15 @@
 """Shows what a run will do, before it costs anything: its stages with steps, nodes, cost, memory.
 
 python -m maxramp.plan CONFIG.yml [key=value ...] [options]
+python -m maxramp.plan FILE --trainer maxtext|megatron|nemo [num_nodes=N devices_per_node=N]
 
   --json           print the plan as JSON
   --plot FILE      draw it
   --fit            find the cheapest remat_policy and the largest per_device_batch_size whose step
                    fits a device: of compile_topology, or of this machine
   --compiled FILE  add what maxramp.compile found for a pod
+  --trainer NAME   say what another trainer's newest version does with the ramp in its own FILE (of
+                   Megatron, a file with its command line), beside what maxramp does with it
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -30,12 +33,14 @@ from maxramp.commandline import (
     take_flag,
     take_value,
 )
-from maxramp.config.load import load
+from maxramp.config.load import answer, load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
+from maxramp.planning.trainers import compare, side_by_side
+from maxramp.rampup.numbers import parse_count
 
 
 @command
@@ -43,6 +48,11 @@ def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
     plot, compiled = (take_value(arguments, flag) for flag in ("--plot", "--compiled"))
+    if trainer := take_value(arguments, "--trainer"):
+        answer(arguments, __doc__)
+        found = compare(trainer, *_file_and_devices(arguments))
+        print(json.dumps(found, indent=2)) if as_json else print_comparison(found)
+        return 0
     config = load(arguments, "plan", __doc__)
     if fit:
         print(Pod.of(config, print_progress).largest_batch())
@@ -57,6 +67,35 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
     print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
     return 0
+
+
+def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
+    """FILE num_nodes=N devices_per_node=N -> FILE and how many devices there are, if it is said."""
+    files = [argument for argument in arguments if "=" not in argument]
+    keys = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    given = {name: parse_count(keys.pop(name, "")) for name in ("num_nodes", "devices_per_node")}
+    if len(files) != 1 or files[0].startswith("-") or keys:
+        raise ConfigError(
+            f"{' '.join(arguments)}: --trainer takes one file and no keys but num_nodes=N "
+            "devices_per_node=N"
+        )
+    devices = given["devices_per_node"] and (given["num_nodes"] or 1) * given["devices_per_node"]
+    return files[0], devices
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    """A ramp as another trainer and as maxramp take it."""
+    shown = [
+        [f"{step:,}", *("stops" if n is None else f"{n:,}" for n in sizes)]
+        for step, *sizes in side_by_side(found)
+    ]
+    print_table(("from\nstep", found["trainer"], "maxramp"), shown)
+    for line in found["lines"]:
+        print(f"{found['trainer']}: {line}")
+    if found["refused"]:
+        print(f"maxramp: refuses it: {found['refused']}")
+    elif found["theirs"] == found["ours"]:
+        print("maxramp: takes the same batches from the same steps on")
 
 
 def print_plan(plan: dict[str, Any]) -> None:

@@ -1,0 +1,151 @@
+"""`maxramp.plan --trainer`: what other trainers do with a ramp, by hand and by their arithmetic."""
+
+import json
+import math
+
+import pytest
+
+from maxramp import plan
+from maxramp.planning.trainers import TRAINERS, side_by_side
+
+MAXTEXT = """
+base_config: base.yml
+enable_rampup_batch_size: true
+per_device_batch_size_start: 1
+per_device_batch_size_increment: 1
+per_device_batch_size: 4
+global_rampup_samples: 60
+learning_rate: 3.e-5
+"""
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    def run(trainer, text, *keys):
+        (tmp_path / "theirs").write_text(text)
+        line = [str(tmp_path / "theirs"), "--trainer", trainer, *keys]
+        status = plan.main([*line, "--json"])
+        out, error = capsys.readouterr()
+        if status:
+            assert error.count("\n") == 1
+            return error
+        assert plan.main(line) == 0
+        return json.loads(out) | {"printed": capsys.readouterr().out}
+
+    return run
+
+
+def test_maxtext(compared):
+    """5 steps of 4, 3 of 8 and 2 of 12 are 68 rows of 5 loaded batches of 16."""
+    found = compared("maxtext", MAXTEXT, "devices_per_node=4")
+    batches = [[0, 4], [5, 8], [8, 12], [10, 16]]
+    assert found["theirs"] == found["ours"] == batches
+    assert "trains on 68 of the 80 rows that its ramp loads" in found["printed"]
+    assert "the same batches from the same steps" in found["printed"]
+
+
+def test_maxtext_forgets_the_accumulation(compared):
+    """Of a loaded batch of 32 its ramp takes 16; maxramp's batches are twice as large: 20 samples
+    an increment are 3 steps of 8, 2 of 16, 1 of 24."""
+    found = compared("maxtext", MAXTEXT + "gradient_accumulation_steps: 2\n", "devices_per_node=4")
+    assert found["theirs"] == [[0, 4], [5, 8], [8, 12], [10, 32]]
+    assert found["ours"] == [[0, 8], [3, 16], [5, 24], [6, 32]]
+    assert "68 of the 160 rows" in found["printed"]
+    assert side_by_side(found)[:3] == [(0, 4, 8), (3, 4, 16), (5, 8, 24)]
+
+
+@pytest.mark.parametrize(("devices", "samples"), [(4, 61), (8, 500), (3, 100)])
+def test_maxtext_by_its_own_loop(devices, samples, compared):
+    """Step by step, as its manager counts."""
+    keys = f"global_rampup_samples: {samples}"
+    text = MAXTEXT.replace("global_rampup_samples: 60", keys)
+    wanted, batch, count, step = [], devices, 0, 0
+    while batch < 4 * devices:
+        if not wanted or wanted[-1][1] != batch:
+            wanted.append([step, batch])
+        count, step = count + batch, step + 1
+        if count >= samples / 3:
+            batch, count = batch + devices, 0
+    found = compared("maxtext", text, f"devices_per_node={devices}")
+    assert found["theirs"] == found["ours"] == [*wanted, [step, 4 * devices]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "devices", "said"),
+    [
+        ({"samples: 60": "samples: 0"}, 4, "a constant batch of 16"),
+        ({"increment: 1": "increment: 0"}, 4, "stops with a ZeroDivisionError"),
+        ({"increment: 1": "increment: 0.125"}, 4, "less than a row on all devices"),
+        # 1.1, 1.3, 1.5, 1.7
+        ({"start: 1": "start: 1.1", "increment: 1": "increment: 0.2", "size: 4": "size: 1.7"}, 10,
+         "stops with a ValueError: 0.59999999999999987 % 0.2"),
+    ],
+)  # fmt: skip
+def test_what_maxtext_takes_otherwise_or_not_at_all(changed, devices, said, compared):
+    text = MAXTEXT
+    for old, new in changed.items():
+        text = text.replace(old, new)
+    found = compared("maxtext", text, f"devices_per_node={devices}")
+    assert said in found["printed"]
+    if devices == 10:
+        assert [batch for _, batch in found["ours"]] == [11, 13, 15, 17]
+
+
+MEGATRON = """
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 \\
+    --rampup-batch-size 16 16 96 --global-batch-size 32 \\
+    --seq-length=10 --train-samples 1000  # a test
+"""
+
+
+def test_megatron_reads_the_old_flag_no_more(compared):
+    """96 samples over one increment: 6 steps of 16."""
+    found = compared("megatron", MEGATRON)
+    assert found["theirs"] == [[0, 32]] and found["ours"] == [[0, 16], [6, 32]]
+    assert '--step-batch-size-schedule "0:16 960:32" ramps there' in found["printed"]
+    ramp = '--step-batch-size-schedule "0:16 960:32"'
+    text = MEGATRON.replace("--rampup-batch-size 16 16 96 --global-batch-size 32", ramp)
+    assert compared("megatron", text)["theirs"] == [[0, 16], [6, 32]]
+    text = text.replace(ramp, f"{ramp} --global-batch-size 32")
+    assert "stops with a ValueError" in compared("megatron", text)["printed"]
+
+
+def test_megatrons_thresholds_go_through_floats(compared):
+    """8.2M becomes 8199999, a sample less in rows of one token; 8.2M / 3 rounds up to a step."""
+    text = '--seq-length 1 --train-iters 9 --step-batch-size-schedule "0:3 8.2M:4"'
+    found = compared("megatron", text)
+    assert found["theirs"][1][0] == math.ceil(8_199_999 / 3)
+    assert found["ours"][1][0] == math.ceil(8_200_000 / 3)
+    assert "takes 8.2M for 8,199,999" in found["printed"]
+
+
+def test_nemo(compared):
+    text = "model:\n  rampup_batch_size: [16, 16, 96]\n  global_batch_size: 32\n  hidden_size: 8\n"
+    found = compared("nemo", text)
+    assert found["theirs"] == [[0, 32]] and found["ours"] == [[0, 16], [6, 32]]
+    assert "warns and ignores rampup_batch_size" in found["printed"]
+    text = "train:\n  rampup_batch_size: [16, 16, 96]\n  global_batch_size: 32\n"
+    found = compared("nemo", text + "  train_samples: 1000\n")
+    assert found["theirs"] == [] and "stops with an AssertionError" in found["printed"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "said"),
+    [
+        ("maxtext", MAXTEXT, "num_nodes=N devices_per_node=N"),
+        ("maxtext", MAXTEXT.replace("true", "false"), "holds no ramp"),
+        ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
+        ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "is no whole number"),
+        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "not 3 whole numbers"),
+        ("megatron", "--global-batch-size 32", "holds no ramp"),
+        ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
+        ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
+        ("nemo", "model:\n  rampup_batch_size: [16, 16]\n", "is not [start, increment, samples]"),
+        ("nemo", "rampup_batch_size: [1, 1, 2]\nglobal_batch_size: ${GBS}\n", "no whole number"),
+        ("nemo", "trainer: {}\n", "holds no ramp"),
+        ("others", "", "must be one of maxtext, megatron, nemo"),
+    ],
+)
+def test_what_is_not_understood_is_one_line(trainer, text, said, compared):
+    assert said in compared(trainer, text)
+    assert {*TRAINERS} == {"maxtext", "megatron", "nemo"}
