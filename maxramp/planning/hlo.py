@@ -279,20 +279,26 @@ def _convolution_flops(i: Instruction) -> float:
     return flops
 
 
-# Products of a causal attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores
-# and result; scores, dP, dV, dK; scores, dP, dQ.
+# Products of an attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
+# result; scores, dP, dV, dK; scores, dP, dQ.
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
 def _kernel_flops(i: Instruction) -> float:
-    """Of an attention kernel, from its queries [..., H, T, h]; half of the scores are never made.
+    """Of an attention kernel, from its queries [..., H, T, h] and the blocks that its mask leaves.
 
-    The queries are the first operand of real numbers; what the mask is made of is integers.
+    The mask is cut into square blocks, and its first operand, integers [.., rows of blocks, most
+    blocks of a row] or the other way round, says how many of a row the kernel goes through: of a
+    causal mask all up to the diagonal, with a window the last few of them.
     """
     products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
-    found = re.search(r"\b(?:b?f\d+)\[([0-9,]+)\]", i.rest.partition("constraints=")[2])
-    *heads, length, width = numbers(found[1]) if products and found else (0, 0)
-    return products * 2.0 * math.prod(heads) * length * length * width / 2
+    if not products:
+        return 0.0
+    shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
+    *heads, length, width = next(numbers(dims) for kind, dims in shapes if "f" in kind)
+    most, rows = sorted(numbers(shapes[0][1])[-2:])
+    blocks = sum(min(row + 1, most) for row in range(rows))
+    return products * 2.0 * math.prod(heads) * blocks * (length / rows) ** 2 * width
 
 
 def _received(kind: str, i: Instruction) -> float:

@@ -5,6 +5,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -123,17 +124,21 @@ def test_windowed_products_count_once():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("rows", [1, 2])
-def test_attention_kernels(rows):
-    """Forward 2 products of half of T x T, backward 4 and 3, for every row and head of a chip."""
-    mesh, T, H, K, h = pod("v5p:2x2x1", (1, 4, 1)), 512, 4, 2, 128
+@pytest.mark.parametrize(("rows", "window"), [(1, 0), (2, 0), (1, 512), (1, 600)])
+def test_attention_kernels(rows, window):
+    """Forward 2 products, backward 4 and 3, for every row and head of a chip and every block of 512
+    x 512 that a mask does not leave empty."""
+    mesh, T, H, K, h = pod("v5p:2x2x1", (1, 4, 1)), 2048, 4, 2, 128
     q, k = (on(mesh, (4 * rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
 
     def loss(q, k, v):
-        return attend(q, k, v, Rule(), "splash").astype(jnp.float32).sum()
+        return attend(q, k, v, Rule(window=window), "splash").astype(jnp.float32).sum()
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
-    assert work.flops == (2 + 4 + 3) * 2 * rows * H * T * T * h / 2
+    behind = np.arange(T)[:, None] - np.arange(T)
+    seen = (behind >= 0) & (behind < (window or T))
+    blocks = seen.reshape(4, 512, 4, 512).any((1, 3)).sum()
+    assert work.flops == (2 + 4 + 3) * 2 * rows * H * blocks * 512 * 512 * h
     assert work.attention_seconds == pytest.approx(work.flops)
 
 
