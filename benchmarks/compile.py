@@ -38,8 +38,8 @@ CONFIGURATIONS = {
         (*_LLAMA, "ici_data_parallelism=4", "gradient_accumulation_steps=4"),
         (5.768, 163, 15.4, 40),
     ),
-    # MaxText 0.2.5. Its memory, on both sides, is arguments, results and temporaries added up; 0.133
-    # of its seconds are in attention kernels.
+    # MaxText 0.2.5. Its memory, on both sides, is arguments, results and temporaries added up. Its
+    # attention kernels take 0.133 s.
     "Qwen3 8B, fsdp 64, full": (("model_name=qwen3-8b",), (1.674, 54.5, 12.1, 67)),
 }
 COMMON = (

@@ -31,7 +31,8 @@ from forked import run_forked
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.batch import Batch, Row, stack
+from maxramp.data.batch import Batch, stack
+from maxramp.data.row import Row
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.spec import text_fields
 

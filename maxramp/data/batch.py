@@ -1,4 +1,4 @@
-"""A row as a file has it, and the batch that a step trains on: tokens, what each predicts, hashes.
+"""The batch that a step trains on: tokens, what each predicts, hashes.
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, N rows, T tokens of a row, S = T + 1
 with the one after them.
@@ -7,26 +7,13 @@ with the one after them.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from maxramp.data.row import PADDING, Row
 from maxramp.rampup.spec import Field
-
-PADDING = -1  # no token: never a target
-
-
-class Row(NamedTuple):
-    """What a file holds of a row."""
-
-    tokens: np.ndarray  # int32 ids [S]; PADDING is no token
-    begins: np.ndarray | None = None  # of documents, ascending; None: the row is read as one text
-    is_target: np.ndarray | None = None  # bool [S], which tokens are to be predicted; None = all
-    # float32 [2], of the two answers of a pair under the weights to stay near to; None = not known
-    reference_log_probs: np.ndarray | None = None
-
 
 _Array = jax.Array | np.ndarray
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token

@@ -25,8 +25,9 @@ import jax
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxramp.data.batch import PADDING, Batch, Row, stack
+from maxramp.data.batch import Batch, stack
 from maxramp.data.prefetch import SharedRamp
+from maxramp.data.row import PADDING, Row
 from maxramp.rampup.spec import StageSpec
 
 _LONGEST_PERIOD = 100_000

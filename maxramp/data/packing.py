@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxramp.data.batch import PADDING, Row
+from maxramp.data.row import PADDING, Row
 from maxramp.data.rows import Document
 
 

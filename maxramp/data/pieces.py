@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from maxramp.data.batch import PADDING, Row, stack
+from maxramp.data.batch import stack
+from maxramp.data.row import PADDING, Row
 from maxramp.rampup.schedule import Stage
 from maxramp.rampup.spec import text_fields
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxramp.data.batch import Row
 from maxramp.data.files.records import RecordFile
+from maxramp.data.row import Row
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 

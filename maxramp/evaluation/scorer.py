@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import PADDING
+from maxramp.data.row import PADDING
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up

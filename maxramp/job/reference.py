@@ -21,10 +21,11 @@ import numpy as np
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import load_parameters
 from maxramp.commandline import count
-from maxramp.data.batch import Batch, Row
+from maxramp.data.batch import Batch
 from maxramp.data.order import EvalBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
+from maxramp.data.row import Row
 from maxramp.data.rows import Chain, Corpus
 from maxramp.errors import ConfigError
 from maxramp.files.run_folder import Appending

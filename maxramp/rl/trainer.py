@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import PADDING, Batch
+from maxramp.data.batch import Batch
+from maxramp.data.row import PADDING
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.sampling import Sampling

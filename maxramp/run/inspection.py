@@ -10,11 +10,12 @@ from rich.text import Text
 
 from maxramp.commandline import count
 from maxramp.data import tokenizers
-from maxramp.data.batch import PADDING, Batch, stack
+from maxramp.data.batch import Batch, stack
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.opening import open_corpus
+from maxramp.data.row import PADDING
 from maxramp.data.rows import Chain, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.rampup.spec import text_fields

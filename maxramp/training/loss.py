@@ -14,7 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxramp.data.batch import PADDING, Batch
+from maxramp.data.batch import Batch
+from maxramp.data.row import PADDING
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux

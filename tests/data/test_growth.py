@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
-from maxramp.data.batch import Row
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_corpus
 from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
+from maxramp.data.row import Row
 from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -119,7 +119,8 @@ def test_a_ramp_that_outgrows_the_data_is_refused(known):
     keys = config()
     ramp, rows_there = RampupBatchManager(keys.batch), [Row(np.zeros(17, np.int32))] * 110
     ramp.settle(2)
-    corpus = Corpus((Part("a", 1.0, rows_there),), rows_there, "", "")
+    parts = (Part("a", 1.0, rows_there),)
+    corpus = Corpus(parts, parts, "", "")
     with loading(keys, ramp, corpus=corpus) as loader:
         loader.batch(0)
         ramp.add(dataclasses.replace(known.stages[1], steps=None, samples=None))

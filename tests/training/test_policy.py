@@ -14,7 +14,7 @@ import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.batch import PADDING
+from maxramp.data.row import PADDING
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import Weight, part_of
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT

@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT, make_config, make_mesh, run
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
-from maxramp.data.batch import PADDING, Batch
+from maxramp.data.batch import Batch
+from maxramp.data.row import PADDING
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
 from maxramp.training.objectives import objective_of

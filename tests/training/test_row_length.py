@@ -16,7 +16,7 @@ from forked import run_forked
 from jax.sharding import NamedSharding
 
 from maxramp.data import pieces
-from maxramp.data.batch import PADDING, Row
+from maxramp.data.row import PADDING, Row
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
