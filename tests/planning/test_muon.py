@@ -10,7 +10,6 @@ from maxramp.planning.compiled import compile_stages
 
 TPUS, GPUS = "compile_topology=v5p:2x2x2", "compile_topology=h200:2x4"
 CASES = {
-    "fsdp, tensor": [TPUS, "ici_tensor_parallelism=2"],
     "copies": [TPUS, "ici_data_parallelism=2"],
     "stages": [TPUS, "ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"],
     "GPUs, tensor": [GPUS, "ici_tensor_parallelism=2"],
