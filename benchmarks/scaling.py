@@ -16,6 +16,7 @@ from jax.experimental import topologies
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.parallel.mesh import make_mesh
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
@@ -54,7 +55,7 @@ def measure(config, devices, stage_index: int = -1) -> dict[str, float]:
     ramp = RampupBatchManager(config.batch, len(devices))
     rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[stage_index].spec
     start = time.perf_counter()
-    lowered = lower_step(config.recipe, rate, spec, devices)
+    lowered = lower_step(config.recipe, rate, spec, make_mesh(config.mesh, devices))
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()

@@ -112,7 +112,11 @@ def _print_stages(result: dict[str, Any]) -> None:
 def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines below the table: the machine, what does not fit, what travels, the whole run."""
     device, totals = result["device"], result["totals"]
-    mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
+    meshes = (
+        " x ".join(f"{axis} {size}" for axis, size in of_stage["mesh"].items())
+        for of_stage in result["stages"]
+    )
+    mesh = ", then ".join(dict.fromkeys(meshes))
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     number = f"{result['devices']} {device}s"
     yield "machine", f"{result['compile_topology']}{slices}: {number}, mesh {mesh}"

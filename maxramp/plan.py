@@ -105,6 +105,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     several = several_nodes or plan["devices_per_node"] > 1
     passes = several or any(s["gradient_accumulation_steps"] > 1 for s in plan["stages"])
     short_rows = any(s["row_length"] != plan["max_target_length"] for s in plan["stages"])
+    moves = any(s["move_gib"] for s in plan["stages"])
     idle = any(s["pipeline_bubble"] for s in plan["stages"])
 
     def against_all(s: dict[str, Any]) -> str:
@@ -123,6 +124,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
         (several, "devices", lambda s: str(s["devices"])),
+        (moves, "mesh", lambda s: _shown(s["mesh"])),
         (True, f"share of\n{time}", lambda s: f"{s['share_of_node_time']:.1%}"),
         (several_nodes, "cost, time of\nall nodes", against_all),
         (True, "GiB per\ndevice", lambda s: f"{s['memory_gib']['total']:.3g}"),
@@ -139,7 +141,7 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 _EXPENDABLE = (
     *("devices", "samples", "first\nstep", "cost, time of\nall nodes", "accum."),
-    *("per\ndevice", "tokens", "GiB per\ndevice", "pipeline\nidle"),
+    *("per\ndevice", "tokens", "GiB per\ndevice", "pipeline\nidle", "mesh"),
 )
 _BOUNDS = {
     "earliest": "every rung as early as it may be",
@@ -206,6 +208,15 @@ def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{totals['node_changes']}, where the number of nodes changes, "
             f"{plan['restart_minutes']:g} minutes each (restart_minutes), not counted above",
         ),
+        *(
+            (
+                s["move_gib"],
+                "mesh",
+                f"stage {s['index']} begins with a move of the state to {_shown(s['mesh'])}, in "
+                f"which a device holds at most {s['move_gib'] or 0:.3g} GiB of it",
+            )
+            for s in stages
+        ),
         (price, "price", price),
     ]
     return [(label, text) for shown, label, text in lines if shown]
@@ -259,6 +270,10 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
         f"activations {memory['activations']:.3g} GiB (--fit asks the compiler)",
     )
+
+
+def _shown(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"
 
 
 def _change(value: float, reference: float, less: str = "fewer") -> str:

@@ -171,6 +171,7 @@ class Pretrainer:
         """
         batch, data_seconds = self._loader.batch(step)
         train_step, compile_seconds = self._programs.train_step(stage)
+        compile_seconds += self._programs.follow(self._held, stage)
         self._held.arrays, shown = train_step(self._held.arrays, batch)
         self._programs.lower()
 

@@ -70,7 +70,7 @@ def serve(first_step: int, loaded) -> dict:
         "evaluations": [fingerprint for fingerprint, _ in evaluations],
         "moved": [moved for _, moved in steps],
         "reads": expansion.reads,
-        "share": [len(expansion.share.rows(s.micro_batch_size)) for s in ramp.stages],
+        "share": [len(expansion.share.rows(s.spec)) for s in ramp.stages],
         "hash": corpus.hash,
         "packed": corpus.packed,
     }

@@ -9,6 +9,21 @@ from conftest import command, environment
 from forked import Forked
 from object_stores import free_port
 
+# Trains, and ends its process as SIGKILL does where the step of the first argument would be handed
+# to the devices.
+KILLED = """
+import os, signal, sys
+from maxramp import train
+from maxramp.processes.ending import end_process
+of_step = train.Pretrainer.step
+def step(self, number, *rest):
+    if number == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return of_step(self, number, *rest)
+train.Pretrainer.step = step
+end_process(train.main(sys.argv[2:]))
+"""
+
 
 def start(command, processes, devices, folders, optimized=False, process=Forked):
     """Starts a job; process i stands in folders[i]."""

@@ -14,7 +14,6 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.config.chats import of_chats
 from maxramp.config.checkpoints import of_best, of_checkpoints
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.errors import ConfigError
 from maxramp.huggingface import config_json
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
@@ -25,6 +24,7 @@ from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.phases import MESH_KEYS
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
 from maxramp.training.keys import (
@@ -108,10 +108,8 @@ class Config:
         refuse(itertools.chain(*relations, _of_all(self)))
         notations.check(self.batch)
         for phase in self.batch.in_phases[1:]:
-            try:
+            with phase.named():
                 self.replace(**phase.values, phases={}).check()
-            except ConfigError as error:
-                raise ConfigError(f"{phase}: {error}") from None
         if self.run.export_huggingface:
             config_json.of_keys(self.model, {}, "")
 
@@ -407,6 +405,18 @@ def _of_all(config: "Config") -> Relations:
             config.batch.row_length != -1 and is_used,
             f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
             "as a whole; leave it out (-1)",
+        )
+    given = (
+        f"{phase}.{name}={value}"
+        for phase in config.batch.in_phases
+        for name, value in phase.given.items()
+        if name in MESH_KEYS
+    )
+    if mesh := next(given, ""):
+        yield (
+            config.run.program == "grpo",
+            f"{mesh}: grpo writes answers and trains on one mesh; leave it out, or give it for the "
+            "whole run",
         )
     yield (
         -1 != steps < rate.learning_rate_schedule_steps,

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +13,7 @@ from maxramp.parallel.keys import BATCH_AXES, NAME_IN_KEYS, MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
+from maxramp.rampup.spec import Meshes
 
 
 def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
@@ -35,6 +35,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
         not divide over them.
     """
     mesh = config.mesh.on(num_devices, num_slices)
+    phases = _phases(config.batch, mesh, num_devices, num_slices)
     factor = config.data.expansion_factor_real_data
     config = config.replace(
         run_name=config.run.run_name or config.run.model_name,
@@ -45,12 +46,15 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dataclasses.asdict(mesh),
+        phases=phases,
     )
     config = config.replace(**_pipeline(config))
     if config.evaluation.eval_per_device_batch_size == 0:
-        rows = layout.whole_rows_per_device(config.batch)
+        rows = _eval_rows_per_device(config.batch)
         config = config.replace(eval_per_device_batch_size=float(rows))
-    _check_divides(config, num_devices)
+    for phase in config.batch.in_phases:
+        with phase.named():
+            _check_divides(config, phase.keys.on(num_devices, num_slices), num_devices)
     return config
 
 
@@ -63,15 +67,19 @@ def resolve_planned(config: Config, num_devices: int) -> Config:
     return resolve(config, num_devices, None, 1)
 
 
-def meshes_of(config: Config) -> Callable[[int], MeshKeys | None]:
-    """The mesh of a loaded config by the number of devices; None where it does not resolve."""
+def meshes_of(config: Config) -> Meshes:
+    """The meshes of a loaded config; None on so many devices that it does not resolve."""
 
     @functools.cache
-    def mesh(num_devices: int) -> MeshKeys | None:
+    def resolved(num_devices: int) -> BatchKeys | None:
         try:
-            return resolve_planned(config, num_devices).mesh
+            return resolve_planned(config, num_devices).batch
         except ConfigError:
             return None
+
+    def mesh(num_devices: int, sample: int) -> MeshKeys | None:
+        batch = resolved(num_devices)
+        return batch and batch.mesh_at(num_devices, sample)
 
     return mesh
 
@@ -152,12 +160,50 @@ def _pipeline(config: Config) -> dict[str, int]:
     }
 
 
-def _check_divides(config: Config, num_devices: int) -> None:
+def _phases(
+    keys: BatchKeys, first: MeshKeys, num_devices: int, num_slices: int | None
+) -> dict[str, dict[str, Any]]:
+    """The phases, with the sizes of the meshes that they change.
+
+    Raises:
+      ConfigError: a phase's sizes make no mesh, or the state cannot move to it.
+    """
+    found, before = {}, first.group("ici")
+    # Of the slices' axes the outermost, data, leaves the devices in order.
+    between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]
+    for phase in keys.in_phases[1:]:
+        with phase.named():
+            sizes = phase.keys.on(num_devices, num_slices).group("ici")
+            changed = {name: size for name, size in sizes.items() if size != before[name]}
+            if changed and between:
+                raise ConfigError(
+                    f"{' '.join(f'{n}={x}' for n, x in changed.items())}: the state moves to a "
+                    "mesh of the same devices in the same order, which would be another one with "
+                    f"{' '.join(between)}; use dcn_data_parallelism for the slices"
+                )
+        given = {name: sizes.get(name, value) for name, value in phase.given.items()}
+        found[phase.name], before = given | changed, sizes
+    return found
+
+
+def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
+    """Rows of a device in an evaluation: as in a pass, in rows that the mesh of every phase takes.
+
+    Of a pass alone where no phase changes the mesh.
+    """
+    rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.in_phases]
+    multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
+    denominator = math.lcm(*(multiple.denominator for multiple in multiples))
+    multiple = Fraction(math.lcm(*(int(m * denominator) for m in multiples)), denominator)
+    return max(1, rows // multiple) * multiple
+
+
+def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
     """Rows over the batch axes, weights over fsdp and tensor: every shard is of equal size.
 
     The batches of the stages are checked when it is known which of them will run.
     """
-    sizes = config.mesh.sizes
+    sizes = mesh.sizes
     ranks = math.prod(sizes[axis] for axis in BATCH_AXES)
     eval_size = config.evaluation.eval_per_device_batch_size
     eval_rows, multiple = exact(eval_size) * num_devices, config.batch.rows_multiple

@@ -136,16 +136,19 @@ class RunRows:
 class Share:
     """The rows of every micro batch that a process reads, and how it lays them out."""
 
-    num_groups: int  # of the mesh; each holds B / num_groups rows
-    groups: tuple[int, ...]  # those whose rows this process reads, ascending
-    # Which entries of `groups` its devices receive or pass on: int [factor, devices]; None where
-    # every row stays where it is read.
-    slots: np.ndarray | None
+    # In the mesh, of the devices whose rows this process reads: int [factor, devices]. Its own
+    # receive the first, and pass on the others.
+    places: np.ndarray
 
-    def rows(self, micro_batch_size: int) -> list[int]:
+    def _groups(self, spec: StageSpec) -> tuple[np.ndarray, np.ndarray]:
+        """The groups whose rows are read, ascending, and which of them each place holds."""
+        groups, slots = np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
+        return groups, slots.reshape(self.places.shape)
+
+    def rows(self, spec: StageSpec) -> list[int]:
         """Which rows of a micro batch are read."""
-        size = micro_batch_size // self.num_groups
-        return [row for g in self.groups for row in range(g * size, (g + 1) * size)]
+        size = spec.rows // spec.ranks
+        return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
         """This process's part of a batch.
@@ -155,18 +158,19 @@ class Share:
           spec: what the batch is.
 
         Returns:
-          Arrays [A, R, ...], or with slots [factor, A, devices x rows of a group, ...].
+          Arrays [A, R, ...], or with a factor above 1 [factor, A, devices x rows of a group, ...].
         """
         A, B = spec.accumulation, spec.rows
-        places = [a * B + place for a in range(A) for place in self.rows(B)]
+        places = [a * B + place for a in range(A) for place in self.rows(spec)]
+        groups, slots = self._groups(spec)
 
         def lay_out(x_N: np.ndarray) -> np.ndarray:
-            leading = A, len(self.groups), B // self.num_groups
+            leading = A, len(groups), B // spec.ranks
             x_AgR, suffix = x_N.reshape(*leading, *x_N.shape[1:]), x_N.shape[1:]
-            if self.slots is None:
+            if len(slots) == 1:
                 return x_AgR.reshape(A, -1, *suffix)
-            chosen = np.moveaxis(x_AgR[:, self.slots], 1, 0)  # [factor, A, devices, ...]
-            return chosen.reshape(len(self.slots), A, -1, *suffix)
+            chosen = np.moveaxis(x_AgR[:, slots], 1, 0)  # [factor, A, devices, ...]
+            return chosen.reshape(len(slots), A, -1, *suffix)
 
         return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
 

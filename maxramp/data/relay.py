@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.keys.section import refuse
-from maxramp.parallel.keys import AXES, BATCH_AXES
+from maxramp.parallel.keys import AXES
+from maxramp.parallel.mesh import reshaped
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.rampup.spec import StageSpec
 
@@ -39,7 +40,7 @@ class Expansion:
     def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
         """
         Args:
-          mesh: over the devices of all processes.
+          mesh: over the devices of all processes; those of the stages are of the same devices.
           expansion_factor_real_data: a whole number, or below 1 (a run that goes on from that of
             1/f times as many devices: rows are found by their number, so there is nothing to do).
 
@@ -70,8 +71,6 @@ class Expansion:
             ]
         )
         self.factor = factor
-        self._num_groups = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-        self._devices_per_group = mesh.size // self._num_groups
         readers = [p for p in sorted(places) if p % factor == 0]
         self._moves = [
             [(a, b) for p in readers for a, b in zip(places[p], places[p + j], strict=True)]
@@ -81,22 +80,20 @@ class Expansion:
         process = jax.process_index()
         self.reads = process in readers
         served = range(process, process + factor) if self.reads else ()
-        wanted = np.array([places[p] for p in served], int) // self._devices_per_group
-        groups, slots = np.unique(wanted, return_inverse=True)
-        self.share = Share(
-            self._num_groups,
-            tuple(groups.tolist()),
-            slots.reshape(wanted.shape) if factor > 1 else None,
-        )
+        self.share = Share(np.array([places[p] for p in served], int))
         self._nothing = functools.cache(self._make_nothing)
+
+    def mesh_of(self, spec: StageSpec) -> Mesh:
+        """The mesh of a stage."""
+        return reshaped(self.mesh, spec.mesh)
 
     def abstract_batch(self, spec: StageSpec) -> Batch:
         """Shapes and shardings of what `gather` takes, of a stage's batch."""
         leading, lies = (spec.accumulation, spec.rows), BATCH_ABT
         if self.factor > 1:
-            leading = self.factor, spec.accumulation, spec.rows * self._devices_per_group
-            lies = SLOTS_fANT
-        return abstract_batch(spec.fields, leading, NamedSharding(self.mesh, lies))
+            rows = spec.rows * spec.mesh.model_parallel_size
+            leading, lies = (self.factor, spec.accumulation, rows), SLOTS_fANT
+        return abstract_batch(spec.fields, leading, NamedSharding(self.mesh_of(spec), lies))
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
         """The batch of all processes, from what this one read (None where it does not read)."""

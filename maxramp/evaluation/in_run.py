@@ -1,9 +1,11 @@
 """Tasks that a run is evaluated on while it trains."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxramp.data.keys import EvalKeys
 from maxramp.evaluation.asking import Asking
@@ -11,6 +13,7 @@ from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Together
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
+from maxramp.parallel.mesh import mesh_of, on_mesh
 from maxramp.processes.agreement import led
 from maxramp.run.metrics import Record, Taken
 from maxramp.training.programs import compiler_options
@@ -42,18 +45,21 @@ def open_tasks(job: Job, abstract: TrainState) -> Callable[[TrainState], Taken] 
         return tasks
 
     tasks = led(load, beat)
-    scorer = Scorer(
-        config.model,
-        config.objective.loss_block_tokens,
-        abstract.model,
-        tokenizer.tokenizer,
-        tokenizer.ends,
-        compiler_options(jax.default_backend()),
-        beat=beat,
-    )
+
+    @functools.cache
+    def scorer_on(mesh: Mesh) -> Scorer:
+        return Scorer(
+            config.model,
+            config.objective.loss_block_tokens,
+            on_mesh(abstract.model, mesh),
+            tokenizer.tokenizer,
+            tokenizer.ends,
+            compiler_options(jax.default_backend()),
+            beat=beat,
+        )
 
     def evaluate(state: TrainState) -> Taken:
-        together = Together(scorer, state.model, beat)
+        together = Together(scorer_on(mesh_of(state)), state.model, beat)
 
         def lead() -> Record:
             from maxramp.evaluation import harness

@@ -94,7 +94,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
     done_N2 = known.log_probs_N2[:total]
     if len(done_N2) < total or known.said["weights"] != path:
         begin = time.monotonic()
-        abstract = abstract_state(job.config.recipe, job.mesh).model
+        mesh = expansion.mesh_of(_spec(job))
+        abstract = abstract_state(job.config.recipe, mesh).model
         model = without(load_parameters(path, abstract, job.config.values))
         found = fingerprint_of_weights(in_layer_order(model))
         of_checkpoint = job.span.position and job.span.position.reference
@@ -140,10 +141,7 @@ def _log_probs(
     rows = Chain(sequences)[first:]
     if not len(rows):
         return
-    stage = job.span.ramp.stage_at_step(job.span.first_step).spec
-    spec = dataclasses.replace(
-        stage.of_size(1, stage.rows), fields=text_fields(stage.tokens, separate=True)
-    )
+    spec = _spec(job)
     abstract, batches = expansion.abstract_batch(spec), EvalBatches(rows, spec, expansion.share)
     program = _program(job, spec, expansion)
     ahead: Iterator[Batch | None] = iter([None] * len(batches))
@@ -158,6 +156,13 @@ def _log_probs(
             yield np.asarray(found_n2)[: len(rows) - number * spec.rows]
 
 
+def _spec(job: Job) -> StageSpec:
+    """One pass of the stage that the job begins with, over chats."""
+    stage = job.span.ramp.stage_at_step(job.span.first_step).spec
+    fields = text_fields(stage.tokens, separate=True)
+    return dataclasses.replace(stage.of_size(1, stage.rows), fields=fields)
+
+
 def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
     """Weights and a batch -> the log-probabilities of its rows, on every device."""
     recipe = job.config.recipe.of(spec)
@@ -168,7 +173,7 @@ def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
         log_p_B2, _ = of_answers(recipe.objective, recipe.model, weights, micro_batch)
         return jax.reshard(log_p_B2, REPLICATED)
 
-    return Jitted(job.mesh, find)
+    return Jitted(expansion.mesh_of(spec), find)
 
 
 def _read(job: Job) -> tuple[dict[str, Any], list[Any], int]:

@@ -91,8 +91,8 @@ class Start:
     """A job that has its devices."""
 
     config: Config  # resolved
-    mesh: Mesh  # of the job's devices
-    meshes: Meshes  # the mesh by the number of devices, for later jobs
+    mesh: Mesh  # of the job's devices; a phase may have another one of these
+    meshes: Meshes  # for later jobs
     preemption: Preemption  # whether somebody asked the run to stop
     # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
@@ -160,12 +160,13 @@ class Job(Start):
         return self.span.first_step < self.span.last_step
 
     def abstract_state(self) -> TrainState:
-        """The train state's shapes and shardings.
+        """The train state's shapes and shardings, on the mesh of the first step.
 
         Raises:
           ConfigError: they are not those of the checkpoint to go on from, or to start from.
         """
-        abstract = abstract_state(self.config.recipe, self.mesh)
+        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
+        abstract = abstract_state(self.config.recipe, mesh_lib.reshaped(self.mesh, spec.mesh))
         if self.span.position:
             arrays.compare(self.span.position, abstract, self.config.values)
         elif path := self.config.checkpoints.load_parameters_path:

@@ -53,6 +53,19 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
 
 
+def reshaped(mesh: Mesh, keys: MeshKeys) -> Mesh:
+    """The mesh of other sizes inside its slices, of the same devices in the same order.
+
+    So an array moves from one to the other by a program like any other.
+    """
+    return _reshaped(mesh, tuple(keys.sizes.values()))
+
+
+@functools.cache
+def _reshaped(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
+    return Mesh(mesh.devices.reshape(sizes), AXES, axis_types=mesh.axis_types)
+
+
 def line() -> Mesh:
     """All devices of the job in a line, for what is the same on every mesh."""
     others = (1,) * (len(AXES) - 1)
@@ -81,6 +94,18 @@ def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, tree)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that a device holds of a tree of arrays, or of their shapes, on a mesh."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def shown(mesh: Mesh) -> str:
+    """A mesh's axes of more than one device, in a line."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
 
 
 class Jitted:

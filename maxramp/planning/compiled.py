@@ -168,4 +168,4 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:
     names = ("global_batch_size", "gradient_accumulation_steps", "devices", "row_length")
-    return (*(entry[name] for name in names), length)
+    return (*(entry[name] for name in names), *entry["mesh"].values(), length)

@@ -14,11 +14,12 @@ from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of
 from maxramp.model.size import pass_bytes, pipeline_bubble
-from maxramp.parallel.mesh import abstract_mesh
+from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import adaptive, ladder
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import StageSpec
+from maxramp.training import moving
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -49,7 +50,10 @@ def make_plan(config: Config) -> dict[str, Any]:
         "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": config.planning.restart_minutes,
         "warnings": [line for line in warnings if line],
-        "stages": [stage.to_json() | _part_of_run(run, stage) for stage in run.stages],
+        "stages": [
+            stage.to_json() | _part_of_run(run, stage) | {"move_gib": _move(run, before, stage)}
+            for before, stage in zip([None, *run.stages], run.stages, strict=False)
+        ],
         "totals": _totals(run),
         "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,
         "smaller_bubble": _smaller_bubble(config, run.stages),
@@ -79,11 +83,14 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
     }
 
 
-def bytes_per_device(tree: Any) -> int:
-    """Bytes that a device holds of a tree of abstract arrays on a mesh."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+def _move(run: PlannedRun, before: Stage | None, stage: Stage) -> float | None:
+    """GiB per device, at most, while the state moves to the mesh of a stage; None where it does not
+    move, or a job begins with it."""
+    if not before or before.devices != stage.devices or before.spec.mesh == stage.spec.mesh:
+        return None
+    meshes = (abstract_mesh(of.spec.mesh.sizes) for of in (before, stage))
+    states = (jax.tree.leaves(abstract_state(run.config.recipe, mesh)) for mesh in meshes)
+    return moving.peak_bytes(*states) / GIB
 
 
 def _bytes_as(dtype: Any, tree: Any) -> int:

@@ -10,11 +10,13 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
+from maxramp.parallel.mesh import make_mesh
 from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.processes import backend
@@ -71,6 +73,11 @@ class Pod:
         given = self.config.planning.device_memory_gib
         return self.machine.memory_gib if given == -1 else given
 
+    @property
+    def mesh(self) -> Mesh:
+        """Of all devices, of which those of the stages are made."""
+        return make_mesh(self.config.mesh, self.machine.devices)
+
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
         """What the compiler says of the step of a stage."""
@@ -82,7 +89,7 @@ class Pod:
         rate = LearningRate.of(self.config.learning_rate, self.ramp)
         options = compiler_options(machine.devices[0].platform) | machine.options
         try:
-            lowered = lower_step(self.config.recipe, rate, spec, machine.devices, machine.platforms)
+            lowered = lower_step(self.config.recipe, rate, spec, self.mesh, machine.platforms)
         except RuntimeError as error:  # a library that a kernel needs is not installed
             reason = f"{reason_of(error)} docs/pods.md says what to install"
             raise ConfigError(f"compile_topology={machine.name}: {reason}") from None

@@ -18,6 +18,7 @@ import ml_collections
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
+from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
 from maxramp.rampup.spec import ShapeKeys
 
@@ -166,6 +167,10 @@ class BatchKeys(CurveKeys, ShapeKeys):
     def at(self, sample: int) -> Self:
         """These keys with the values that hold from the threshold at `sample` on."""
         return self.phase_at(sample).keys
+
+    def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
+        """The mesh on so many devices from the threshold at `sample` on; None if they make none."""
+        return self.at(sample).mesh_on(num_devices)
 
     @property
     def is_open(self) -> bool:

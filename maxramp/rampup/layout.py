@@ -175,7 +175,7 @@ def schedule_nodes(
       keys: the batch keys.
       thresholds: the batch size of each stage.
       steps: how many the run takes of each stage; 0 where it ends before.
-      meshes: the mesh by the number of devices; `best` and `nemo` take none without a mesh.
+      meshes: `best` and `nemo` take no number of devices without a mesh.
       restart_passes: how long a change of nodes takes, in passes of the largest micro batch.
 
     Returns:
@@ -200,7 +200,7 @@ def _layouts(
     """The layouts of a batch on those numbers of nodes that have one."""
     for number in nodes:
         layout = spread(keys, threshold, number, number * keys.devices_per_node)
-        if layout and meshes(layout.devices):
+        if layout and meshes(layout.devices, threshold.first_sample):
             yield layout
 
 

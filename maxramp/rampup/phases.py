@@ -11,6 +11,7 @@ gives is taken as if it stood beside `phases`.
 This module imports no jax.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -23,6 +24,7 @@ KeysT = TypeVar("KeysT")
 
 # What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
 # them.
+MESH_KEYS = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
 KEYS = (
     "global_batch_size",
     "global_batch_tokens",
@@ -33,6 +35,15 @@ KEYS = (
     "remat_policy",
     "learning_rate",
     "warmup_steps_fraction",
+    *MESH_KEYS,
+)
+# Why it cannot change others that ask for it.
+_REFUSED = {
+    "ici_pipeline_parallelism": "other stages hold other layers, and the state keeps its layers in "
+    "the order of the stages"
+} | dict.fromkeys(
+    (f"dcn_{axis}_parallelism" for axis in ("data", "pipeline", "fsdp", "tensor")),
+    "the state moves to another mesh inside its slices",
 )
 _NAME = "phases"
 # Of ways to say one thing, the one that a phase gives replaces the other.
@@ -57,6 +68,18 @@ class Phase(Generic[KeysT]):
     def __str__(self) -> str:
         """As an error names it."""
         return f"{_NAME}.{self.name}"
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """An error inside names the phase; the first is the keys themselves.
+
+        Raises:
+          ConfigError: there is one.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self}: {error}" if self.first_sample else str(error)) from None
 
 
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
@@ -113,6 +136,7 @@ def _count(threshold: str) -> int:
 def _check_key(threshold: str, key: str, value: Any) -> None:
     if key not in KEYS:
         why = "no phase can change it" if key in base.base() else "is not a known key"
+        why = f"{why}, as {_REFUSED[key]}" if key in _REFUSED else why
         raise ConfigError(
             f"{_NAME}.{threshold}.{key}={value}: {why}; a phase takes {', '.join(KEYS)}"
         )

@@ -151,6 +151,7 @@ class Stage:
         """The steps of a stretch, as its batch lies on the devices of a mesh."""
         size, steps = stretch.threshold.global_batch_size, stretch.steps
         accumulation = placed.gradient_accumulation_steps
+        mesh = meshes(placed.devices, stretch.threshold.first_sample)
         return cls(
             index=index,
             first_step=stretch.first_step,
@@ -158,7 +159,7 @@ class Stage:
             first_sample=stretch.first_sample,
             samples=None if steps is None else steps * size,
             global_batch_size=size,
-            spec=keys.spec(accumulation, size // accumulation, meshes(placed.devices), fields),
+            spec=keys.spec(accumulation, size // accumulation, mesh, fields),
             **vars(placed),
         )
 
@@ -171,6 +172,7 @@ class Stage:
         """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
         found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
+        found["mesh"] = self.spec.mesh and self.spec.mesh.sizes
         return {name: value for name, value in found.items() if name != "spec"}
 
 
@@ -213,8 +215,8 @@ class RampupBatchManager:
             stages behind it that the keys of today would have made otherwise.
           decided: (first sample, global batch size) of the rungs that a run with
             rampup_policy=noise has taken (`adaptive.decided`).
-          meshes: the mesh by the number of devices, None where the model has none on so many:
-            `node_schedule` does not take them. By default, what these keys give.
+          meshes: None where the model has none on so many devices: `node_schedule` does not take
+            them. By default, what these keys give.
           fields: the arrays of a batch.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
             for `node_schedule` (`PassCost`).
@@ -230,7 +232,7 @@ class RampupBatchManager:
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         walked = list(walk(thresholds, first_step, first_sample))
         stretches = walked + undecided(keys, thresholds)
-        meshes = functools.cache(meshes or keys.mesh_on)
+        meshes = functools.cache(meshes or keys.mesh_at)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}

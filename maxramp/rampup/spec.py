@@ -25,7 +25,8 @@ class Field(NamedTuple):
 
 
 Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
-Meshes = Callable[[int], MeshKeys | None]  # the mesh by the number of devices, where there is one
+# The mesh by the number of devices and the first sample of a threshold, where there is one.
+Meshes = Callable[[int, int], MeshKeys | None]
 
 
 def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:

@@ -27,7 +27,7 @@ from maxramp.model.adapters import kept
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import cost_of_packing, select_for
-from maxramp.parallel.mesh import mesh_of
+from maxramp.parallel.mesh import mesh_of, shown
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
@@ -265,14 +265,14 @@ class Output:
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
-        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         weights = f"{num_parameters(model):,} weights, {keys.dtype}"
         if keys.lora_rank:
             weights += f"; {num_parameters(kept(model)):,} of adapters train"
         self.say(
             f"model    {self._keys.model_name}: {weights}, on "
-            f"{count(mesh.size, f'{kind} device')}" + (f" (mesh {axes})" if axes else "")
+            f"{count(mesh.size, f'{kind} device')}"
+            + (f" (mesh {shown(mesh)})" if shown(mesh) else "")
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "

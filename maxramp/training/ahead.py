@@ -44,16 +44,15 @@ class Ahead:
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
-    def announce(
-        self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], jax.stages.Lowered]
-    ) -> None:
+    def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
         """Has a program compiled after those that wait to be, unless one of that key is known.
 
         Args:
           key: by which it is asked for.
           name: in lines about it.
           mesh: to lower it for.
-          lower: called in the main thread, where the mesh is set.
+          lower: called in the main thread, where the mesh is set. It returns a lowered program,
+            or a tree of them, which are needed together.
         """
         if key not in self:
             self._waiting[key] = name, mesh, lower
@@ -62,8 +61,8 @@ class Ahead:
         """Whether a program of that key is announced."""
         return key in self._waiting or key in self._compiled
 
-    def get(self, key: Hashable) -> tuple[jax.stages.Compiled, float]:
-        """A program, and the seconds spent waiting for it.
+    def get(self, key: Hashable) -> tuple[Any, float]:
+        """A program, or a tree of them, and the seconds spent waiting for it.
 
         Raises:
           StepError: it does not compile.
@@ -106,11 +105,13 @@ class Ahead:
         with jax.set_mesh(mesh):
             self._compiled[key] = self._compiler.submit(self._compile, name, lower())
 
-    def _compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compile(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(self._options or None)
-            seconds, needed = time.perf_counter() - start, compiled_bytes(compiled) / GIB
+            compiled = jax.tree.map(lambda x: x.compile(self._options or None), lowered)
+            programs = jax.tree.leaves(compiled)
+            seconds = time.perf_counter() - start
+            needed = max(map(compiled_bytes, programs)) / GIB
             self._say(
                 f"ready    {name}: compiled in {seconds:.1f} s, needs {needed:.3g} GiB a device"
             )
@@ -121,7 +122,7 @@ class Ahead:
                     "per_device_batch_size and more gradient_accumulation_steps, or "
                     "remat_policy=full"
                 )
-            self._sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+            self._sizes.append(max(x.memory_analysis().temp_size_in_bytes for x in programs))
         except Exception as error:  # whatever the compiler raises is the answer to who asks
             failure = StepError(f"the program of {name} did not compile: {reason_of(error)}")
             self._failure = self._failure or failure

@@ -2,24 +2,27 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.mesh import make_mesh
+from maxramp.parallel.mesh import bytes_per_device, make_mesh, mesh_of, on_mesh, reshaped, shown
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
 from maxramp.rampup.spec import StageSpec
+from maxramp.training import moving
 from maxramp.training.ahead import Ahead
+from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objectives import objective_of
-from maxramp.training.state import TrainState, abstract_state
+from maxramp.training.state import HeldState, TrainState, abstract_state
 from maxramp.training.step import Metrics, eval_step, make_train_step
 
 # What XLA leaves off on GPUs by default and large runs want, communication that runs beside the
@@ -51,7 +54,7 @@ def lower_step(
     recipe: Recipe,
     learning_rate: LearningRate,
     spec: StageSpec,
-    devices: Sequence[jax.Device] | None = None,
+    mesh: Mesh | None = None,
     platforms: tuple[str, ...] | None = None,
 ) -> jax.stages.Lowered:
     """Lowers the train step of a stage alone, to ask how much memory it needs.
@@ -59,10 +62,10 @@ def lower_step(
     Args:
       recipe, learning_rate: what the step is made from.
       spec: what the stage is.
-      devices: to lower for; by default those of this job.
+      mesh: of the devices to lower for, in any sizes; by default that of this job.
       platforms: to lower for, where the devices belong to no backend of this process.
     """
-    mesh = make_mesh(spec.mesh, devices)
+    mesh = reshaped(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
     jitted = jax.jit(make_train_step(recipe.of(spec), learning_rate), donate_argnums=0)
@@ -73,7 +76,8 @@ def lower_step(
 
 
 class Programs(Ahead):
-    """The compiled train step of every stage, and the evaluation step."""
+    """The compiled train step of every stage, the evaluation step, and what moves the state from
+    mesh to mesh."""
 
     def __init__(
         self,
@@ -91,9 +95,9 @@ class Programs(Ahead):
 
         Args:
           recipe: what the step is made from.
-          expansion: how rows get to their devices, on the mesh of these.
+          expansion: how rows get to their devices, and the meshes of these.
           learning_rate: of consumed samples.
-          state: abstract state.
+          state: abstract state, on the mesh of the first of these stages.
           stages: the stages that will run, in order.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
           memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
@@ -102,7 +106,7 @@ class Programs(Ahead):
         """
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
-        self._eval_rows = eval_rows
+        self._eval_rows, self._mesh = eval_rows, mesh_of(state)
         options = compiler_options(expansion.mesh.devices.flat[0].platform)
         super().__init__(options, memory_limit, say, on_failure)
         for stage in stages:
@@ -115,7 +119,12 @@ class Programs(Ahead):
         The list of stages may grow while the run goes on: call it in the main thread, on every
         process after the same step. Stages that are the same share their programs.
         """
-        name, mesh = f"stage {stage.index} (batch {stage.global_batch_size})", self._expansion.mesh
+        name = f"stage {stage.index} (batch {stage.global_batch_size})"
+        before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
+        if mesh != before:
+            move = functools.partial(moving.lower, on_mesh(self._arrays, before), mesh)
+            self.announce((before, mesh), f"the move of each array to {shown(mesh)}", mesh, move)
+        self._mesh = mesh
         self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
         if self._eval_rows:  # an evaluation may come before the next stage
             key, spec = self._evaluation(stage)
@@ -135,6 +144,29 @@ class Programs(Ahead):
             self.add(stage)
         return self.get(stage.spec)
 
+    def follow(self, held: HeldState, stage: Stage) -> float:
+        """Moves a state to the mesh of a stage, where that is another one, and says so.
+
+        Returns:
+          The seconds spent waiting for the programs that move it.
+
+        Raises:
+          StepError: they do not compile.
+        """
+        before, mesh = mesh_of(held.arrays), self._expansion.mesh_of(stage.spec)
+        if mesh == before:
+            return 0.0
+        compiled, waited = self.get((before, mesh))
+        begin = time.perf_counter()
+        jax.block_until_ready(held.arrays)  # a step that still runs is no part of it
+        moving.move(held.arrays, self._arrays, compiled)
+        size = bytes_per_device(held.arrays) / GIB
+        self._say(
+            f"mesh     stage {stage.index}: the state moved to {shown(mesh)}, {size:.3g} GiB a "
+            f"device in {time.perf_counter() - begin:.2g} s"
+        )
+        return waited
+
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
         return self.get(self._evaluation(stage))
@@ -151,7 +183,8 @@ class Programs(Ahead):
             return jax.tree.leaves(state), metrics
 
         batch = self._expansion.abstract_batch(spec)
-        return jax.jit(step, donate_argnums=0).lower(self._arrays, batch)
+        arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
+        return jax.jit(step, donate_argnums=0).lower(arrays, batch)
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
         recipe = self._recipe.of(spec)
@@ -161,5 +194,6 @@ class Programs(Ahead):
             return eval_step(model, sums, self._expansion.gather(batch), objective=objective)
 
         sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(objective.shown)
-        model = self._structure.unflatten(self._arrays).model
+        arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
+        model = self._structure.unflatten(arrays).model
         return jax.jit(evaluate).lower(model, sums, self._expansion.abstract_batch(spec))

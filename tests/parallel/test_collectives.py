@@ -6,6 +6,7 @@ import jax
 import pytest
 from conftest import make_config
 
+from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
@@ -19,5 +20,6 @@ def test_one_device_sends_nothing(devices):
     ramp = RampupBatchManager(config.batch, devices)
     rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[0].spec
     spec = spec.of_size(2, 4 * devices)
-    text = lower_step(config.recipe, rate, spec, jax.devices()[:devices]).as_text()
+    mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:devices])
+    text = lower_step(config.recipe, rate, spec, mesh).as_text()
     assert bool(re.search(SENDS, text)) == (devices > 1)

@@ -49,7 +49,8 @@ def test_compilers_take_the_step_of_pairs(topology):
     config = resolve(config, len(there.devices), there.slices, 1)
     ramp = RampupBatchManager(config.batch, 4, fields=config.data.fields)
     rate = LearningRate.of(config.learning_rate, ramp)
-    lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, there.devices, there.platforms)
+    mesh = mesh_lib.make_mesh(config.mesh, there.devices)
+    lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, mesh, there.platforms)
     compiled = lowered.compile(compiler_options(there.devices[0].platform) | there.options)
     assert compiled.memory_analysis().output_size_in_bytes > 0
 

@@ -226,7 +226,7 @@ def test_a_plan_knows_what_muon_keeps():
 
     def planned(name):
         config = make_config(*CONSTANT, f"opt_type={name}")
-        ramp = RampupBatchManager(config.batch, meshes=lambda devices: config.mesh)
+        ramp = RampupBatchManager(config.batch, meshes=lambda devices, sample: config.mesh)
         return config, estimate(config.recipe, ramp.stages[0].spec)["optimizer"]
 
     config, adamw = planned("adamw")

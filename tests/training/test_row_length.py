@@ -14,6 +14,7 @@ import pytest
 from conftest import BASE, TINY, batch_of, environment, make_config, make_mesh, run
 from forked import run_forked
 from jax.sharding import NamedSharding
+from jobs import KILLED
 
 from maxramp.data import pieces
 from maxramp.data.row import PADDING, Row
@@ -102,19 +103,6 @@ PHASES = {
 }
 EXACT = ("stage", "global_batch_size", "row_length", "consumed_samples", "consumed_tokens")
 EXACT += ("target_tokens", "loss", "grad_norm", "learning_rate", "batch_fingerprint")
-# Ends a process as SIGKILL does, where step {at} would be handed to the devices.
-KILLED = """
-import os, signal, sys
-from maxramp import train
-from maxramp.processes.ending import end_process
-of_step = train.Pretrainer.step
-def step(self, number, *rest):
-    if number == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return of_step(self, number, *rest)
-train.Pretrainer.step = step
-end_process(train.main(sys.argv[2:]))
-"""
 
 
 def given(folder, cache_dir, *more):

@@ -1,0 +1,228 @@
+"""Phases with meshes of their own: the state moves, and the run is that of one mesh."""
+
+import importlib.util
+import itertools
+import json
+import signal
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import BASE, TINY, environment, make_config, run
+from forked import run_forked
+from jax.sharding import NamedSharding
+from jobs import KILLED, finish, start
+
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.data.order import Share
+from maxramp.data.relay import Expansion
+from maxramp.errors import EXIT_STAGE_END, ConfigError
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.sharding import EMBEDDING_VD, REPLICATED, HEADS_IN_DHh
+from maxramp.planning import machine
+from maxramp.planning.plan import estimate, make_plan
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+from maxramp.training import moving
+from maxramp.training.device_memory import compiled_bytes
+from maxramp.training.programs import compiler_options
+from maxramp.training.state import abstract_state
+
+SAMPLES = ("global_batch_size=16", "phases_unit=samples", "total_samples=4000")
+OTHER = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+def in_phase(threshold, keys):
+    return [f"phases.{threshold}.{name}={value}" for name, value in keys.items()]
+
+
+def stages_of(config):
+    return RampupBatchManager(config.batch, 8).stages
+
+
+def test_arrays_move_one_after_another():
+    first = mesh_lib.make_mesh(make_config().mesh)
+    second = mesh_lib.reshaped(first, make_config(*(f"{n}={x}" for n, x in OTHER.items())).mesh)
+    specs = {(64, 32): EMBEDDING_VD, (32, 8, 4): HEADS_IN_DHh, (): REPLICATED}
+    shapes, random = [*specs, (64, 32)], np.random.default_rng(0)
+    wanted = [random.random(shape).astype(np.float32) for shape in shapes]
+    arrays = [jax.device_put(x, NamedSharding(first, specs[x.shape])) for x in wanted]
+    before = [*arrays]
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]
+    with jax.set_mesh(second):
+        lowered = moving.lower(abstract, second)
+    assert len(lowered) == 3  # two arrays are alike
+    moving.move(arrays, abstract, jax.tree.map(lambda x: x.compile(), lowered))
+    for x, y in zip(wanted, arrays, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert y.sharding == NamedSharding(second, specs[y.shape])
+    assert all(x.is_deleted() for x in before)
+    # A device has an eighth of each and then a quarter. While the last moves, it has a quarter of
+    # all, and its eighth of that.
+    size = 4 * (64 * 32 // 4 + 32 * 8 * 4 // 4 + 1 + 64 * 32 // 4)
+    assert moving.peak_bytes(before, arrays) == size + 4 * 64 * 32 // 8
+
+
+def test_a_state_lies_by_the_same_specs_on_every_mesh():
+    """So the programs of every stage are lowered for the shapes of the first one's state."""
+    config = make_config(*SAMPLES, "opt_type=muon", "phases.320.ici_tensor_parallelism=2")
+    first, second = (mesh_lib.abstract_mesh(s.spec.mesh.sizes) for s in stages_of(config))
+    here, there = (abstract_state(config.recipe, mesh) for mesh in (first, second))
+    assert jax.tree.leaves(mesh_lib.on_mesh(here, second)) == jax.tree.leaves(there)
+    assert jax.tree.structure(here) == jax.tree.structure(there)
+
+
+def test_the_rows_of_a_process_follow_the_mesh():
+    """The second of two processes has the last four of eight devices: half of the rows."""
+    config = make_config(
+        *SAMPLES, *in_phase(320, OTHER), "phases.640={ici_fsdp_parallelism: 1, row_length: 8}",
+        "phases.640.ici_tensor_parallelism=4",
+    )  # fmt: skip
+    expansion, share = Expansion(mesh_lib.make_mesh(config.mesh), 1), Share(np.arange(4, 8)[None])
+    for stage in stages_of(config):
+        assert share.rows(stage.spec) == [*range(stage.spec.rows // 2, stage.spec.rows)]
+        batch = expansion.abstract_batch(stage.spec)
+        assert dict(batch.tokens.sharding.mesh.shape) == stage.spec.mesh.sizes
+
+
+def test_phases_get_their_sizes_and_evaluations_rows_for_every_mesh():
+    config = make_config(
+        *SAMPLES,
+        "per_device_batch_size=0.25",
+        "eval_per_device_batch_size=0",
+        "ici_tensor_parallelism=4",
+        "phases.320={ici_tensor_parallelism: 2, row_length: 8}",
+        "phases.640.global_batch_size=32",
+        "phases.960={ici_tensor_parallelism: 1, ici_fsdp_parallelism: 8}",
+    )
+    assert config.values["phases"] == {
+        "320": {"ici_tensor_parallelism": 2, "row_length": 8, "ici_fsdp_parallelism": 4},
+        "640": {"global_batch_size": 32},
+        "960": {"ici_tensor_parallelism": 1, "ici_fsdp_parallelism": 8},
+    }
+    assert resolve(config, 8, 1, 1).values == config.values
+    sizes = [(s.spec.mesh.sizes["fsdp"], s.spec.mesh.sizes["tensor"]) for s in stages_of(config)]
+    assert sizes == [(2, 4), (4, 2), (4, 2), (8, 1)]
+    assert config.evaluation.eval_per_device_batch_size == 1
+
+
+def test_a_plan_says_what_a_move_takes():
+    config = make_config(*SAMPLES, "devices_per_node=8", *in_phase(320, OTHER))
+    first, second = make_plan(config)["stages"]
+    assert (first["move_gib"], second["mesh"]["tensor"]) == (None, 2)
+    before, after = (
+        sum(estimate(config.recipe, stage.spec)[name] for name in ("weights", "optimizer"))
+        for stage in stages_of(config)
+    )
+    assert before < after < second["move_gib"] < before + after
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            ("phases.320.ici_tensor_parallelism=3",),
+            "phases.320: ici_data_parallelism=1 x ici_pipeline_parallelism=1 x "
+            "ici_fsdp_parallelism=-1 x ici_tensor_parallelism=3 makes no mesh of 8",
+        ),
+        (
+            ("phases.320.ici_tensor_parallelism=4", "base_num_kv_heads=2"),
+            "phases.320: base_num_kv_heads=2 does not divide over the tensor axis of 4 devices",
+        ),
+        (
+            ("phases.320.ici_data_parallelism=-1",),
+            "phases.320: ici_fsdp_parallelism=-1 and ici_data_parallelism=-1: one -1",
+        ),
+        (
+            ("phases.320.ici_pipeline_parallelism=2",),
+            "phases.320.ici_pipeline_parallelism=2: no phase can change it, as other stages hold",
+        ),
+        (("phases.320.dcn_data_parallelism=2",), "no phase can change it, as the state moves"),
+        (
+            ("program=grpo", "phases.320.ici_tensor_parallelism=2"),
+            "phases.320.ici_tensor_parallelism=2: grpo writes answers and trains on one mesh",
+        ),
+    ],
+)
+def test_refused_in_one_line(given, named):
+    with pytest.raises(ConfigError) as caught:
+        make_config(*SAMPLES, *given)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_slices_whose_devices_would_change_their_order_are_refused():
+    keys = ("phases.320.ici_tensor_parallelism=2", "dcn_data_parallelism=1")
+    loaded = load([BASE, *TINY, *SAMPLES, *keys, "dcn_fsdp_parallelism=2"])
+    with pytest.raises(ConfigError, match=r"phases.320: ici_fsdp_parallelism=2 .*dcn_fsdp_par"):
+        resolve(loaded, 8, 2, 1)
+    loaded = load([BASE, *TINY, *SAMPLES, keys[0], "dcn_data_parallelism=2"])
+    assert resolve(loaded, 8, 2, 1).values["phases"]["320"]["ici_fsdp_parallelism"] == 2
+
+
+PHASES = {"64": {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}}
+
+
+def given(folder, cache_dir, *more):
+    keys = [*TINY, *SAMPLES, "total_samples=128", "eval_interval=4", "eval_steps=1"]
+    keys += ["run_name=r", f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"]
+    keys += ["per_device_batch_size=4", f"phases={json.dumps(PHASES)}", *more]
+    merged = dict(key.split("=", 1) for key in keys)
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def compare(folder, wanted):
+    """Every step and evaluation is there once, on the same rows, with the same loss."""
+    found = read_records(folder / "r" / "metrics.jsonl")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours.get("batch_fingerprint") == theirs.get("batch_fingerprint")
+        for name in {"loss", "eval_loss", "grad_norm"} & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
+    """Killed before, at and after the change; ended there, in two processes."""
+    done = run(*given(tmp_path / "one", cache_dir, "phases={}"), devices=4)
+    assert done.returncode == 0, done.stderr
+    wanted = read_records(tmp_path / "one" / "r" / "metrics.jsonl")
+    assert len(wanted) == 10
+
+    killed = given(tmp_path / "killed", cache_dir, "checkpoint_period=1")
+    for at in (3, 4, 5):
+        line = [sys.executable, "-c", KILLED, str(at), *killed]
+        assert run_forked(line, environment(4)).returncode == -signal.SIGKILL
+    done = run(*killed, devices=4)
+    assert done.returncode == 0, done.stderr
+    assert "(mesh fsdp 2 x tensor 2)" in done.stdout  # where it goes on
+    compare(tmp_path / "killed", wanted)
+
+    keys = given(tmp_path / "both", cache_dir, "stop_at_stage_end=True")
+    for status in (EXIT_STAGE_END, 0):
+        job = finish(start([sys.executable, "-m", "maxramp.train", *keys], 2, 2, [tmp_path] * 2))
+        assert [of_process[2] for of_process in job] == [status] * 2, job
+    compare(tmp_path / "both", wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "plugin"), [("v5p-16", "libtpu"), ("h100:1x8", "jax_cuda13_plugin")]
+)
+def test_compilers_take_the_moves(topology, plugin):
+    """Of a state of Muon's, from sharded to copied and back."""
+    if importlib.util.find_spec(plugin) is None:
+        pytest.skip(f"needs {plugin}")
+    keys = ("opt_type=muon", *in_phase(320, OTHER), "phases.640={ici_data_parallelism: 4}")
+    config = make_config(*SAMPLES, *keys, "phases.640.ici_tensor_parallelism=1")
+    there = machine.find(config.replace(compile_topology=topology).planning)
+    meshes = [mesh_lib.make_mesh(config.mesh, there.devices)]
+    meshes += (mesh_lib.reshaped(meshes[0], s.spec.mesh) for s in stages_of(config)[1:])
+    options = compiler_options(there.devices[0].platform) | there.options
+    for before, after in itertools.pairwise([*meshes, meshes[0]]):
+        arrays = jax.tree.leaves(abstract_state(config.recipe, before))
+        with jax.sharding.use_abstract_mesh(after.abstract_mesh):
+            lowered = moving.lower(arrays, after, there.platforms)
+        for program in lowered.values():
+            assert compiled_bytes(program.compile(options or None)) > 0
