@@ -442,7 +442,7 @@ def taken_up(schedule: str, position: Checkpoint | None) -> Span:
         "steps=50",
         devices=1,
     )
-    return take_up(config.batch, config.checkpoints, 1, config.batch.mesh_on, 0.0, position)
+    return take_up(config.batch, config.checkpoints, 1, config.batch.mesh_at, 0.0, position)
 
 
 def test_what_is_said_of_a_change_is_what_will_be():
@@ -490,10 +490,10 @@ def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp
     line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
     config = make_config(*line, "per_device_batch_size=2", devices=1)
     job = functools.partial(take_up, config.batch, config.checkpoints)
-    saved = [stage.to_json() for stage in job(1, lambda devices: True, 0.0).ramp.stages]
+    saved = [stage.to_json() for stage in job(1, lambda devices, sample: True, 0.0).ramp.stages]
     for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
         at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
-        assert job(devices, lambda devices: True, 0.0, at).last_step == end
+        assert job(devices, lambda devices, sample: True, 0.0, at).last_step == end
 
     given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
     given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
