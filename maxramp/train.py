@@ -48,6 +48,7 @@ from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
+from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import Fields, text_fields
 from maxramp.rl import first_weights
@@ -79,12 +80,15 @@ def _run(begun: Start) -> int:
     """Opens the data and the run's folder, and trains from where it stands."""
     config = begun.config
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
-    corpus = open_rows(config.data, config.reading, expansion.reads, begun.watchdog.beat)
+    phases, beat = config.batch.changing(MIXTURE), begun.watchdog.beat
+    later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
+    corpus = open_rows(config.data, config.reading, expansion.reads, beat, later)
     begun.watchdog.beat()
     fields = functools.partial(text_fields, separate=corpus.packed)
     if config.data.use_dpo:
         fields = config.data.fields
-    job = begun.open_run(corpus.hash, fields, functools.partial(_settled, corpus, fields))
+    settled = functools.partial(_settled, corpus, fields)
+    job = begun.open_run(corpus.hash, fields, settled, corpus.changes)
     if not job.has_steps:
         return job.end()
     if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
@@ -114,7 +118,7 @@ def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> C
         config = first_weights.settled(config, folder)
     if not config.batch.is_open:
         return config
-    rows = len(RunRows(corpus.train, config.data.num_epoch, None))
+    rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
     ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
     return config.replace(total_samples=ramp.samples_before(ramp.step_at_sample(rows)))
 

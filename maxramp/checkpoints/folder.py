@@ -57,6 +57,8 @@ class Checkpoint:
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
+    # of the mixtures after the first that it has seen: first row; name, weight, hash of each part
+    mixtures: list[Any] = dataclasses.field(default_factory=list)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 

@@ -1,6 +1,7 @@
 """What a start of a run takes up: its schedule, and the history that it must fit."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def changes_since(
     allow_changed: Sequence[str],
     corpus_hash: str,
     versions: Mapping[str, str],
+    mixtures: Sequence[Any] = (),
 ) -> str:
     """What a start changes against the checkpoint that it goes on from.
 
@@ -54,6 +56,7 @@ def changes_since(
       allow_changed: the keys that may differ although they decide what the run has seen.
       corpus_hash: of today's data.
       versions: of today's packages.
+      mixtures: of today's data, after the first (`Corpus.changes`); those to come may differ.
 
     Returns:
       The changed keys and versions in one line; "" if nothing changed.
@@ -66,6 +69,10 @@ def changes_since(
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
     if checkpoint.corpus_hash != corpus_hash:
         refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
+    today = seen(mixtures, checkpoint.consumed_samples)
+    for before, now in itertools.zip_longest(checkpoint.mixtures, today):
+        if before != now:
+            refused.setdefault(_CORPUS, (_mixture(before), _mixture(now)))
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
@@ -79,6 +86,19 @@ def changes_since(
         if checkpoint.versions.get(name, version) != version
     }
     return _listed(pairs)
+
+
+def seen(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
+    """Those mixtures of which a run has consumed samples."""
+    return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
+
+
+def _mixture(mixture: list[Any] | None) -> str:
+    if mixture is None:
+        return "the mixture before"
+    first, parts = mixture
+    shown = ", ".join(f"{name} {weight:g} (hash {digest})" for name, weight, digest in parts)
+    return f"{shown} from sample {first} on"
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:

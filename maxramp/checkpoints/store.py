@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.parameters import load_parameters
-from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.resume import changes_since, seen
 from maxramp.errors import ConfigError, PeerLostError, TrainingError
 from maxramp.files.place import Place, is_near, place
 from maxramp.model.adapters import has_adapters, without
@@ -185,6 +185,7 @@ class Checkpoints(Saves):
         corpus_hash: str,
         values: Mapping[str, Any],
         warn: Callable[[str], None],
+        mixtures: Sequence[Any] = (),
     ):
         """
         Args:
@@ -193,9 +194,10 @@ class Checkpoints(Saves):
           corpus_hash: what identifies the data.
           values: of all keys, resolved; every checkpoint keeps them.
           warn: takes a line about what went wrong and is no reason to stop.
+          mixtures: of the data, after the first (`Corpus.changes`).
         """
         super().__init__(folder.absolute(), keys, warn)
-        self._corpus_hash, self._values = corpus_hash, values
+        self._corpus_hash, self._values, self._mixtures = corpus_hash, values, list(mixtures)
         self.best = Best(keys.checkpoint_best, self._folder, corpus_hash)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
@@ -249,7 +251,8 @@ class Checkpoints(Saves):
     def changes_since(self, checkpoint: Checkpoint) -> str:
         """What this start changes against a checkpoint, as `resume.changes_since`."""
         allowed = self._keys.allow_changed
-        return changes_since(checkpoint, self._values, allowed, self._corpus_hash, versions())
+        today = self._corpus_hash, versions(), self._mixtures
+        return changes_since(checkpoint, self._values, allowed, *today)
 
     def first_state(
         self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
@@ -364,6 +367,7 @@ class Checkpoints(Saves):
             config=dict(self._values),
             versions=versions(),
             reference=self.reference,
+            mixtures=seen(self._mixtures, consumed_samples),
             evaluation={name: x for name, x in evaluation.items() if math.isfinite(x)},
         )
         self.begin(step, self._writer(checkpoint, state, prepare))

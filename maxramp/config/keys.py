@@ -24,7 +24,7 @@ from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.phases import MESH_KEYS
+from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
 from maxramp.training.keys import (
@@ -406,18 +406,11 @@ def _of_all(config: "Config") -> Relations:
             f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
             "as a whole; leave it out (-1)",
         )
-    given = (
-        f"{phase}.{name}={value}"
-        for phase in config.batch.in_phases
-        for name, value in phase.given.items()
-        if name in MESH_KEYS
-    )
-    if mesh := next(given, ""):
-        yield (
-            config.run.program == "grpo",
-            f"{mesh}: grpo writes answers and trains on one mesh; leave it out, or give it for the "
-            "whole run",
-        )
+    fixed = dict.fromkeys((MIXTURE,), "use_dpo=True") if config.data.use_dpo else {}
+    fixed |= dict.fromkeys((*MESH_KEYS, MIXTURE), "grpo") if config.run.program == "grpo" else {}
+    for name, reader in fixed.items():
+        given = [f"{phase}.{name}" for phase in config.batch.changing(name)]
+        yield given, f"{''.join(given[:1])}: {reader} takes one for the whole run; leave it out"
     yield (
         -1 != steps < rate.learning_rate_schedule_steps,
         f"learning_rate_schedule_steps={rate.learning_rate_schedule_steps} exceeds steps={steps}; "

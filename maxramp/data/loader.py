@@ -36,7 +36,7 @@ class Loader:
     ):
         """Starts to read; a ConfigError says that the run needs more rows than there are."""
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
-        rows = RunRows(corpus.train, data.num_epoch, seed)
+        rows = RunRows(corpus.train, data.num_epoch, seed, corpus.later)
         self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
         self._check_enough()
         self._rows, self._reading, self._ramp = rows, reading, ramp
@@ -139,8 +139,12 @@ def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBat
         needed = max(needed, keys.samples_of_run + beyond)
     if needed <= there:
         return
-    once, part = rows.length(1)
-    epochs = next(n for n in itertools.count(-(-needed // once)) if rows.length(n)[0] >= needed)
+    once, _ = rows.length(1)
+    part = rows.length(num_epoch)[1]
+    least = 1 if corpus.later else -(-needed // once)
+    epochs = next(n for n in itertools.count(least) if rows.length(n)[0] >= needed)
+    has = f"{once} x num_epoch={num_epoch} = {there}"
+    has = f"{there} with num_epoch={num_epoch}" if corpus.later else has
     length, most, why = f"steps={ramp.total_steps}", f"steps={ramp.step_at_sample(there)}", ""
     if keys.rampup_policy == "noise":
         name, row = "total_samples", 1
@@ -150,8 +154,7 @@ def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBat
         why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
     most = f", or at most {most}" if there > beyond else ""
     raise ConfigError(
-        f"{length} takes {needed} rows{why}, but the data has {once} x num_epoch={num_epoch} = "
-        f"{there}"
+        f"{length} takes {needed} rows{why}, but the data has {has}"
         + (f", after which {part} is used up" if len(corpus.train) > 1 else "")
         + f"; use num_epoch={epochs}{most}"
     )

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -125,8 +126,13 @@ class _Entry:
         return self.kind not in ("prepared", "megatron") and not are_rows
 
 
-def open_mixture(keys: DataKeys) -> Corpus:
+def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpus:
     """Opens the corpus of dataset_type=grain or hf.
+
+    Args:
+      keys: what it is.
+      later: (first row, grain_train_files) of the mixtures after the first. A part is the same in
+        all that name it. Nothing is held out of parts that the first does not have.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say.
@@ -134,6 +140,14 @@ def open_mixture(keys: DataKeys) -> Corpus:
     files, splits = ("grain_train_files", "grain_eval_files"), ("train_split", "hf_eval_split")
     names = files if keys.dataset_type == "grain" else splits
     train = _find(keys, names[0], getattr(keys, names[0]))
+    first, mixtures = len(train), []
+    for row, value in later:
+        there = _find(keys, names[0], value)
+        known = {entry.name for entry in train}
+        train += (dataclasses.replace(x, weight=0.0) for x in there if x.name not in known)
+        mixtures.append((row, {entry.name: entry.weight for entry in there}))
+        _check_names(names[0], there)
+    _check_names(names[0], train if later else ())
     sets = {name: (f"eval_sets.{name}", of) for name, of in sorted(keys.eval_sets.items())}
     if alone := getattr(keys, names[1]):
         sets = {"": (names[1], alone)}
@@ -159,8 +173,9 @@ def open_mixture(keys: DataKeys) -> Corpus:
     cuts, others = [len(x) for x in items[: len(train)]], iter(items[len(train) :])
     held_out = {name: list(itertools.islice(others, len(of))) for name, of in evaluated.items()}
     if not held_out:  # the end of every part
-        cuts = [count - round(count * keys.eval_fraction) for count in cuts]
-        held_out = {"": [x[cut:] for x, cut in zip(items, cuts, strict=True)]}
+        ends = [round(count * keys.eval_fraction) for count in cuts[:first]]
+        cuts = [n - end for n, end in itertools.zip_longest(cuts, ends, fillvalue=0)]
+        held_out = {"": [x[cut:] for x, cut in zip(items, cuts[:first], strict=False)]}
     held_out = tuple(Part(name, 1.0, Chain(of)) for name, of in held_out.items())
     noun = "documents" if documents else "rows"
     if keys.reads_chats:
@@ -179,23 +194,44 @@ def open_mixture(keys: DataKeys) -> Corpus:
         )
     in_sets = f" in {', '.join(sorted(keys.eval_sets))}" if keys.eval_sets else ""
     parts = [
-        Part(entry.name, entry.weight, x[:cut])
-        for entry, x, cut in zip(train, items, cuts, strict=False)
+        Part(entry.name, entry.weight, x[:cut], digest if later else "")
+        for entry, x, cut, digest in zip(train, items, cuts, hashes, strict=False)
     ]
-    total = sum(part.weight for part in parts)
-    shares = [f"{part.name} {part.weight / total:.3g}" for part in parts]
+    shares = _shares({part.name: part.weight for part in parts[:first]})
+    changes = "".join(f"; from row {row} on {_shares(of)}" for row, of in mixtures)
     unused = "" if tokenizer or is_used or not keys.tokenizer_path else keys.tokenizer_path
-    weighted = [(entry.weight, digest) for entry, digest in zip(train, hashes, strict=False)]
-    hashed = [keys.max_target_length, cuts, weighted, list(hashes[len(train) :])]
+    # Of the first mixture: a run keeps what it has seen of the others (`Corpus.changes`).
+    weighted = [(of.weight, digest) for of, digest in zip(train[:first], hashes, strict=False)]
+    hashed = [keys.max_target_length, cuts[:first], weighted, list(hashes[len(train) :])]
     return Corpus(
         tuple(parts),
         held_out,
-        f"{', '.join(shares) if len(parts) > 1 else parts[0].name}: {count} {noun} to train on and "
-        f"{held_count} held out{in_sets}"
+        f"{shares}{changes}: {count} {noun} to train on and {held_count} held out{in_sets}"
         + (f"; tokenizer_path={unused} is not used, the files hold tokens" if unused else ""),
         hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest(),
         documents,
         any(getattr(x, "separate", False) for x in items),
+        tuple((row, [of.get(part.name, 0.0) for part in parts]) for row, of in mixtures),
+    )
+
+
+def _shares(weights: dict[str, float]) -> str:
+    """The parts of a mixture with their shares, in a line."""
+    total = sum(weights.values())
+    shown = [f"{name} {weight / total:.3g}" for name, weight in weights.items()]
+    return ", ".join(shown) if len(shown) > 1 else next(iter(weights))
+
+
+def _check_names(key: str, entries: Sequence[_Entry]) -> None:
+    """Refuses two entries of one name, by which a part is known where the mixture changes."""
+    names = [entry.name for entry in entries]
+    refuse(
+        (
+            names.count(name) > 1,
+            f"{key}: {name} stands there twice, and where phases change the mixture a part goes on "
+            "by its name; give it once, with the sum of its weights",
+        )
+        for name in names
     )
 
 

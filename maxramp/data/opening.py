@@ -34,15 +34,15 @@ _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
 
 
-def open_corpus(keys: DataKeys) -> Corpus:
-    """Opens the rows or documents that the keys name.
+def open_corpus(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpus:
+    """Opens the rows or documents that the keys name; `later` as of `open_mixture`.
 
     Raises:
       ConfigError: files that are missing, torn, empty or of another kind than the keys say, or too
         short for one row.
     """
     if keys.dataset_type != "synthetic":
-        return open_texts(keys) if keys.dataset_type == "text" else open_mixture(keys)
+        return open_texts(keys) if keys.dataset_type == "text" else open_mixture(keys, later)
     seed, vocab_size, length = keys.data_shuffle_seed, keys.vocab_size, keys.max_target_length
     unused = f"; tokenizer_path={keys.tokenizer_path} is not used" if keys.tokenizer_path else ""
     return Corpus(
@@ -54,7 +54,11 @@ def open_corpus(keys: DataKeys) -> Corpus:
 
 
 def open_rows(
-    data: DataKeys, reading: ReadingKeys, reads: bool, beat: Callable[[], None] = lambda: None
+    data: DataKeys,
+    reading: ReadingKeys,
+    reads: bool,
+    beat: Callable[[], None] = lambda: None,
+    later: Sequence[tuple[int, str]] = (),
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
 
@@ -66,12 +70,13 @@ def open_rows(
       reading: how to read ahead in that pass.
       reads: whether this process opens the data. The others get rows with a number only.
       beat: called on every process whenever more of the documents' lengths are to be counted.
+      later: (first row, grain_train_files) of the phases that change the mixture.
 
     Raises:
       ConfigError: on every process, what is wrong on one of them.
       TrainingError: the same for a document that could not be read.
     """
-    corpus = raise_everywhere(lambda: open_corpus(data) if reads else None)
+    corpus = raise_everywhere(lambda: open_corpus(data, later) if reads else None)
     summaries = all_gather_json(corpus.summary if corpus else None)
     read = {process: other for process, other in enumerate(summaries) if other is not None}
     for process, other in read.items():

@@ -13,13 +13,15 @@ Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them 
 reads.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -70,6 +72,14 @@ class Interleaving:
         part = self._picks[place]
         return part, period * self._shares[part] + self._ranks[place]
 
+    def count(self, items: int) -> list[int]:
+        """How many of the first `items` of the mixture come from each part."""
+        periods, rest = divmod(items, len(self._picks))
+        return [
+            periods * share + bisect.bisect_left(places, rest)
+            for share, places in zip(self._shares, self._places, strict=True)
+        ]
+
     def length(self, available: Sequence[int]) -> tuple[int, int]:
         """Items of the mixture until a part with so many is used up, and which part that is."""
         ends = []
@@ -101,30 +111,70 @@ def _seed_of_shuffle(seed: int, part: int, epoch: int) -> int:
     return digest(seed, part, epoch) ^ digest(0, 0, 0)
 
 
+class _Stretch(NamedTuple):
+    """Rows of the run in which one mixture holds; its parts go on where they were."""
+
+    first: int  # row
+    parts: list[int]  # those of the mixture
+    mixture: Interleaving  # of these
+    used: list[int]  # rows of all parts, before the first of these rows
+
+
 class RunRows:
     """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions."""
 
-    def __init__(self, parts: Sequence[Any], num_epoch: int, seed: int | None):
-        """Each part, with `name`, `weight` and `items`, is used `num_epoch` times at most.
-
-        `seed` is that of the order; None = in the order of the data.
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        num_epoch: int,
+        seed: int | None,
+        later: Sequence[tuple[int, Sequence[float]]] = (),
+    ):
+        """
+        Args:
+          parts: with `name`, `weight` and `items`; each is used `num_epoch` times at most.
+          num_epoch: see there.
+          seed: of the order; None = in the order of the data.
+          later: other weights of the parts, each from a row on; 0 = the part has no rows there.
         """
         self._parts, self._seed = parts, seed
-        self._mixture = Interleaving([part.weight for part in parts])
+        self._stretches: list[_Stretch] = []
+        used = [0] * len(parts)
+        for first, weights in [(0, [part.weight for part in parts]), *later]:
+            if self._stretches:
+                used = self._used_before(first)
+            there = [number for number, weight in enumerate(weights) if weight]
+            mixture = Interleaving([weights[number] for number in there])
+            self._stretches.append(_Stretch(first, there, mixture, used))
         self._length, _ = self.length(num_epoch)
+
+    def _used_before(self, row: int) -> list[int]:
+        """How many of the rows before one come from each part."""
+        last = self._stretches[-1]
+        used = [*last.used]
+        for part, count in zip(last.parts, last.mixture.count(row - last.first), strict=True):
+            used[part] += count
+        return used
 
     def length(self, num_epoch: int) -> tuple[int, str]:
         """Rows until a part was used so often, and the name of that part."""
-        available = [len(part.items) * num_epoch for part in self._parts]
-        length, part = self._mixture.length(available)
-        return length, self._parts[part].name
+        ends = [stretch.first for stretch in self._stretches[1:]] + [math.inf]
+        for stretch, end in zip(self._stretches, ends, strict=True):
+            left = [len(self._parts[p].items) * num_epoch - stretch.used[p] for p in stretch.parts]
+            length, part = stretch.mixture.length(left)
+            if stretch.first + length < end:
+                break
+        return stretch.first + length, self._parts[stretch.parts[part]].name
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, row: int) -> Row:
-        part, index = self._mixture.locate(row)
-        items = self._parts[part].items
+        first = operator.attrgetter("first")
+        stretch = self._stretches[bisect.bisect_right(self._stretches, row, key=first) - 1]
+        there, index = stretch.mixture.locate(row - stretch.first)
+        part = stretch.parts[there]
+        index, items = index + stretch.used[part], self._parts[part].items
         epoch, place = divmod(index, len(items))
         if self._seed is not None:
             seed = _seed_of_shuffle(self._seed, part, epoch)

@@ -163,6 +163,12 @@ class Part:
     name: str
     weight: float
     items: Sequence[Any]
+    hash: str = ""  # of these items, where the mixture may change
+
+    @property
+    def summary(self) -> list[Any]:
+        """What there is but the items, and how many of these."""
+        return [self.name, self.weight, len(self.items), self.hash]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,20 +186,30 @@ class Corpus:
     hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
     packed: bool = False  # rows say where documents begin, which do not see each other
+    # (first row, weight of each part of `train`) of the mixtures after the first
+    later: Sequence[tuple[int, Sequence[float]]] = ()
 
     @property
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""
         return vars(self) | {
-            name: [[part.name, part.weight, len(part.items)] for part in getattr(self, name)]
-            for name in ("train", "held_out")
+            name: [part.summary for part in getattr(self, name)] for name in ("train", "held_out")
         }
+
+    @property
+    def changes(self) -> list[list[Any]]:
+        """Of the mixtures after the first, as JSON: first row, and name, weight and hash of each
+        part that they have."""
+        return [
+            [first, [[p.name, w, p.hash] for p, w in zip(self.train, weights, strict=True) if w]]
+            for first, weights in self.later
+        ]
 
     @classmethod
     def from_summary(cls, summary: dict[str, Any]) -> "Corpus":
         """The corpus of a process that reads nothing: its items have a length and no tokens."""
         parts = {
-            which: tuple(Part(name, weight, range(n)) for name, weight, n in summary[which])
+            which: tuple(Part(of[0], of[1], range(of[2]), of[3]) for of in summary[which])
             for which in ("train", "held_out")
         }
         return cls(**summary | parts)

@@ -7,6 +7,7 @@ gives it the run's folder and says where the run stands.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -103,6 +104,7 @@ class Start:
         data_hash: str,
         fields: Fields,
         settled: Callable[[Config, Place], Config] = lambda config, folder: config,
+        mixtures: Sequence[Any] = (),
     ) -> "Job":
         """Opens the run's folder, and finds where the run stands.
 
@@ -110,6 +112,7 @@ class Start:
           data_hash: what identifies the data.
           fields: the arrays of a batch.
           settled: the configuration with what the run's folder decides about it.
+          mixtures: of the data, after the first (`Corpus.changes`).
 
         Raises:
           ConfigError: the folder cannot be taken, or what it holds does not suit the keys.
@@ -120,7 +123,7 @@ class Start:
         config = settled(self.config, output.folder)
         there = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
-            Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn)
+            Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn, mixtures)
         )
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()

@@ -30,6 +30,7 @@ from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
 from maxramp.measuring.noise import KINDS, blocks_of, student
 from maxramp.rampup.numbers import parse_count
+from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import as_json, read_records
 from maxramp.training.learning_rate import LearningRate
@@ -37,7 +38,7 @@ from maxramp.training.learning_rate import LearningRate
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
 # Keys of a phase that a branch trains with.
-_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size")
+_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size", *MESH_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +199,11 @@ class Experiment:
 
     def _of_branch(self, size: int) -> dict[str, Any]:
         """The keys that make a branch of the run's own configuration, as it is at its phase."""
-        of_phase = self._config.batch.phase_at(self._first).values
+        batch = self._config.batch
+        of_phase = batch.phase_at(self._first).values
         return {name: of_phase[name] for name in _OF_PASSES if name in of_phase} | {
-            "phases": {},
+            # The same rows, whose mixture may have changed.
+            "phases": {p.name: {MIXTURE: p.given[MIXTURE]} for p in batch.changing(MIXTURE)},
             "base_output_directory": self._folder,
             "run_name": size,
             "load_full_state_path": self._position.path,

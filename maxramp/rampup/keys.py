@@ -168,6 +168,10 @@ class BatchKeys(CurveKeys, ShapeKeys):
         """These keys with the values that hold from the threshold at `sample` on."""
         return self.phase_at(sample).keys
 
+    def changing(self, name: str) -> list[phases.Phase[Self]]:
+        """The phases that give a key."""
+        return [phase for phase in self.in_phases if name in phase.given]
+
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
         """The mesh on so many devices from the threshold at `sample` on; None if they make none."""
         return self.at(sample).mesh_on(num_devices)

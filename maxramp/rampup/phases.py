@@ -25,6 +25,7 @@ KeysT = TypeVar("KeysT")
 # What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
 # them.
 MESH_KEYS = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+MIXTURE = "grain_train_files"
 KEYS = (
     "global_batch_size",
     "global_batch_tokens",
@@ -36,6 +37,7 @@ KEYS = (
     "learning_rate",
     "warmup_steps_fraction",
     *MESH_KEYS,
+    MIXTURE,
 )
 # Why it cannot change others that ask for it.
 _REFUSED = {

@@ -142,7 +142,7 @@ def test_a_plan_says_what_a_move_takes():
         (("phases.320.dcn_data_parallelism=2",), "no phase can change it, as the state moves"),
         (
             ("program=grpo", "phases.320.ici_tensor_parallelism=2"),
-            "phases.320.ici_tensor_parallelism=2: grpo writes answers and trains on one mesh",
+            "phases.320.ici_tensor_parallelism: grpo takes one for the whole run; leave it out",
         ),
     ],
 )

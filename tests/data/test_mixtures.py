@@ -1,0 +1,208 @@
+"""Mixtures that change in phases: each part goes on where it was."""
+
+import itertools
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, environment, make_config, run
+from forked import run_forked
+from jobs import KILLED, finish, start
+
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.resume import changes_since
+from maxramp.data.opening import open_rows
+from maxramp.data.order import Interleaving, RunRows
+from maxramp.data.rows import Corpus, Part
+from maxramp.errors import EXIT_STAGE_END, ConfigError
+from maxramp.rampup.phases import MIXTURE
+from maxramp.run.metrics import read_records
+
+WEIGHTS = (0.5, 0.3, 0.2)
+LATER = [(137, (0.1, 0.9, 0.0)), (300, (0.0, 1.0, 2.0)), (301, (0.3, 0.3, 0.4))]
+SIZES = (97, 210, 151)
+
+
+def rows_of(seed, later=LATER, num_epoch=3):
+    parts = [
+        Part(name, weight, range(1000 * n, 1000 * n + size))
+        for n, (name, weight, size) in enumerate(zip("abc", WEIGHTS, SIZES, strict=True))
+    ]
+    return RunRows(parts, num_epoch, seed, later)
+
+
+def test_a_mixture_counts_what_it_gave():
+    mixture = Interleaving(WEIGHTS)
+    picks = [mixture.locate(n)[0] for n in range(60)]
+    for n in range(60):
+        assert mixture.count(n) == [picks[:n].count(part) for part in range(3)]
+
+
+def test_parts_go_on_where_they_were():
+    """Nothing repeats and nothing is skipped, in order and shuffled; and shares are exact to within
+    a row in each phase."""
+    rows, shuffled = rows_of(None), rows_of(7)
+    assert len(rows) == len(shuffled)
+    read, mixed = np.array([[of[r] for r in range(len(of))] for of in (rows, shuffled)])
+    np.testing.assert_array_equal(read // 1000, mixed // 1000)
+    for part, size in enumerate(SIZES):
+        taken = read[read // 1000 == part] % 1000
+        np.testing.assert_array_equal(taken, np.arange(len(taken)) % size)
+        of_shuffled = mixed[mixed // 1000 == part] % 1000
+        for epoch in range(len(taken) // size):
+            whole = of_shuffled[epoch * size : (epoch + 1) * size]
+            assert sorted(whole) == list(range(size))
+    bounds = [0, *(first for first, _ in LATER), len(rows)]
+    for weights, (begin, end) in zip(
+        (WEIGHTS, *(of for _, of in LATER)), itertools.pairwise(bounds), strict=True
+    ):
+        for part, weight in enumerate(weights):
+            count = np.cumsum(read[begin:end] // 1000 == part)
+            wanted = weight / sum(weights) * np.arange(1, end - begin + 1)
+            assert np.abs(count - wanted).max() < 1
+
+
+def test_the_part_that_is_used_up_is_named():
+    """What is left of each part is counted from what the phases before took of it."""
+    rows = rows_of(None, [(50, (1.0, 0.0, 0.0))], num_epoch=1)
+    assert rows.length(1) == (50 + 97 - 25, "a")
+    assert rows.length(2) == (50 + 2 * 97 - 25, "a")
+    assert rows_of(None, [(5000, (1.0, 0.0, 0.0))], num_epoch=1).length(1)[1] == "a"
+
+
+def test_phases_to_come_change_no_row_before_them():
+    rows, other = rows_of(3), rows_of(3, [LATER[0], (222, (1.0, 0.0, 0.0))])
+    assert [rows[r] for r in range(222)] == [other[r] for r in range(222)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """JSON lines of three folders, of other letters each."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, letters in {"web": "abcdef", "code": "ghijkl", "math": "mnopqr"}.items():
+        lines = (json.dumps({"text": f"{letter}{n}" * 9}) + "\n" for letter in letters
+                 for n in range(40))  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def mixture(files, **weights):
+    return ";".join(f"{files}/{name}.jsonl,{weight}" for name, weight in weights.items())
+
+
+def keys_of(files, *more):
+    first = mixture(files, web=0.7, code=0.3)
+    phases = {"40": {"grain_train_files": mixture(files, code=1, math=2)}}
+    phases["80"] = {"grain_train_files": mixture(files, web=1, math=1), "global_batch_size": 4}
+    keys = [*TINY, "dataset_type=grain", f"grain_train_files={first}", "global_batch_size=8"]
+    keys += ["per_device_batch_size=4", "phases_unit=samples", f"phases={json.dumps(phases)}"]
+    keys += ["total_samples=120", "eval_interval=5", "eval_steps=1", *more]
+    merged = dict(key.split("=", 1) for key in keys)
+    return [f"{name}={value}" for name, value in merged.items()]
+
+
+def opened(files, *more):
+    config = make_config(*keys_of(files, *more))
+    phases = config.batch.changing(MIXTURE)
+    later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
+    return open_rows(config.data, config.reading, True, later=later), config
+
+
+def test_a_part_is_known_by_its_name(files):
+    corpus, config = opened(files)
+    assert [part.name.rsplit("/")[-1] for part in corpus.train] == [
+        "web.jsonl",
+        "code.jsonl",
+        "math.jsonl",
+    ]
+    assert corpus.later == ((40, [0.0, 1.0, 2.0]), (80, [1.0, 0.0, 1.0]))
+    assert "; from row 40 on " in corpus.description and "math.jsonl 0.667" in corpus.description
+    unread = Corpus.from_summary(json.loads(json.dumps(corpus.summary)))
+    assert unread.changes == corpus.changes
+    alone = opened(files, "phases={}")[0]
+    assert alone.hash == corpus.hash and not alone.changes
+    held_out = [[len(part.items) for part in of.held_out] for of in (corpus, alone)]
+    assert held_out[0] == held_out[1]  # nothing of a part that comes later
+
+    def saved(consumed):
+        seen = [list(of) for of in corpus.changes if of[0] < consumed]
+        of = {"corpus_hash": corpus.hash, "config": {}, "versions": {}, "mixtures": seen}
+        return Checkpoint("checkpoints/5", 5, consumed, [], **of)
+
+    def check(consumed, *more, allowed=()):
+        now, _ = opened(files, *more)
+        return changes_since(saved(consumed), {}, allowed, now.hash, {}, now.changes)
+
+    assert check(40, "phases={}") == check(120) == ""
+    free = {"grain_train_files": mixture(files, code=1, math=2)}
+    assert check(80, f"phases={json.dumps({'40': free, '90': free})}") == ""
+    with pytest.raises(ConfigError, match="(?s)math.jsonl 2 .* from sample 40 on.*mixture before"):
+        check(41, "phases={}")
+    other = json.dumps({"40": {"grain_train_files": mixture(files, code=1, math=3)}})
+    with pytest.raises(ConfigError, match="math.jsonl 2 .*math.jsonl 3 .*allow_changed=.corpus"):
+        check(41, f"phases={other}")
+    assert check(41, f"phases={other}", allowed=["corpus"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("phases.40.grain_train_files=a,0",), 'the entry "a,0" has the weight "0"'),
+        (("phases.40.grain_train_files=nowhere*",), "grain_train_files: nowhere*: no such file"),
+        (("phases.40.grain_train_files={web},1;{web},2",), "web.jsonl stands there twice"),
+        (
+            ("dataset_type=text", "grain_train_files=", "phases.40.grain_train_files=a",
+             "eval_interval=-1", "phases.80={{}}"),
+            "phases.40: grain_train_files=a goes with dataset_type=grain, not text",
+        ),
+        (
+            ("program=grpo", "phases.80={{}}"),
+            "phases.40.grain_train_files: grpo takes one for the whole run",
+        ),
+    ],
+)  # fmt: skip
+def test_refused_in_one_line(files, given, named):
+    with pytest.raises(ConfigError) as caught:
+        opened(files, *(key.format(web=f"{files}/web.jsonl") for key in given))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def losses(folder):
+    records = read_records(folder / "r" / "metrics.jsonl")
+    return [(r["step"], r.get("loss", r.get("eval_loss")), r.get("batch_fingerprint"))
+            for r in records]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_restarts_around_the_changes(files, tmp_path, cache_dir):
+    """Killed at a change, in two processes, and with other phases to come; a part that is used up
+    and one that was seen and changed are refused."""
+
+    def given(name, *more):
+        base = (f"base_output_directory={tmp_path / name}", f"jax_cache_dir={cache_dir}")
+        return [BASE, *keys_of(files, "run_name=r", *base, *more)]
+
+    done = run(*given("whole"))
+    assert done.returncode == 0, done.stderr
+    wanted = losses(tmp_path / "whole")
+    for at in (5, 6, 10):
+        line = [sys.executable, "-c", KILLED, str(at), *given("killed", "checkpoint_period=1")]
+        assert run_forked(line, environment()).returncode == -signal.SIGKILL
+    assert run(*given("killed")).returncode == 0
+    assert losses(tmp_path / "killed") == wanted
+
+    command = [sys.executable, "-m", "maxramp.train", *given("both", "stop_at_stage_end=True")]
+    command += ["per_device_batch_size=2"]
+    for status in (EXIT_STAGE_END, EXIT_STAGE_END, 0):
+        job = finish(start(command, 2, 1, [tmp_path] * 2))
+        assert [of_process[2] for of_process in job] == [status] * 2, job
+    found = losses(tmp_path / "both")
+    assert [(step, rows) for step, _, rows in found] == [(step, rows) for step, _, rows in wanted]
+
+    refused = run(*given("killed", "total_samples=160", "phases={}"))
+    assert refused.returncode == 2 and "which would change what the run has seen" in refused.stderr
+    short = run(*given("short", "total_samples=2400"))
+    assert short.returncode == 2 and short.stderr.count("\n") == 1
+    assert "is used up; use num_epoch=" in short.stderr
