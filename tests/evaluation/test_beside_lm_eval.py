@@ -73,10 +73,7 @@ def compare(found, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize(
     ("kind", "begins", "options"),
-    [
-        ("llama3.1", True, {}),
-        ("mistral", False, {"num_fewshot": 1, "apply_chat_template": True}),
-    ],
+    [("llama3.1", True, {}), ("mistral", False, {"num_fewshot": 1, "apply_chat_template": True})],
 )
 def test_small_models(kind, begins, options, tmp_path):
     model, tasks = write_model(tmp_path / "model", kind, begins), write_tasks(tmp_path / "tasks")
