@@ -2,6 +2,7 @@
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=value ...]
+python -m maxramp.prepare CHATS... --output DIR use_sft=true tokenizer_path=FOLDER [key=value ...]
 python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_documents=False]
 python -m maxramp.prepare --inspect CHATS use_sft=true tokenizer_path=FOLDER/tokenizer.json
 """
@@ -36,12 +37,13 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from maxramp.commandline import OneLineParser, command, count
 from maxramp.config.load import list_keys, load
 from maxramp.data import mixture, preparation, shards
+from maxramp.data.chats.chats import open_encoder
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
-from maxramp.keys.base import CONFIGS
+from maxramp.keys.base import CONFIGS, base
 from maxramp.keys.section import is_address, refuse
 
 KEYS = (
@@ -54,6 +56,8 @@ KEYS = (
     "hf_path",
     "hf_name",
     "train_split",
+    # Of chats; which of them fit into a row is for the run to say.
+    *(field.name for field in dataclasses.fields(ChatKeys) if field.name != "long_chats"),
 )
 INSPECTION_KEYS = (
     *("max_target_length", "separate_documents", "tokenizer_path", "grain_file_type"),
@@ -97,7 +101,8 @@ def main(arguments: list[str]) -> int:
             # Imports jax, which a preparation does not.
             from maxramp.run.inspection import inspect, inspect_chats
 
-            (inspect_chats if keys.use_sft else inspect)(given.inspect, keys)
+            of_files = keys.reads_chats and not prepared.is_prepared(given.inspect)
+            (inspect_chats if of_files else inspect)(given.inspect, keys)
         else:
             _check(given, names or [text for text in keys if text.startswith("hf_path=")])
             prepare(given, names, _load_keys(keys, "preparing", KEYS))
@@ -129,11 +134,14 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
     from_hub = any(argument.startswith("hf_path=") for argument in arguments)
     source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
-    source += ["grain_packing_type=best_fit"]  # which chats have; nothing is packed here
+    # Which chats have, and pairs; nothing is packed here.
+    source += ["grain_packing_type=best_fit", "packing=False"]
     config = load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare")
     listed = f"{doing} takes only {', '.join(taken)}"
     refuse((text.partition("=")[0] not in taken, f"{text}: {listed}") for text in arguments)
-    return dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
+    found = dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
+    no_marks = {"add_bos": False, "add_eos": False}  # chats have their template's
+    return dataclasses.replace(found, **no_marks) if found.reads_chats else found
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
@@ -149,6 +157,9 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     tokenizer = preparation.open_tokenizer(given.train_bpe, keys, files)
     trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
     how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
+    encoder = open_encoder(tokenizer, keys) if keys.reads_chats else None
+    how += f" {encoder.made_by}" if encoder else ""
+    refuse([(encoder and given.deduplicate, "--deduplicate compares documents, not chats")])
     with shards.sole_writer(output) as folder:
         size = max(1, int(given.shard_megabytes * 1e6))
         planned = shards.plan(files, how, size, given.deduplicate)
@@ -178,7 +189,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 )
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
-            work = shards.Preparation(folder, tokenizer, given.deduplicate, planned)
+            work = shards.Preparation(folder, tokenizer, given.deduplicate, planned, encoder)
             there, size = len(work.finished()), sum(shard.size for shard in planned)
             _say(
                 f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(planned):,} "
@@ -187,8 +198,8 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
             with _progress(size) as show:
                 manifest = preparation.make(work, given.workers, given.max_bad_records, show)
     _say(
-        f"done       {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
-        f"{time.perf_counter() - start:.1f}s (hash {manifest['hash']})"
+        f"done       {prepared.contents(manifest)} in {time.perf_counter() - start:.1f}s (hash "
+        f"{manifest['hash']})"
     )
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
@@ -196,12 +207,16 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     ):
         if left_out := manifest.get(kind, 0):
             _say(f"left out   {count(left_out, what)}{see}")
-    entry = mixture.entry_of("--output", str(output))
-    _say(
-        f"train      python -m maxramp.train configs/base.yml "
-        f"run_name={shlex.quote(output.resolve().name)} dataset_type=grain "
-        f"grain_train_files={shlex.quote(entry)} vocab_size={prepared.vocab_size_for(manifest)}"
-    )
+    entry = shlex.quote(mixture.entry_of("--output", str(output)))
+    name = shlex.quote(output.resolve().name)
+    config = f"configs/base.yml run_name={name} dataset_type=grain"
+    sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"
+    if encoder:
+        config = f"configs/post_train/{'dpo' if keys.use_dpo else 'sft'}.yml run_name={name}"
+        own = {field.name: getattr(keys, field.name) for field in dataclasses.fields(ChatKeys)}
+        own = [f"{n}={x}" for n, x in own.items() if n[:4] != "use_" and x != base()[n]]
+        sizes = shlex.join(["load_parameters_path=MODEL", *own])
+    _say(f"train      python -m maxramp.train {config} grain_train_files={entry} {sizes}")
 
 
 @contextlib.contextmanager

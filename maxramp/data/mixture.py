@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.chats.chats import Chats, Pairs, open_template
-from maxramp.data.chats.template import ChatTemplate
+from maxramp.data.chats.chats import ChatEncoder, Chats, open_encoder
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import WHOLE, RecordFile
@@ -122,8 +121,15 @@ class _Entry:
     @property
     def documents(self) -> bool:
         """Whether it holds documents, and not rows or a stream of tokens."""
+        if self.kind == "prepared":
+            return self.are_chats
         are_rows = self.kind == "arrayrecord" and self.files[0].tokens
-        return self.kind not in ("prepared", "megatron") and not are_rows
+        return self.kind != "megatron" and not are_rows
+
+    @property
+    def are_chats(self) -> bool:
+        """Whether it is of prepared sets of chats."""
+        return any("chats" in manifest for manifest in self.sets.values())
 
 
 def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpus:
@@ -153,6 +159,7 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
         sets = {"": (names[1], alone)}
     evaluated = {name: _find(keys, *of) for name, of in sets.items()}
     entries = [*train, *itertools.chain(*evaluated.values())]
+    _check_chats(keys, entries)
     kinds = {entry.documents: entry.name for entry in entries}
     if len(kinds) > 1:
         raise ConfigError(
@@ -162,13 +169,8 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
     (documents,) = kinds
     is_used = _check_sets(keys, entries)
     tokenizer = _open_tokenizer(keys) if documents and keys.tokenize_train_data else None
-    if keys.reads_chats and not documents:
-        raise ConfigError(
-            f"{keys.reads_chats} reads chats, and {entries[0].name} holds rows or tokens; give "
-            "files of JSON lines or Parquet"
-        )
-    chats = open_template(tokenizer, keys) if keys.reads_chats else None
-    opened = (_open(keys, entry, tokenizer, chats) for entry in entries)
+    encoder = open_encoder(tokenizer, keys) if keys.reads_chats else None
+    opened = (_open(keys, entry, tokenizer, encoder) for entry in entries)
     items, hashes = zip(*opened, strict=True)
     cuts, others = [len(x) for x in items[: len(train)]], iter(items[len(train) :])
     held_out = {name: list(itertools.islice(others, len(of))) for name, of in evaluated.items()}
@@ -256,16 +258,17 @@ def _find(keys: DataKeys, name: str, value: str) -> list[_Entry]:
 
 
 def _open(
-    keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None, chats: ChatTemplate | None
+    keys: DataKeys, entry: _Entry, tokenizer: Tokenizer | None, encoder: ChatEncoder | None
 ) -> tuple[Any, str]:
     """The items of an entry, and their hash."""
     files, length, size = entry.files, keys.max_target_length, keys.vocab_size
     if not entry.sets:
         for file in files:
             file.check()
-    if chats:
-        of_records = Pairs if keys.use_dpo else Chats
-        items = of_records(files, tokenizer, chats, keys, length)
+    if encoder:
+        for folder, manifest in entry.sets.items():
+            _check_made_by(folder, manifest["chats"]["made_by"], encoder.made_by)
+        items = Chats(files, encoder, length, keys.long_chats == "cut")
     elif tokenizer:
         items = Documents(files, tokenizer)
     elif entry.documents or entry.kind == "arrayrecord":
@@ -279,18 +282,46 @@ def _open(
             f"{entry.name} has not one row of max_target_length + 1 = {length + 1} tokens; give "
             "more data or shorter rows"
         )
+    made_by = f" {encoder.made_by['template']} {keys.long_chats}" if encoder else ""
     if entry.sets:
-        return items, "+".join(manifest["hash"] for manifest in entry.sets.values())
+        return items, "+".join(manifest["hash"] for manifest in entry.sets.values()) + made_by
     # Of the count, the bytes and evenly spaced items: reading terabytes would take hours.
     text = f"{len(items)} {sum(file.num_bytes for file in files)}"
-    text += f" {chats.hash}" if chats else ""
-    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{text}{made_by}".encode(), digest_size=8)
     for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
         item = items[int(index)]
         digest.update(f"{len(item.tokens)} ".encode() + item.tokens.tobytes())
         if item.is_target is not None:
             digest.update(item.is_target.tobytes())
     return items, digest.hexdigest()
+
+
+def _check_chats(keys: DataKeys, entries: list[_Entry]) -> None:
+    """Refuses entries without chats where chats are read, and prepared chats where they are not."""
+    for entry in entries:
+        if keys.reads_chats and not entry.documents:
+            raise ConfigError(
+                f"{keys.reads_chats} reads chats, and {entry.name} holds rows or tokens; give "
+                "files of JSON lines or Parquet, or prepare those with the same key"
+            )
+        if entry.are_chats and not keys.reads_chats:
+            raise ConfigError(f"{entry.name} is a prepared set of chats; give use_sft=True")
+
+
+def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuses a prepared set of chats that other keys made than those of the run."""
+    for name, value in there.items():
+        if value == here[name]:
+            continue
+        if name == "template":
+            raise ConfigError(
+                f"{folder} was prepared with another chat_template, or another date or switches "
+                f"of it (hash {value}, not {here[name]}); give those, or prepare the chats again"
+            )
+        raise ConfigError(
+            f"{name}={here[name]}: {folder} was prepared with {name}={value}; give that, or "
+            "prepare the chats again"
+        )
 
 
 def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:

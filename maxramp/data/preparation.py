@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import mixture, tokenizers
+from maxramp.data.chats.chats import fitted
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import MegatronWriter
-from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.files.records import WHOLE, BadRecord, Record, RecordFile
 from maxramp.data.hub import HubSet
 from maxramp.data.keys import DataKeys
+from maxramp.data.rows import MARKED, UNANSWERED
 from maxramp.data.shards import Preparation, Shard, publish, source_of
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
@@ -139,6 +142,12 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
         storage.write_whole(work.made / LIST, lines.encode())
         manifest["bad_records"] = len(bad)
+    if work.encoder:
+        noted = (MARKED, UNANSWERED, "targets")
+        left_out = {name: sum(shard.pop(name) for shard in shards) for name in noted}
+        targets = left_out.pop("targets")
+        made_by = work.encoder.made_by
+        manifest["chats"] = {"made_by": made_by, "targets": targets, "left_out": left_out}
     if work.deduplicate:
         manifest["duplicates"] = repeated
     storage.write_whole(work.made / prepared.NAME, json.dumps(manifest, indent=1).encode())
@@ -209,16 +218,31 @@ def _count(documents: int, tokens: int, size: int, bad: int = 0) -> int:
 
 def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
     """Makes a shard without those of its good documents, by their numbers, that are left out."""
-    digest, bad = 0, []
-    with MegatronWriter(str(_job.made / shard.name), np.dtype(_job.dtype)) as writer:
-        with contextlib.closing(_encode_ahead(_batches(shard, left_out, bad))) as encoded:
-            for documents, value in encoded:
-                if _counts[3]:
-                    return
-                writer.add(documents)
-                digest = prepared.join(digest, value, len(documents))
-                _count(len(documents), sum(map(len, documents)), 0)
+    digest, bad, noted = 0, [], collections.Counter()
+    path = str(_job.made / shard.name)
+    with contextlib.ExitStack() as closing:
+        writer = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype)))
+        beside = (
+            MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1")) if _job.encoder else None
+        )
+        if beside:
+            closing.enter_context(beside)
+        encoded = _encode_ahead(_batches(shard, left_out, bad))
+        closing.callback(encoded.close)
+        for batch, documents, value in encoded:
+            if _counts[3]:
+                return
+            writer.add(documents)
+            if beside:
+                beside.add([prepared.targets_of(chat) for chat in batch])
+                noted.update(fitted(chat, math.inf, cut=False).left_out for chat in batch)
+                noted["targets"] += sum(int(x.is_target.sum()) for x in batch if not x.left_out)
+            digest = prepared.join(digest, value, len(documents))
+            _count(len(documents), sum(map(len, documents)), 0)
         record = writer.finish()
+        if beside:
+            beside.finish()
+            record |= {name: noted[name] for name in (MARKED, UNANSWERED, "targets")}
     record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
     storage.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())
 
@@ -228,6 +252,7 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
     skipped, number = set(left_out.tolist()), -1
     for file, start, stop, size in shard.pieces:
         batch, held = [], 0
+        file = file.made(_job.encoder.encode) if _job.encoder else file
         for record in _read(file, start, stop):
             if isinstance(record, BadRecord):
                 # A line has its byte; its number would take a count.
@@ -239,7 +264,7 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
             if number in skipped:
                 continue
             batch.append(record)
-            held += len(record)
+            held += len(record.tokens if _job.encoder else record)
             if held >= _BATCH_SIZE or len(batch) >= _BATCH_COUNT:
                 yield batch
                 batch, held = [], 0
@@ -248,13 +273,17 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
         _count(0, 0, size)
 
 
-def _encode(batch: list[Record]) -> tuple[list[np.ndarray], int]:
-    """The tokens of documents, and their hash."""
+def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
+    """Documents, their tokens and a hash, of chats also of what are targets."""
+    if _job.encoder:
+        documents = [chat.tokens for chat in batch]
+        both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
+        return batch, documents, prepared.hash_documents(both)
     documents = _job.tokenizer.encode(batch) if _job.tokenizer else batch
-    return documents, prepared.hash_documents(documents)
+    return batch, documents, prepared.hash_documents(documents)
 
 
-def _encode_ahead(batches: Iterator[list[Record]]) -> Iterator[tuple[list[np.ndarray], int]]:
+def _encode_ahead(batches: Iterator[list[Any]]) -> Iterator[tuple]:
     """`_encode` of every batch, in order."""
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_threads) as pool:
@@ -317,6 +346,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     """
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
+    column = WHOLE if keys.reads_chats else column
     named = keys.hf_path, keys.hf_name, keys.train_split
     inputs: list[RecordFile] = [HubSet(*named, column, tokens)] if keys.hf_path else []
     for name in names:
@@ -325,6 +355,8 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
         files = [formats.READERS[kind](path, column, tokens) for path in paths]
         if kind == "megatron":
+            if keys.reads_chats:
+                raise ConfigError(f"INPUT: {name} holds tokens, and {keys.reads_chats} reads chats")
             for file in files:
                 file.check()
         inputs += files

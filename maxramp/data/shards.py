@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
@@ -51,6 +52,7 @@ class Preparation:
     tokenizer: Tokenizer | None  # None where the inputs hold tokens
     deduplicate: bool  # whether a document that an earlier one equals is left out
     shards: tuple[Shard, ...]
+    encoder: ChatEncoder | None = None  # of chats; None where the inputs hold documents
 
     @property
     def made(self) -> pathlib.Path:
@@ -81,7 +83,7 @@ class Preparation:
         done = self.finished()
         self.made.mkdir(exist_ok=True)
         for path in [*self.work.glob("shard-*"), *self.made.iterdir()]:  # SHARD.json first
-            if path.stem not in done:
+            if path.stem.removesuffix(prepared.TARGETS) not in done:
                 path.unlink()
 
 

@@ -265,7 +265,7 @@ def _of_documents(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bo
     if another:
         return of_keys
     source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
-    if keys.dataset_type == "grain":
+    if keys.dataset_type == "grain" and not keys.reads_chats:
         (source, _), *_ = mixture.parse("grain_train_files", keys.grain_train_files)
         try:
             form, paths = mixture.find("grain_train_files", source, keys.grain_file_type)

@@ -16,7 +16,7 @@ from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.opening import open_corpus
 from maxramp.data.row import PADDING
-from maxramp.data.rows import Chain, StreamRows
+from maxramp.data.rows import Chain, Document, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.rampup.spec import text_fields
 
@@ -43,10 +43,14 @@ def inspect(folder: str, keys: DataKeys) -> None:
     print(f"set        {folder} (hash {manifest['hash']})")
     print(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
     print(
-        f"holds      {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
+        f"holds      {prepared.contents(manifest)} "
         f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
     )
-    documents, length = Chain(files), keys.max_target_length
+    documents, length, console = Chain(files), keys.max_target_length, Console(highlight=False)
+    if "chats" in manifest:
+        for index in _spread(len(documents), _DOCUMENTS):
+            _show_chat(console, index, documents[index], tokenizer)
+        return
     for index in _spread(len(documents), _DOCUMENTS):
         ids = documents[index]
         print(f"document {index:,}, {len(ids):,} tokens: {_shown(ids, tokenizer)}")
@@ -55,7 +59,6 @@ def inspect(folder: str, keys: DataKeys) -> None:
     if len(rows):
         apart = "documents apart" if separate else "each one text"
         print(f"rows       {len(rows):,} of max_target_length={length}, {apart}")
-    console = Console(highlight=False)
     for number in _spread(len(rows), _ROWS):
         pieces = list(_pieces(stack([rows[number]], text_fields(length, separate)), tokenizer))
         print(f"row {number:,}, {count(len(pieces), 'document')}", flush=True)
@@ -80,16 +83,32 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
     (part, *_), console = corpus.train, Console(highlight=False)
     for index in _spread(len(part.items), _DOCUMENTS):
         document, (text, spans) = part.items[index], part.items.text(index)
-        targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
-        note = f"left out: {document.left_out}" if document.left_out else ""
-        note = note or f"{len(document.tokens)} tokens, {count(targets, 'target')}"
-        console.print(Text(f"chat {index:,}, {note}", "bold"))
+        console.print(Text(_described(index, document), "bold"))
         shown, at = Text(), 0
         for begin, end in spans:
             shown.append(text[at:begin])
             shown.append(f"[{text[begin:end]}]", "bold green")
             at = end
         console.print(shown.append(text[at:]), soft_wrap=True)
+
+
+def _described(index: int, document: Document) -> str:
+    targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
+    note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"
+    return f"chat {index:,}, {f'left out: {why}' if (why := document.left_out) else note}"
+
+
+def _show_chat(console: Console, index: int, document: Document, tokenizer: Tokenizer) -> None:
+    """Prints a prepared chat, its targets in brackets."""
+    console.print(Text(_described(index, document), "bold"))
+    if document.left_out:
+        return
+    is_target, shown = document.is_target, Text()
+    ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        text = tokenizer.decode(document.tokens[begin:end])
+        shown.append(*((f"[{text}]", "bold green") if is_target[begin] else (text,)))
+    console.print(shown, soft_wrap=True)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:

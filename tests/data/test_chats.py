@@ -85,7 +85,7 @@ def trained(folder, record, *arguments, template=""):
     items = chats_of(folder, [record], *arguments, template=template)
     text, spans = items.text(0)
     tokens, is_target, left_out, _ = items[0]
-    decode = items._tokenizer.decode
+    decode = items.encoder.tokenizer.decode
     if not left_out:
         assert decode(tokens) == text
         assert decode(tokens[is_target]) == "".join(text[a:b] for a, b in spans)

@@ -77,7 +77,7 @@ def test_a_row_is_a_pair(tmp_path):
     (part,) = corpus.train
     batch = stack([part.items[i] for i in range(4)], config.data.fields(127))
     assert len(part.items) == 4 and batch.reference_log_probs.shape == (4, 2)
-    decode = part.items._documents._tokenizer.decode
+    decode = part.items._documents.encoder.tokenizer.decode
     for row, record in enumerate(records[:4]):
         for segment, name in enumerate(("chosen", "rejected")):
             here = (batch.segments[row] == segment) & (batch.targets[row] >= 0)

@@ -2,7 +2,7 @@
 
 import bisect
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,62 +19,44 @@ from maxramp.files import storage
 from maxramp.keys.yamlfile import parse
 
 _NONE = np.empty(0, np.int32)
+# Keys that decide the tokens of a chat, and which are targets; besides them, its template does.
+MADE_BY = (
+    *("use_sft", "use_dpo", "sft_train_on_completion_only", "sft_train_on_last_answer_only"),
+    "chats_with_marks",
+)
 
 
-class Chats(Chain):
-    """Chats, made into text and tokens when they are asked for."""
+class ChatEncoder:
+    """Makes tokens of records, and says which of them are targets."""
 
-    def __init__(
-        self,
-        files: Sequence[RecordFile],
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        keys: ChatKeys,
-        length: int,
-    ):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, keys: ChatKeys):
         """
         Args:
-          files: whose records are whole.
           tokenizer: of type huggingface.
           template: the text of chats.
           keys: what is trained on, and what is left out.
-          length: tokens that a row predicts.
         """
-        super().__init__(files)
-        self._tokenizer, self._template, self._keys = tokenizer, template, keys
-        self._length = length
+        self.tokenizer, self._template, self._keys = tokenizer, template, keys
+        self.made_by = {name: getattr(keys, name) for name in MADE_BY} | {"template": template.hash}
 
-    def _item(self, number: int) -> Document:
-        file, record = self._find(number)
-        try:
-            return self._document(file[record])
-        except BadRecord as bad:
-            raise ConfigError(f"{file.where(record)}: {bad}") from None
-
-    def text(self, number: int) -> tuple[str, list[Span]]:
-        """The text of a chat, and what of it is trained on.
+    def encode(self, record: Mapping[str, Any]) -> Document:
+        """All tokens of a chat; which of them a row takes follows from its length (`fitted`).
 
         Raises:
-          ConfigError: its record is no chat.
+          BadRecord: the record is no chat, or the template refuses it.
         """
-        file, record = self._find(number)
-        try:
-            return self._trained(messages.read(file[record]))
-        except BadRecord as bad:
-            raise ConfigError(f"{file.where(record)}: {bad}") from None
-
-    def _document(self, record: Mapping[str, Any]) -> Document:
         chat = messages.read(record)
         if self._is_marked(chat):
             return Document(_NONE, left_out=MARKED)
-        ids, is_target = self._encoded(*self._trained(chat))
-        if len(ids) > self._length + 1:
-            if self._keys.long_chats == "leave_out":
-                return Document(_NONE, left_out=LONG)
-            ids, is_target = ids[: self._length + 1], is_target[: self._length + 1]
-        if not is_target[1:].any():
-            return Document(_NONE, left_out=UNANSWERED)
-        return Document(ids, is_target)
+        return Document(*self._encoded(*self._trained(chat)))
+
+    def text(self, record: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """The text of a chat, and what of it is trained on.
+
+        Raises:
+          BadRecord: the record is no chat, or the template refuses it.
+        """
+        return self._trained(messages.read(record))
 
     def _is_marked(self, chat: Chat) -> bool:
         """Whether a chat is left out because a mark is in its messages."""
@@ -90,7 +72,9 @@ class Chats(Chain):
 
     def _encoded(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a text, and which of them have a character in a span."""
-        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        if not len(ids):
+            raise BadRecord("the chat template makes no text of it; leave it out")
         return ids, _overlap(offsets, spans)
 
     def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
@@ -103,25 +87,100 @@ class Chats(Chain):
         return text, spans[-1:] if self._keys.sft_train_on_last_answer_only else spans
 
 
-class Pairs(Chats):
-    """Pairs of chats that differ in their last answer, its tokens the targets.
+class PairEncoder(ChatEncoder):
+    """Makes tokens of pairs of chats that differ in their last answer, its tokens the targets.
 
     A pair is one document: the chat with the chosen answer, and behind it that with the other one.
     """
 
-    def _document(self, record: Mapping[str, Any]) -> Document:
-        parts = []
-        for chat in messages.read_pair(record):
-            if self._is_marked(chat):
-                return Document(_NONE, left_out=MARKED)
-            text, spans = self._template.answers(chat)
-            parts.append(self._encoded(text, spans[-1:]))
+    def encode(self, record: Mapping[str, Any]) -> Document:
+        """All tokens of a pair, as those of a chat.
+
+        Raises:
+          BadRecord: the record is no pair, or the template refuses it.
+        """
+        chats = messages.read_pair(record)
+        if any([self._is_marked(chat) for chat in chats]):
+            return Document(_NONE, left_out=MARKED)
+        parts = [self._encoded(*self._trained(chat)) for chat in chats]
         ids, is_target = map(np.concatenate, zip(*parts, strict=True))
-        if len(ids) > self._length + 1:
-            return Document(_NONE, left_out=LONG)
-        if not all(of_answer[1:].any() for _, of_answer in parts):
-            return Document(_NONE, left_out=UNANSWERED)
         return Document(ids, is_target, begins=(0, len(parts[0][0])))
+
+    def text(self, record: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """The texts of both chats, a line between them, and their last answers.
+
+        Raises:
+          BadRecord: the record is no pair, or the template refuses it.
+        """
+        (chosen, of_chosen), (rejected, of_rejected) = map(
+            self._trained, messages.read_pair(record)
+        )
+        text = f"{chosen.rstrip()}\n"
+        shifted = [(len(text) + begin, len(text) + end) for begin, end in of_rejected]
+        return text + rejected, [*of_chosen, *shifted]
+
+    def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
+        text, spans = self._template.answers(chat)
+        return text, spans[-1:]
+
+
+class Chats(Chain):
+    """Chats, or pairs of them, as rows take them; made into tokens when they are asked for."""
+
+    def __init__(self, files: Sequence[RecordFile], encoder: ChatEncoder, length: int, cut: bool):
+        """
+        Args:
+          files: whose records are whole, or shards of a prepared set, whose records are encoded.
+          encoder: makes the tokens.
+          length: tokens that a row predicts.
+          cut: whether a longer chat keeps its beginning; else it is left out.
+        """
+        super().__init__(files)
+        self.encoder, self._length, self._cut = encoder, length, cut
+
+    def _item(self, number: int) -> Document:
+        return fitted(self._of(number, self.encoder.encode), self._length, self._cut)
+
+    def text(self, number: int) -> tuple[str, list[Span]]:
+        """The text of a chat, and what of it is trained on.
+
+        Raises:
+          ConfigError: its record is no chat.
+        """
+        return self._of(number, self.encoder.text)
+
+    def _of(self, number: int, make: Callable[[Any], Any]) -> Any:
+        file, record = self._find(number)
+        found = file[record]
+        try:
+            return found if isinstance(found, Document) else make(found)
+        except BadRecord as bad:
+            raise ConfigError(f"{file.where(record)}: {bad}") from None
+
+
+def fitted(document: Document, length: float, cut: bool) -> Document:
+    """What a row that predicts `length` tokens takes of a chat or a pair."""
+    tokens, is_target, left_out, begins = document
+    if left_out:
+        return document
+    if len(tokens) > length + 1:
+        if not cut:
+            return Document(_NONE, left_out=LONG)
+        tokens, is_target = tokens[: length + 1], is_target[: length + 1]
+    ends = (*begins[1:], len(tokens))
+    if not all(is_target[a + 1 : b].any() for a, b in zip(begins, ends, strict=True)):
+        return Document(_NONE, left_out=UNANSWERED)
+    return Document(tokens, is_target, begins=begins)
+
+
+def open_encoder(tokenizer: Tokenizer, keys: ChatKeys) -> ChatEncoder:
+    """What makes tokens of the chats or the pairs that the keys ask for.
+
+    Raises:
+      ConfigError: there is no template, or it is none.
+    """
+    encoder = PairEncoder if keys.use_dpo else ChatEncoder
+    return encoder(tokenizer, open_template(tokenizer, keys), keys)
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:

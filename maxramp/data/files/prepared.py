@@ -3,6 +3,11 @@
 manifest.json: format, version, source (a hash of the inputs and how they were read), tokenizer
 (null where the input was tokens), dtype, documents, tokens, max_token, hash (of all tokens and
 document lengths, in order), and for each shard its name, documents, tokens, max_token and hash.
+
+A set of chats has `chats` too: the keys and the hash of the template that made it (made_by), how
+many of its tokens are targets, and how many chats are left out, why. Beside the tokens of a shard
+are those of SHARD.targets, a byte for each token: 1 for a target, 2 where the second chat of a pair
+begins. A chat that is left out for the marks in its messages is an empty document.
 """
 
 import concurrent.futures
@@ -15,13 +20,46 @@ from typing import Any
 import numpy as np
 
 from maxramp.data.files.megatron import MegatronFile
+from maxramp.data.rows import MARKED, Document
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
 FORMAT, VERSION, NAME = "maxramp prepared tokens", 3, "manifest.json"
+TARGETS = ".targets"  # what the files beside a shard's tokens are called, behind its name
+_TARGET, _BEGINS = 1, 2
 
 _PRIME = 2**127 - 1
 _POINT = 0x1E3779B97F4A7C15F39CC0605CEDC834  # digits of the golden ratio
+
+
+class ChatShard:
+    """A shard of a set of chats; a record is a chat, or a pair."""
+
+    def __init__(self, tokens: MegatronFile, targets: MegatronFile):
+        self.path, self._tokens, self._targets = tokens.path, tokens, targets
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Document:
+        tokens, what = self._tokens[index], self._targets[index]
+        if not len(tokens):
+            return Document(tokens, left_out=MARKED)
+        begins = np.flatnonzero(what & _BEGINS).tolist()
+        return Document(tokens, (what & _TARGET).astype(bool), begins=(0, *begins))
+
+    def where(self, index: int) -> str:
+        """The file and the chat."""
+        return self._tokens.where(index)
+
+
+def targets_of(document: Document) -> np.ndarray:
+    """What is kept of a chat beside its tokens: int32 [tokens]."""
+    if document.left_out:
+        return np.empty(0, np.int32)
+    what = document.is_target.astype(np.int32) * _TARGET
+    what[list(document.begins[1:])] |= _BEGINS
+    return what
 
 
 def is_prepared(folder: str) -> bool:
@@ -72,13 +110,26 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return manifest
 
 
+def contents(manifest: dict[str, Any]) -> str:
+    """How much a set holds, for a person."""
+    documents, tokens = manifest["documents"], manifest["tokens"]
+    if not (chats := manifest.get("chats")):
+        return f"{documents:,} documents, {tokens:,} tokens"
+    left_out = [f"{count} {why}" for why, count in chats["left_out"].items() if count]
+    return (
+        f"{documents:,} {'pairs' if chats['made_by']['use_dpo'] else 'chats'}, {tokens:,} tokens, "
+        f"{chats['targets'] / tokens:.1%} of them targets"
+        + (f"; to be left out: {', '.join(left_out)}" if left_out else "")
+    )
+
+
 def vocab_size_for(manifest: dict[str, Any]) -> int:
     """The vocab_size to train on a set with: a multiple of 64."""
     tokenizer = manifest["tokenizer"]
     return -(-(tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1) // 64) * 64
 
 
-def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile]]:
+def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[ChatShard]]:
     """The manifest of a prepared set, and its files in order.
 
     Of each file only its size and its header are read.
@@ -87,10 +138,15 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile]]:
       ConfigError: it is no such set, or a file is missing, torn or of another dtype.
     """
     manifest = read_manifest(folder)
-    wanted_dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
 
-    def open_shard(shard: dict[str, Any]) -> MegatronFile:
-        path = posixpath.join(folder, shard["name"])
+    def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:
+        tokens = open_file(shard, shard["name"], manifest["dtype"])
+        if "chats" not in manifest:
+            return tokens
+        return ChatShard(tokens, open_file(shard, f"{shard['name']}{TARGETS}", "uint8"))
+
+    def open_file(shard: dict[str, Any], name: str, dtype: str) -> MegatronFile:
+        path, wanted_dtype = posixpath.join(folder, name), np.dtype(dtype).newbyteorder("<")
         file = MegatronFile(path)
         there = file.dtype, len(file), storage.size_of(file.data_path)
         wanted = wanted_dtype, shard["documents"], shard["tokens"] * wanted_dtype.itemsize

@@ -7,9 +7,10 @@ in order without an index; the pieces of a file cover it once.
 """
 
 import abc
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -42,6 +43,17 @@ class RecordFile(abc.ABC):
           tokens: whether it holds token ids, else text.
         """
         self.path, self.column, self.tokens = path, column, tokens
+        self._make: Callable[[Any], Any] = lambda record: record
+
+    def made(self, make: Callable[[Any], Any]) -> Self:
+        """The same file in this process, whose records are what `make` makes of whole ones.
+
+        Args:
+          make: of a record; raises BadRecord.
+        """
+        other = copy.copy(self)
+        other._make = make
+        return other
 
     @property
     def data_path(self) -> str:
@@ -112,7 +124,7 @@ class RecordFile(abc.ABC):
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is no record of several columns but {shown(value)}")
-            return value
+            return self._make(value)
         if self.tokens:
             try:
                 ids = np.asarray(value)

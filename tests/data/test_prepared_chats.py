@@ -1,0 +1,211 @@
+"""Prepared sets of chats and of pairs: the rows of a run are those of the JSON lines."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, run
+from jobs import start_until
+from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenizer
+
+from maxramp.data.files import prepared
+from maxramp.data.opening import open_corpus, open_rows
+from maxramp.errors import ConfigError
+from maxramp.run.metrics import read_records
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+
+LEAVE = "chats_with_marks=leave_out"
+
+
+def chats(count: int = 60) -> list[dict]:
+    """Chats of several lengths, with one that is long, one marked and one without an answer."""
+    random = np.random.default_rng(0)
+    records = [
+        {"prompt": "q" * int(n), "completion": f"{i} " + "a" * int(m)}
+        for i, (n, m) in enumerate(random.integers(1, 12, (count, 2)))
+    ]
+    records[7]["completion"] = "x" * 99
+    records[9] = {"messages": [{"role": "user", "content": "alone"}]}
+    records[11]["prompt"] = MARKS[0]
+    records[13]["messages"] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    return records
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tokenizer(tmp_path)
+    write_pairs(tmp_path / "chats.jsonl", chats())
+    write_pairs(tmp_path / "pairs.jsonl", pairs(20))
+    return tmp_path
+
+
+def prepare(folder, *arguments, reads="use_sft", source="chats.jsonl", to="set", status=0):
+    line = (str(folder / source), "--output", str(folder / to), f"{reads}=true")
+    done = run(*line, f"tokenizer_path={folder}", *arguments, module="prepare")
+    assert done.returncode == status, done.stderr
+    assert status == 0 or (done.stderr.count("\n") == 1 and done.stderr.startswith("error: "))
+    return done.stdout + done.stderr
+
+
+def keys(folder, source, *arguments, reads="use_sft"):
+    return (
+        *("dataset_type=grain", f"{reads}=True", f"tokenizer_path={folder}", "vocab_size=320"),
+        *("grain_packing_type=best_fit", f"packing={reads == 'use_sft'}", "max_target_length=64"),
+        *("enable_rampup_batch_size=False", f"grain_train_files={folder / source}", *arguments),
+    )
+
+
+def opened(folder, source, *arguments, reads="use_sft"):
+    config = make_config(*keys(folder, source, *arguments, reads=reads))
+    return open_rows(config.data, config.reading, True)
+
+
+def assert_same_rows(one, other):
+    for a, b in zip((*one.train, *one.held_out), (*other.train, *other.held_out), strict=True):
+        assert len(a.items) == len(b.items) > 0
+        for i in range(len(a.items)):
+            for x, y in zip(a.items[i], b.items[i], strict=True):
+                assert (x is None) == (y is None)
+                if x is not None:
+                    np.testing.assert_array_equal(x, y)
+                    assert x.dtype == y.dtype
+    ours, theirs = (corpus.description.partition(": ")[2] for corpus in (one, other))
+    assert ours == theirs  # every count
+
+
+def test_rows_are_those_of_the_lines(folder):
+    """Whatever its shards are, and what does not fit into a row; held out are the same chats."""
+    said = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "2")
+    manifest = json.loads((folder / "set" / "manifest.json").read_text())
+    assert len(manifest["shards"]) > 2 and manifest["documents"] == 60
+    out = "1 with marks in their messages, 1 without an answer to train on"
+    assert (
+        f"60 chats, {manifest['tokens']:,} tokens, " in said and f"to be left out: {out} in" in said
+    )
+    for more in ((), ("long_chats=cut", "packing=False")):
+        given = (LEAVE, "eval_fraction=0.2", *more)
+        assert_same_rows(opened(folder, "chats.jsonl", *given), opened(folder, "set", *given))
+    _, shards = prepared.open_set(str(folder / "set"))
+    documents = [shard[i] for shard in shards for i in range(len(shard))]
+    targets = sum(int(d.is_target.sum()) for d in documents if not d.left_out)
+    assert manifest["chats"]["targets"] == targets
+    mixed = opened(folder, "set", LEAVE, f"grain_train_files={folder}/set,1;{folder}/chats.jsonl,1")
+    assert len(mixed.train) == 2
+    cut = {opened(folder, "set", LEAVE, f"long_chats={how}").hash for how in ("leave_out", "cut")}
+    assert len(cut) == 2  # other rows, another hash
+
+
+@pytest.mark.slow
+def test_pairs(folder):
+    prepare(folder, reads="use_dpo", source="pairs.jsonl")
+    lines, of_set = (
+        opened(folder, source, "eval_fraction=0.2", reads="use_dpo")
+        for source in ("pairs.jsonl", "set")
+    )
+    assert_same_rows(lines, of_set)
+    assert "20 pairs" in prepare(folder, reads="use_dpo", source="pairs.jsonl")
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_one_line(folder):
+    prepare(folder, LEAVE)
+    prepare(folder, reads="use_dpo", source="pairs.jsonl", to="pairs")
+    text = run(str(folder / "chats.jsonl"), "--output", str(folder / "text"), module="prepare")
+    assert text.returncode == 2  # it has no text
+    (folder / "text.jsonl").write_text('{"text": "a document of some length"}\n' * 20)
+    text = run(str(folder / "text.jsonl"), "--output", str(folder / "text"), module="prepare")
+    assert text.returncode == 0, text.stderr
+    (folder / "other.jinja").write_text(TEMPLATE + " ")
+    for source, given, reads, parts in (
+        ("set", ["sft_train_on_last_answer_only=True", LEAVE], "use_sft", ["answer_only=False"]),
+        ("set", [], "use_sft", ["chats_with_marks=refuse", "with chats_with_marks=leave_out"]),
+        ("set", [LEAVE, f"chat_template={folder}/other.jinja"], "use_sft", ["another chat_templ"]),
+        ("set", [LEAVE, "chat_template_date=2026-02-01"], "use_sft", ["another chat_template"]),
+        ("set", ["use_sft=False", "tokenizer_path="], "use_sft", ["prepared set of chats", "use_"]),
+        ("set", [LEAVE], "use_dpo", ["was prepared with use_sft=True"]),
+        ("pairs", [], "use_sft", ["use_sft=True: ", "was prepared with use_sft=False"]),
+        ("text", [], "use_sft", ["use_sft=True reads chats", "holds rows or tokens"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            open_corpus(make_config(*keys(folder, source, *given, reads=reads)).data)
+        line = str(caught.value)
+        assert all(part in line for part in parts) and "\n" not in line, line
+    (folder / "set" / "shard-00000.targets.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"shard-00000.targets.bin and .idx hold .* torn"):
+        opened(folder, "set", LEAVE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        ([], "line 12: a message holds <|im_start|>"),
+        ([LEAVE, "long_chats=cut"], "long_chats=cut: preparing takes only"),
+        ([LEAVE, "--deduplicate"], "--deduplicate compares documents, not chats"),
+        ([LEAVE, "--train_bpe", "300"], "--train_bpe 300 trains a tokenizer, and the keys name"),
+    ],
+)
+def test_what_cannot_be_prepared(folder, given, part):
+    assert part in prepare(folder, *given, status=2)
+
+
+@pytest.mark.slow
+def test_chats_that_are_bad_are_listed_by_their_place(folder):
+    """As many as are allowed; the others are those of the lines."""
+    records = chats()
+    lines = [json.dumps(record) for record in records]
+    lines[3:3] = ["{", json.dumps({"text": "no chat"})]
+    (folder / "some.jsonl").write_text("\n".join(lines))
+    prepare(folder, LEAVE, source="some.jsonl", status=2)
+    prepare(folder, LEAVE, "--max_bad_records", "2", source="some.jsonl")
+    bad = [json.loads(x) for x in (folder / "set/bad_records.jsonl").read_text().splitlines()]
+    assert [one["byte"] for one in bad] == [sum(len(x) + 1 for x in lines[:n]) for n in (3, 4)]
+    assert "is no chat: it has text" in bad[1]["reason"]
+    assert_same_rows(opened(folder, "chats.jsonl", LEAVE), opened(folder, "set", LEAVE))
+
+
+@pytest.mark.slow
+def test_inspection(folder):
+    """Targets stand in brackets; what is left out says why."""
+    prepare(folder, LEAVE)
+    shown = run("--inspect", str(folder / "set"), module="prepare").stdout
+    assert "<|im_start|>assistant\n[0 a" in shown and "<|im_end|>]" in shown and "60 chats" in shown
+    lines = run(
+        *("--inspect", str(folder / "pairs.jsonl"), "use_dpo=true", f"tokenizer_path={folder}"),
+        module="prepare",
+    )
+    assert "[yes 0<|im_end|>]" in lines.stdout and "[no<|im_end|>]" in lines.stdout, lines.stderr
+
+
+@pytest.mark.slow
+def test_a_run_and_its_restart(folder, cache_dir):
+    """The batches of the lines, also after a kill."""
+    prepare(folder, LEAVE)
+    tiny = [key for key in TINY if not key.startswith(("vocab_size", "max_target"))]
+    line = (*tiny, LEAVE, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}")
+    line += ("per_device_batch_size=4", "steps=-1", "num_epoch=15", "checkpoint_period=5")
+    of_lines = run(BASE, *line, *keys(folder, "chats.jsonl"), "run_name=lines")
+    assert of_lines.returncode == 0, of_lines.stderr
+    line = (BASE, *line, *keys(folder, "set"), "run_name=own")
+    killed = start_until(12, folder / "own", signal.SIGKILL, *line)
+    assert killed.returncode == -signal.SIGKILL
+    of_set = run(*line)
+    assert of_set.returncode == 0, of_set.stderr
+    names = ("step", "loss", "batch_fingerprint")
+    one, other = (
+        [
+            tuple(r[n] for n in names)
+            for r in read_records(folder / name / "metrics.jsonl")
+            if "loss" in r
+        ]
+        for name in ("lines", "own")
+    )
+    assert one == other and len(one) > 20
