@@ -207,6 +207,8 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     ):
         if left_out := manifest.get(kind, 0):
             _say(f"left out   {count(left_out, what)}{see}")
+    for line in prepared.left_out(manifest):
+        _say(f"left out   {line}")
     entry = shlex.quote(mixture.entry_of("--output", str(output)))
     name = shlex.quote(output.resolve().name)
     config = f"configs/base.yml run_name={name} dataset_type=grain"

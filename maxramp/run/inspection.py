@@ -47,6 +47,8 @@ def inspect(folder: str, keys: DataKeys) -> None:
         f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
     )
     documents, length, console = Chain(files), keys.max_target_length, Console(highlight=False)
+    for line in prepared.left_out(manifest):
+        print(f"left out   {line}")
     if "chats" in manifest:
         for index in _spread(len(documents), _DOCUMENTS):
             _show_chat(console, index, documents[index], tokenizer)

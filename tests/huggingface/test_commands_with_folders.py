@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import BASE, run
+from preference_pairs import write_tokenizer
 from small_models import CONFIGS, write_folder
 
 from maxramp.checkpoints.parameters import check_parameters
@@ -174,3 +175,27 @@ def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
     assert again.returncode == 0 and exported.is_dir()
     longer = run(*[key.replace("steps=4", "steps=6") for key in command], devices=devices)
     assert longer.returncode == 0 and (tmp_path / "r" / "exported" / "6").is_dir()
+
+
+@pytest.mark.slow
+def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
+    """The template's text, and greedy tokens behind it, up to the mark that ends the answer."""
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    size = write_tokenizer(tmp_path)
+    changes = {"vocab_size": size, "bos_token_id": None, "eos_token_id": size - 2}
+    folder = write_folder(tmp_path, "llama2", **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": "Who?"}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        whole = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    line = ("--chat", "--prompt", "Who?", "--max_new_tokens", "12", "--temperature", "0", "--json")
+    done = run(str(folder), *line, module="generate", optimized=True)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["prompt"] == text
+    assert answer["tokens"] == whole[ids["input_ids"].shape[1] :].tolist()
+    marked = run(str(folder), "--chat", "--prompt", "a<|im_end|>b", module="generate")
+    assert marked.returncode == 2 and "a message holds <|im_end|>" in marked.stderr

@@ -1,12 +1,14 @@
 """use_dpo in the step and in runs: the same pairs give the same update, however it is computed."""
 
 import json
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, make_config, make_mesh, run
+from jobs import start_till
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.batch import Batch
@@ -169,6 +171,31 @@ def test_a_restart_is_exact(first, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "log-probabilities" not in ended.stdout
     assert losses(own) == losses(folder / "whole")
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_pass_over_the_reference(first):
+    """kill -9: the next start makes what is not in the file, and all is as without a kill."""
+    folder, given, _ = first
+    write_pairs(folder / "many.jsonl", pairs(600))
+    line = (*given, f"grain_train_files={folder}/many.jsonl", "steps=2")
+    own = folder / "many_killed"
+
+    def made() -> int:
+        file = own / "reference.jsonl"
+        return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
+
+    killed = start_till(lambda: made() > 40, signal.SIGKILL, *line, "run_name=many_killed")
+    assert killed.returncode == -signal.SIGKILL and 40 < made() < 600, killed.output
+    assert not list((own / "checkpoints").glob("*"))
+    left = 600 - made()
+    for name in ("many_killed", "many"):
+        done = run(*line, f"run_name={name}")
+        assert done.returncode == 0, done.stderr
+        assert f"log-probabilities of {left if name == 'many_killed' else 600} pairs" in done.stdout
+    assert losses(own) == losses(folder / "many")
+    files = ((folder / name / "reference.jsonl").read_bytes() for name in ("many", "many_killed"))
+    assert next(files) == next(files)
 
 
 @pytest.mark.slow

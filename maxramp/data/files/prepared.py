@@ -115,12 +115,15 @@ def contents(manifest: dict[str, Any]) -> str:
     documents, tokens = manifest["documents"], manifest["tokens"]
     if not (chats := manifest.get("chats")):
         return f"{documents:,} documents, {tokens:,} tokens"
-    left_out = [f"{count} {why}" for why, count in chats["left_out"].items() if count]
-    return (
-        f"{documents:,} {'pairs' if chats['made_by']['use_dpo'] else 'chats'}, {tokens:,} tokens, "
-        f"{chats['targets'] / tokens:.1%} of them targets"
-        + (f"; to be left out: {', '.join(left_out)}" if left_out else "")
-    )
+    noun = "pairs" if chats["made_by"]["use_dpo"] else "chats"
+    share = chats["targets"] / tokens
+    return f"{documents:,} {noun}, {tokens:,} tokens, {share:.1%} of them targets"
+
+
+def left_out(manifest: dict[str, Any]) -> list[str]:
+    """How many of a set's chats no run trains on, why, for a person."""
+    counts = manifest.get("chats", {}).get("left_out", {})
+    return [f"{count} {why}" for why, count in counts.items() if count]
 
 
 def vocab_size_for(manifest: dict[str, Any]) -> int:
