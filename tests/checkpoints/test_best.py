@@ -106,12 +106,13 @@ def test_numbers_of_a_step():
     assert last.of(3) == {"eval_loss": 2.0, "task_sums_acc": 0.5} and last.of(4) == {}
 
 
+@pytest.mark.slow
 def test_it_stays(tmp_path, capsys):
     """Whatever is removed besides; also what an earlier start found to be the best."""
     how = "checkpoint_best=lowest eval_loss"
     config = config_of("max_num_checkpoints_to_keep=1", how)
-    losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 4.0, 10: 1.0, 12: 5.0}
-    expected = {2: [2], 4: [4], 6: [4, 6], 8: [4, 8], 10: [10], 12: [10, 12]}
+    losses = {2: 2.0, 4: 2.5, 6: 4.0, 10: 1.0}
+    expected = {2: [2], 4: [2, 4], 6: [2, 6], 10: [10]}
     for step, loss in losses.items():  # each in a start of its own
         folder = Folder(tmp_path / "c", config)
         stages, checkpoints = folder.ramp.to_json()["stages"], folder.checkpoints
@@ -150,7 +151,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
 
     folder = tmp_path / "killed"
-    for step in (best - 5, best + 15, 175):
+    for step in (best - 5, best + 15):
         process = start_until(step, folder, signal.SIGKILL, *line, "run_name=killed")
         assert process.returncode == -signal.SIGKILL
     done = run(*line, "run_name=killed")

@@ -83,7 +83,7 @@ def assert_same_rows(one, other):
 
 def test_rows_are_those_of_the_lines(folder):
     """Whatever its shards are, and what does not fit into a row; held out are the same chats."""
-    said = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "2")
+    said = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "1")
     manifest = json.loads((folder / "set" / "manifest.json").read_text())
     assert len(manifest["shards"]) > 2 and manifest["documents"] == 60
     assert f"60 chats, {manifest['tokens']:,} tokens, " in said
