@@ -151,6 +151,7 @@ def test_learning_rate_of_a_phase():
 
 
 BATCH = ("global_batch_size=8", "total_samples=4000")
+CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenizer_path=t.json")
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,14 @@ BATCH = ("global_batch_size=8", "total_samples=4000")
         ),
         (("program=grpo", "row_length=64"), "row_length=64 cuts samples into rows, and grpo"),
         (("program=grpo", "phases.10K.row_length=64"), "phases.10K: row_length=64 cuts samples"),
+        *(
+            (
+                (f"{reader}=True", f"{where}row_length=64", *CHATS),
+                f"row_length=64 cuts samples into rows, and {reader}=True reads each as a whole",
+            )
+            for reader in ("use_sft", "use_dpo")
+            for where in ("", "phases.10K.")
+        ),
     ],
 )
 def test_refused_in_one_line(given, named):
