@@ -124,8 +124,8 @@ def train(
 
         stopping = job.check()
         last = stopping or done == span.last_step
-        judged = evaluated and config.checkpoints.checkpoint_best
-        if last or checkpoints.is_due(done, ramp) or (judged and is_best(step)):
+        best = evaluated and config.checkpoints.checkpoint_best and is_best(step)
+        if best or last or checkpoints.is_due(done, ramp):
             save(done, last)
         if stopping and done < span.last_step:
             trainer.raise_failure()
