@@ -1,5 +1,6 @@
 """checkpoint_best: which checkpoint it is, that it stays, that a restart knows it."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -28,7 +29,8 @@ def write(folder, how="lowest eval_loss", corpus="data", **values):
         path.mkdir(parents=True)
         evaluation = {} if loss is None else {"eval_loss": loss}
         config = {"checkpoint_best": how}
-        commit(Checkpoint(path, int(step[1:]), 8, stages, corpus, config, {}, "", evaluation))
+        there = Checkpoint(path, int(step[1:]), 8, stages, corpus, config, {})
+        commit(dataclasses.replace(there, evaluation=evaluation))
     return place(folder / "checkpoints")
 
 
