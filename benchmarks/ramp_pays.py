@@ -302,50 +302,58 @@ def experiment_of(
 
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Steps against held-out loss: a line through the tuned constants, arms as points.
+    """Steps against held-out loss: a line through the tuned constants, ramps as points.
 
-    An arm lies at A's loss with seed 0 plus its paired difference to A, with the 90% interval.
+    All lie at A's loss with seed 0 plus their paired difference to A, with its 90% interval where
+    there is more than one seed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    arms, base = figures["arms"], figures["arms"]["A"][0]["loss"]
     by_rows = {run["rows"]: run for run in figures["constants"]}
-    line = sorted(by_rows.values(), key=lambda run: run["steps"])
-    axes.plot(
-        [run["steps"] for run in line],
-        [run["loss"] for run in line],
-        color="tab:gray",
-        marker="o",
-        label="constants, each at its best learning rate (seed 0)",
-    )
-    for run in line:
-        axes.annotate(f"{run['rows']}", (run["steps"], run["loss"]), fontsize="small")
-    names = {"A": "A: B0", "B": "B: as many steps as F", "C": "C: 4 B0", "D": "D: doubling by hand"}
-    names |= {"E": "E: noise scale", "F": "F: Seesaw"}
-    for color, name in zip(("black", "tab:brown", "tab:olive", "tab:green", "tab:blue", "tab:red"),
-                           sorted(figures["arms"]), strict=True):  # fmt: skip
-        runs = figures["arms"][name]
-        # As the line is of seed 0: A's loss there, and the difference to A of all seeds.
+    of_steps = {arms[name][0]["steps"]: name for name in "ABC"}
+
+    def show(name: str, label: str, color: str, marker: str) -> tuple[float, float]:
         apart = figures["against_A"].get(name, {"mean": 0.0, "low": None, "high": None})
         half = 0.0 if apart["low"] is None else (apart["high"] - apart["low"]) / 2
-        axes.errorbar(
-            np.mean([run["steps"] for run in runs]),
-            figures["arms"]["A"][0]["loss"] + apart["mean"],
-            yerr=half,
-            fmt="s",
-            color=color,
-            capsize=3,
-            label=f"{names[name]} ({len(runs)} seed{'s' * (len(runs) > 1)})",
+        place = float(np.mean([run["steps"] for run in arms[name]])), base + apart["mean"]
+        seeds = f"{len(arms[name])} seeds"
+        label, style = f"{name}: {label} ({seeds})", {"fmt": marker, "color": color, "capsize": 3}
+        axes.errorbar(*place, yerr=half or None, label=label, **style)
+        return place
+
+    b0, ladder = figures["B0"], f"{figures['B0']} to {8 * figures['B0']} rows"
+    words = {
+        "A": f"a constant batch of {b0} rows, the largest that costs nothing",
+        "B": "a constant batch with as many steps as Seesaw ({} rows)",
+        "C": f"a constant batch of {4 * b0} rows",
+    }
+    points = []
+    for rows, run in sorted(by_rows.items()):
+        if name := of_steps.get(run["steps"]):
+            points.append(show(name, words[name].format(rows), "black", "o"))
+        else:
+            points.append((run["steps"], run["loss"]))
+            axes.plot(*points[-1], "o", color="black", fillstyle="none")
+        axes.annotate(
+            f"{rows} rows", points[-1], (6, 6), textcoords="offset points", fontsize="small"
         )
+    show("D", f"{b0} rows, doubled at 1/4, 1/2 and 3/4 of the samples", "tab:green", "s")
+    show("E", f"{ladder}, as the measured noise scale allows", "tab:blue", "s")
+    show("F", f"Seesaw, {ladder}: grows where the rate would fall", "tab:red", "s")
+    label = "line of the constant batches, each at its best rate; hollow: one seed"
+    axes.plot(*zip(*points, strict=True), color="tab:gray", zorder=0, label=label)
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss on held-out text (nats per byte)")
+    axes.set_title("bars: 90% interval of the difference to A", loc="left", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -358,8 +366,11 @@ def main() -> None:
     )
     options.add_argument("--folder", type=pathlib.Path, default=ROOT / "output" / "ramp_pays")
     options.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "ramp_pays.png")
+    options.add_argument("--redraw", action="store_true", help="draw the figures that are there")
     options.add_argument("keys", nargs="*", help="key=value of every run")
     given = options.parse_intermixed_args()
+    if given.redraw:
+        return draw(json.loads(pathlib.Path(given.json).read_text())["figures"], given.plot)
     tokens = parse_count(given.tokens)
     constants = sorted(int(rows) for rows in given.constants.split(","))
     # So that every constant of the pilot ends with the same row.

@@ -80,7 +80,7 @@ def print_result(result: dict[str, Any]) -> None:
     print(
         f"window    {short(result['samples'] * result['row_tokens'])} tokens from step "
         f"{result['step']:,} on (sample {result['first_sample']:,}), where the run's batch is "
-        f"{result['batch']:,}"
+        f"{result['batch']:,}: {result['share_of_run']:.0%} of the run"
     )
     interval = (
         "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"
@@ -97,6 +97,11 @@ def print_result(result: dict[str, Any]) -> None:
                 f"noise     {noise['noise_scale']:.3g} rows ({name}): the largest batch is "
                 f"{noise['factor']:.3g} times that"
             )
+    print(
+        "caution   in a short window at a constant learning rate a large batch shows its smaller "
+        "noise at once, and what it has not learned only later: branch over longer windows "
+        "(--tokens) and at several places before you take its largest batch"
+    )
     print(f"file      {result['file']}")
 
 

@@ -6,7 +6,7 @@ python -m maxramp.suggest CONFIG.yml [key=value ...] [options]
   --branch RUN     a run that maxramp.branch has measured: its height
   --json           print everything as JSON
 
-It compares the suggestion with constant batches and published ramps (docs/noise.md).
+It compares the suggestion with the config as it is (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -42,13 +42,15 @@ def print_suggestion(found: dict[str, Any]) -> None:
             f"{row['steps']:,}",
             f"{row['steps'] / first['steps']:.2f}x",
             f"{row['node_time'] / first['node_time']:.2f}x",
+            {True: "yes", False: "no", None: "-"}[row.get("within")],
             row["batches"],
         ]
         if row["steps"]
-        else [row["name"], "-", "-", "-", "cannot run, see below"]
+        else [row["name"], "-", "-", "-", "-", "cannot run, see below"]
         for row in found["rows"]
     ]
-    print_table(["", "steps", "steps,\nrelative", "node-time,\nrelative", "batches"], rows)
+    heads = ("", "steps", "steps,\nrelative", "node-time,\nrelative", "within what\nwas measured")
+    print_table([*heads, "batches"], rows)
     for line in found["evidence"]:
         print(f"measured  {line}")
     failed = [row for row in found["rows"] if not row["steps"]]
@@ -67,6 +69,7 @@ def print_suggestion(found: dict[str, Any]) -> None:
         )
     else:
         print("suggested a ramp; its learning rate is that of its first batch, at the peak")
+    print(f"saves     {found['saves']}")
     print(" ".join(f'{k}="{v}"' if " " in str(v) else f"{k}={v}" for k, v in found["keys"].items()))
 
 

@@ -12,10 +12,12 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -141,6 +143,7 @@ class Experiment:
                 f"--at {at}: the learning rate there is {self._rate:g}, so no branch would learn; "
                 "give a checkpoint after the first step and before the run's last"
             )
+        self._run_samples = ramp.total_samples
         wanted = parse_count(tokens) if tokens else ramp.total_samples * self._row // 10
         if not wanted:
             raise ConfigError(f"--tokens {tokens} must be a number of tokens, such as 20M")
@@ -154,7 +157,7 @@ class Experiment:
         """Trains what is left to train; returns the exit status of what went wrong, or 0.
 
         Args:
-          out: where branches print: standard output or standard error.
+          out: where progress goes: standard output or standard error.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
@@ -172,7 +175,11 @@ class Experiment:
                     file=out,
                     flush=True,
                 )
-                if status := _train([str(self._folder / "config.yml"), *keys], out):
+                line = [str(self._folder / "config.yml"), *keys]
+                status, log = _train(line, _Progress(self._samples // size, out).show)
+                write_whole(self._folder / f"{size}.log", log.encode())
+                if status:
+                    print(f"log      {self._folder / f'{size}.log'}", file=out, flush=True)
                     return status
             self._branch(size)  # what cannot be compared is refused at once
         return 0
@@ -183,6 +190,7 @@ class Experiment:
         trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {
             "run": str(self._run),
+            "share_of_run": self._samples / self._run_samples,
             "step": self._position.step,
             "first_sample": self._first,
             "samples": self._samples,
@@ -343,16 +351,51 @@ def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
     return folder_lib.read(path)
 
 
-def _train(arguments: Sequence[str], out: IO[str]) -> int:
-    """Trains in a process that does not outlive this one; a request to stop is passed on to it."""
+class _Progress:
+    """How far a branch is, from its log."""
+
+    def __init__(self, steps: int, out: IO[str]):
+        self._steps, self._out, self._first, self._said = steps, out, None, time.monotonic()
+
+    def show(self, line: str) -> None:
+        """Says where a line of the log stands: on a terminal at once, else every 30 seconds."""
+        found = re.match(r"step +(\d+) .*?(loss [\d.]+)", line)
+        if not found or "held-out" in line:
+            return
+        step = int(found[1])
+        self._first = step if self._first is None else self._first
+        text = f"         step {step - self._first:,} of {self._steps:,}, {found[2]}"
+        if self._out.isatty():
+            last = "\n" if step - self._first >= self._steps - 1 else ""
+            print(f"\r{text} {last}", end="", file=self._out, flush=True)
+        elif time.monotonic() - self._said >= 30:
+            self._said = time.monotonic()
+            print(text, file=self._out, flush=True)
+
+
+def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
+    """Trains in a process that does not outlive this one; a request to stop is passed on to it.
+
+    Args:
+      arguments: of maxramp.train.
+      show: takes every line that it prints.
+
+    Returns:
+      Its exit status, and what it printed.
+    """
     bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
     command, asked = [*bound, sys.executable, "-m", "maxramp.train", *arguments], []
-    process = subprocess.Popen(command, stdout=out, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     before = {
         number: signal.signal(number, lambda *given: asked.append(process.terminate()))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        show(line)
     status = process.wait()
     for number, handler in before.items():
         signal.signal(number, handler)
-    return 128 - status if status < 0 else status or (EXIT_PREEMPTED if asked else 0)
+    status = 128 - status if status < 0 else status or (EXIT_PREEMPTED if asked else 0)
+    return status, "".join(lines)

@@ -3,23 +3,22 @@
 The largest batch that costs nothing, over a run, is in tokens of the run that is planned, as a run
 with rows of another length may have been measured. Nothing is assumed where nothing was measured:
 before that the batch is the smallest, after it the batch stays. The run is shown beside the same
-run with other batches: constant, Seesaw's, published.
+run with other batches.
 """
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from maxramp.commandline import short
 from maxramp.config.keys import Config
-from maxramp.config.load import OF_ONE_NOTATION, load, no_batch
+from maxramp.config.load import OF_ONE_NOTATION, no_batch
 from maxramp.config.resolve import meshes_of, resolve_planned
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.keys.base import CONFIGS, base
+from maxramp.keys.base import base
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
 from maxramp.model.keys import SHAPE_KEYS
@@ -230,26 +229,23 @@ class _Planned:
         self.row_tokens = config.batch.max_target_length
 
     def rows(self, batches: _Batches | None) -> list[dict[str, Any]]:
-        """A suggested ramp, or the run as it is, constants, Seesaw's and the published ramps.
+        """The run as it is, as suggested, with the suggestion's largest batch throughout, Seesaw's.
 
         Raises:
-          ConfigError: the first cannot run.
+          ConfigError: one of the first two cannot run.
         """
-        first = self._ramp("suggested", batches) if batches else self._row("as configured", {})
-        if "why" in first:
-            raise ConfigError(first["why"])
-        least, most = min(first["sizes"]), max(first["sizes"])
+        found = [self._row("as configured", {})]
+        found += [self._ramp("suggested", batches)] if batches else []
+        for row in found:
+            if "why" in row:
+                raise ConfigError(row["why"])
+        sizes = [size for _, size in found[-1]["pairs"]]
+        least, most = min(sizes), max(sizes)
+        if batches and least < most:
+            found.append(self._row(f"constant {most}", {"global_batch_size": most}, f"{most}"))
         most = most if most > least else 4 * least
         ladder = [least << n for n in range((most // least).bit_length())]
-        return [
-            first,
-            *(self._row(f"constant {n}", {"global_batch_size": n}, f"{n}") for n in (least, most)),
-            self._row("Seesaw", {"rampup_policy": "seesaw", "rampup_ladder": ladder}),
-            *(
-                self._ramp(f"like {path.stem}", _published(path, least, most, self.total_samples))
-                for path in sorted((CONFIGS / "schedules").glob("*.yml"))
-            ),
-        ]
+        return [*found, self._row("Seesaw", {"rampup_policy": "seesaw", "rampup_ladder": ladder})]
 
     def _ramp(self, name: str, batches: _Batches) -> dict[str, Any]:
         return self._row(name, _keys_of(batches), _shown(batches))
@@ -261,14 +257,14 @@ class _Planned:
         try:
             run = PlannedRun.of(self._config.replace(**keys), self._meshes)
         except ConfigError as error:
-            return {"name": name, "steps": None, "sizes": [], "why": str(error)}
+            return {"name": name, "steps": None, "pairs": [], "why": str(error)}
         pairs = [(s.first_sample, s.global_batch_size) for s in run.stages]
         return {
             "name": name,
             "steps": run.ramp.total_steps,
             "node_time": run.node_time,
             "batches": batches or _shown(pairs),
-            "sizes": [size for _, size in pairs],
+            "pairs": pairs,
         }
 
 
@@ -286,23 +282,35 @@ def _shown(batches: _Batches) -> str:
     return " ".join(parts if len(parts) <= 6 else [*parts[:3], "...", parts[-1]])
 
 
-def _published(path: pathlib.Path, least: int, most: int, total: int) -> list[tuple[int, int]]:
-    """A published ramp's shape from `least` to `most` rows over so many samples.
+def _within(pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], row: int) -> bool:
+    """Whether no batch is larger than what was measured to cost nothing there, or is suggested.
 
-    Its places in the run are kept, and each size's place between the first and the last.
+    Args:
+      pairs: (sample from which on, batch) of a run.
+      fitted: the same of the ramp that the measurements make.
+      measured: in order.
+      row: tokens of one.
     """
-    ramp = RampupBatchManager(load([str(path)]).batch, 1)
-    stages = ramp.stages_between(0, ramp.total_steps)
-    sizes = [stage.global_batch_size for stage in stages]
-    low, high = min(sizes), max(sizes)
-    found: list[tuple[int, int]] = []
-    for stage in stages:
-        place = Fraction(stage.first_sample * total, ramp.total_samples)
-        share = Fraction(stage.global_batch_size - low, max(1, high - low))
-        size = least * round(1 + share * Fraction(most - least, least))
-        if not found or (size > found[-1][1] and int(place) > found[-1][0]):
-            found.append((int(place), size))
-    return found
+    bounds = [(int(m.first // row), m.batch / row) for m in measured]
+    bounds += [(int(m.last // row), 0.0) for m in measured[-1:]]
+
+    def at(steps: Sequence[tuple[int, float]], place: int) -> float:
+        return max((one for one in steps if one[0] <= place), default=(0, 0.0))[1]
+
+    places = sorted({place for steps in (pairs, fitted, bounds) for place, _ in steps})
+    return all(at(pairs, n) <= max(at(fitted, n), at(bounds, n)) for n in places)
+
+
+def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
+    """What the suggestion saves against the user's config, in a sentence."""
+    steps, theirs = suggested["steps"], configured["steps"]
+    time = suggested["node_time"] / configured["node_time"]
+    change = 1 - steps / theirs
+    said = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"
+    if abs(change) < 0.005:
+        said = "as many steps as your config"
+    why = "" if configured["within"] else ", whose batch is above what was measured to cost nothing"
+    return f"it takes {said}{why} ({steps:,}, not {theirs:,}), and {time:.2f}x its node-time"
 
 
 def _fitted(evidence: Evidence, planned: _Planned) -> _Batches:
@@ -376,9 +384,10 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
 
     Returns:
       `batches`, [sample, batch] of the suggested ramp, of one entry where no ramp is suggested and
-      None where nothing was measured; `keys`, as key=value; `evidence` and `limits`, lines; `rows`,
-      what is compared: `name`, `steps`, `node_time` and `batches` of each; where it cannot run,
-      `steps` is None and `why` says why.
+      None where nothing was measured; `keys`, as key=value; `saves`, a sentence; `evidence` and
+      `limits`, lines; `rows`, what is compared, the config as it is first: `name`, `steps`,
+      `node_time`, `batches` and `pairs` of each, and whether it is `within` what was measured;
+      where it cannot run, `steps` is None and `why` says why.
 
     Raises:
       ConfigError: the config makes no run, or what is named holds no measurement.
@@ -386,8 +395,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     planned = _Planned(with_nodes(config))
     evidence = Evidence(config, noise, branch)
     limits = evidence.limits
-    batches = _fitted(evidence, planned) if evidence.measured else None
-    rows, keys = planned.rows(batches), {}
+    batches = fitted = _fitted(evidence, planned) if evidence.measured else None
+    rows, keys, saves = planned.rows(batches), {}, ""
     if batches:
         (_, first), rate = batches[0], config.learning_rate.learning_rate
         if rate and first != planned.first_batch:
@@ -395,7 +404,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
                 f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
                 f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
             )
-        saved = 1 - rows[0]["steps"] / rows[1]["steps"]
+        constant = -(-planned.total_samples // first)
+        saved = 1 - rows[1]["steps"] / constant
         if len(batches) > 1 and saved < _LEAST_SAVING:
             limits.append(
                 f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
@@ -407,5 +417,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
             keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
         # So that they can follow what this command line gives in another notation.
         keys = {k: base()[k] for k in OF_ONE_NOTATION if config.values[k] != base()[k]} | keys
-    found = {"batches": batches, "keys": keys, "evidence": evidence.lines}
+        for row in rows:
+            row["within"] = _within(row["pairs"], fitted, evidence.measured, planned.row_tokens)
+        saves = _saving(*rows[:2])
+    found = {"batches": batches, "keys": keys, "saves": saves, "evidence": evidence.lines}
     return found | {"limits": limits, "rows": rows}

@@ -11,7 +11,15 @@ from conftest import BASE, TINY, make_config, run
 from maxramp import branch, suggest
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.errors import ConfigError
-from maxramp.measuring.branches import Branch, Experiment, compare, difference, sizes_of, window
+from maxramp.measuring.branches import (
+    Branch,
+    Experiment,
+    _Progress,
+    compare,
+    difference,
+    sizes_of,
+    window,
+)
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, of_sums, read_records
 from maxramp.run.writers import JsonlWriter
@@ -147,6 +155,18 @@ def test_sizes_that_are_done_count_though_fewer_are_asked_for(checkpointed):
     assert [size["rows"] for size in again.result(0.01)["sizes"]] == [8, 16, 24]
 
 
+def test_progress_is_that_of_the_log(capsys):
+    """Of a step's line; a held-out loss is none."""
+    progress = _Progress(64, sys.stdout)
+    lines = ("step     20  stage 0 of 0-0  batch    8  loss 2.3456  1,989 tokens/s  9s left",)
+    lines += ("step     30  loss on held-out text 1.8 (2 tokens in 1s)", "done     320 steps")
+    for line in lines + (lines[0].replace(" 20 ", " 40 "),):
+        progress._said = -1e9  # long ago
+        progress.show(line)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in said] == [f"step {n} of 64, loss 2.3456" for n in (0, 20)]
+
+
 @pytest.mark.parametrize("tolerance", ("nan", "inf", "-0.01"))
 def test_a_tolerance_that_is_none(tmp_path, capsys, tolerance):
     line = [str(tmp_path), "--at=5", "--sizes=8,16", f"--tolerance={tolerance}"]
@@ -191,6 +211,8 @@ def test_command(tmp_path, cache_dir):
     done = run(*line, module="branch")
     assert done.returncode == 0, done.stderr
     assert "largest   batch" in done.stdout and "rows (norms' scales)" in done.stdout
+    assert "caution   in a short window" in done.stdout and "tokens/s" not in done.stdout
+    assert "tokens/s" in (folder / "branches" / "20-128" / "8.log").read_text()
     result = json.loads((folder / "branches" / "20-128" / "branch.json").read_text())
     rate = next(
         r["learning_rate"] for r in read_records(folder / "metrics.jsonl") if r["step"] == 20
