@@ -193,7 +193,8 @@ class Corpus:
     def summary(self) -> dict[str, Any]:
         """All but the items, as JSON: what a process that reads nothing has to know."""
         return vars(self) | {
-            name: [part.summary for part in getattr(self, name)] for name in ("train", "held_out")
+            "later": [[row, list(weights)] for row, weights in self.later],
+            **{n: [part.summary for part in getattr(self, n)] for n in ("train", "held_out")},
         }
 
     @property

@@ -30,7 +30,7 @@ POLICY = [
 
 def span_of(config, recorded=(), position=None, **changes):
     keys = config.replace(**changes).checkpoints
-    meshes = config.replace(ici_fsdp_parallelism=-1).batch.mesh_on  # as the run's keys leave it
+    meshes = config.replace(ici_fsdp_parallelism=-1).batch.mesh_at  # as the run's keys leave it
     return take_up(config.batch, keys, 1, meshes, 0.0, position, recorded)
 
 
