@@ -223,7 +223,7 @@ def _of_folder(files: Sequence[Given], command_line: Given) -> Given:
         raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
     output = value.get("base_output_directory", base.base()["base_output_directory"])
     own = "/".join((output, value.get("run_name") or "hf", released.KEPT_IN))
-    folder = released.find("load_parameters_path", own if released.is_gone(path) else path)
+    folder = released.find_or_kept("load_parameters_path", path, own)
     if not folder:
         raise ConfigError(
             f"load_parameters_path={path}: no config.json there, which model_name=hf takes the "

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.commandline import print_note
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
@@ -13,8 +14,10 @@ from maxramp.files.place import Place
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
+from maxramp.huggingface.safetensors import parse_json
 from maxramp.model.adapters import has_adapters, kept, merged, onto, without
 from maxramp.model.decoder import Decoder
+from maxramp.model.order import in_layer_order
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
@@ -81,17 +84,22 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     marks: dict[str, Any] = {}
     files = _files_of(tokenizer) if tokenizer else {}
     if tokenizer and files["tokenizer.json"] != beside.get("tokenizer.json"):  # not what came in
+        if tokenizer.vocab_size > keys.vocab_size:
+            raise ConfigError(
+                f"tokenizer_path={opened.config.data.tokenizer_path}: has {tokenizer.vocab_size} "
+                f"tokens, and the model has vocab_size={keys.vocab_size}; give the tokenizer that "
+                "it was trained with"
+            )
         marks = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
         beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
-    vocab_size = keys.vocab_size
+    vocab_size, known = keys.vocab_size, tokenizer.vocab_size if tokenizer else 0
     if came_in:  # rows that only the mesh asked for
-        known = tokenizer.vocab_size if tokenizer else 0
         vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
     values = config_json.of_keys(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
     beside["config.json"] = _json(values)
     if marks:
-        said = json.loads(beside.get("generation_config.json", "{}"))
-        beside["generation_config.json"] = _json(said | marks)
+        name = "generation_config.json"
+        beside[name] = _json(parse_json(name, beside.get(name, b"{}")) | marks)
     writing.write(
         to,
         model,
@@ -99,7 +107,7 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
         beside,
         dtype=dtype,
         vocab_size=vocab_size,
-        source=opened.source,
+        source=_source(opened, model),
     )
 
 
@@ -120,16 +128,27 @@ def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> N
         beside,
         dtype=dtype or "float32",
         vocab_size=keys.vocab_size,
-        source=opened.source,
+        source=_source(opened, kept(model)),
         file_bytes=math.inf,
         one=adapter.TENSORS,
     )
+
+
+def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
+    """What an export is of. Other weights may come to lie at the same path."""
+    return {"path": opened.path, "weights": fingerprint_of_weights(in_layer_order(model))}
 
 
 def _tokenizer_of(opened: Opened) -> Tokenizer | None:
     try:
         tokenizer = opened.tokenizer().tokenizer
     except ConfigError as error:
+        size = opened.config.model.vocab_size
+        if opened.released and size > (there := opened.released.config["vocab_size"]):
+            raise ConfigError(
+                f"{error}; without it nobody knows which of vocab_size={size} rows are tokens, "
+                f"beyond the {there} that the model came with; give tokenizer_path=FILE"
+            ) from None
         print_note(f"{error}; no tokenizer is written but what the model came with")
         return None
     if tokenizer.type != "huggingface" and not opened.released:

@@ -29,7 +29,7 @@ from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.huggingface.folder import ModelFolder
+from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
@@ -125,7 +125,6 @@ class Opened:
 
     config: Config  # its keys, on other devices; resolved once the weights are loaded
     path: str  # of the weights
-    source: dict[str, Any]  # what the weights are
     # what a Hugging Face folder says of it: the one it is, or the one that its run began from
     released: ModelFolder | None
     adapted: str = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
@@ -193,7 +192,6 @@ class ReleasedModel(Opened):
         self.released, self.path = folder, folder.path
         if folder.adapter:
             self.path, self.adapted = folder.adapter.path, _named(folder.adapter.base)
-        self.source = {"path": os.path.abspath(self.path)}
         longest = folder.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **folder.keys}
         own |= {"max_target_length": longest} if longest else {}
@@ -225,11 +223,12 @@ class TrainedRun(Opened):
         """
         self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
         there, self.path = self.checkpoint.config, str(self.checkpoint.path)
-        self.source = {"path": self.path, "consumed_samples": self.checkpoint.consumed_samples}
         self.released = beside(self.path)
         below = there.get("load_parameters_path", "")
-        if there.get("lora_rank") and (found := find_released(below)):
-            self.adapted = _named(found.adapter.base if found.adapter else below)
+        if there.get("lora_rank"):
+            kept = f"{self.checkpoint.path.parent.parent}/{KEPT_IN}"
+            if found := find_or_kept("load_parameters_path", below, kept):
+                self.adapted = _named(found.adapter.base if found.adapter else below)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         taken = (names & there.keys()).difference(_OF_TRAINING)
         super().__init__({name: there[name] for name in taken}, arguments)

@@ -55,10 +55,13 @@ class ModelFolder:
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Where its tensors lie (`safetensors.tensors_of`), by their names in a text model."""
-        return {
-            name.replace("language_model.", "", 1): tensor
-            for name, tensor in tensors_of(self.path).items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors_of(self.path).items():
+            short = name.replace("language_model.", "", 1)
+            if short in found:
+                raise ConfigError(f"{self.path}: has both {found[short].name} and {name}")
+            found[short] = tensor
+        return found
 
     @property
     def ends(self) -> list[int]:
@@ -146,8 +149,17 @@ def find(key: str, path: str) -> ModelFolder | None:
     return ModelFolder(base.path, adapter)
 
 
-def is_gone(path: str) -> bool:
-    """Whether there is no model at a path, and it has not the form of a name on the Hub."""
-    path = os.path.expanduser(path)
-    there = any(storage.exists(f"{path}/{name}") for name in ("config.json", CONFIG))
-    return not hub.is_name(path) and not there
+def find_or_kept(key: str, path: str, kept: str) -> ModelFolder | None:
+    """As `find`; where the model is gone, what a run has kept of it.
+
+    Args:
+      key: whose value the path is, for messages.
+      path: what may be one.
+      kept: the folder in which a run keeps it (`KEPT_IN`), which may be none.
+    """
+    try:
+        return find(key, path) or find(key, kept)
+    except ConfigError:
+        if not storage.exists(f"{kept}/config.json"):
+            raise
+        return ModelFolder(kept)

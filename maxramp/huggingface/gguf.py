@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, is_near
 from maxramp.files.storage import optional
 from maxramp.huggingface.safetensors import DTYPES, ONE, header_of
@@ -60,19 +60,23 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError) as error:
-        raise ConfigError(f"{path}: is no GGUF file, or is torn ({error})") from None
-    config, sources = _config(path, fields, dtype), {}
-    for tensor in reader.tensors:
-        name = _name_of(tensor.name)
-        if not name:
-            raise ConfigError(f"{path}: its tensor {tensor.name} is none of a Llama's")
-        sources[name] = tensor
-    config["tie_word_embeddings"] = "lm_head.weight" not in sources
-    shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in sources.items()}
-    beside = {"config.json": config, **_tokenizer(path, fields)}
+        config, sources = _config(path, fields, dtype), {}
+        for tensor in reader.tensors:
+            name = _name_of(tensor.name)
+            if not name:
+                raise ConfigError(f"{path}: its tensor {tensor.name} is none of a Llama's")
+            sources[name] = tensor
+        config["tie_word_embeddings"] = "lm_head.weight" not in sources
+        shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in sources.items()}
+        _check(path, shapes, config)
+        beside = {"config.json": config, **_tokenizer(path, fields)}
+    except ConfigError:
+        raise
+    except Exception as error:  # of the reader or of tokenizers, which have many
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise ConfigError(f"{path}: is no GGUF file, or is torn ({reason})") from None
 
-    unfinished = to.with_name(f"{to.name}.unfinished")
+    unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
@@ -91,6 +95,10 @@ def unpack(path: str, to: Place, dtype: str) -> None:
         unfinished.rename(to)
     except OSError as error:
         raise ConfigError(f"--to {to}: cannot be written ({error.strerror or error})") from None
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"{path}: {name} cannot be read ({reason_of(error)})") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _name_of(name: str) -> str:
@@ -101,6 +109,34 @@ def _name_of(name: str) -> str:
         return _NAMES.get(name, "")
     ours = _OF_LAYERS.get(kind.removesuffix(".weight"), "")
     return f"model.layers.{number}.{ours}.weight" if ours else ""
+
+
+def _check(path: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+    """Makes sure that the tensors are those of the model.
+
+    Raises:
+      ConfigError: one is missing or misshapen, or there are others.
+    """
+    V, D, F = (config[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
+    H, K = (config[f"num_{of}_heads"] * config["head_dim"] for of in ("attention", "key_value"))
+    of_layer = {"q_proj": (H, D), "k_proj": (K, D), "v_proj": (K, D), "o_proj": (D, H)}
+    of_layer = {f"self_attn.{name}": shape for name, shape in of_layer.items()}
+    of_layer |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+    of_layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+    expected = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(config["num_hidden_layers"])
+        for name, shape in of_layer.items()
+    }
+    expected |= {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config["tie_word_embeddings"]:
+        expected["lm_head.weight"] = (V, D)
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
+            raise ConfigError(
+                f"{path}: {name} is {shapes.get(name, 'not there')}, and its fields make it "
+                f"{expected.get(name, 'none of the model')}; it is torn"
+            )
 
 
 def _by_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:

@@ -168,8 +168,17 @@ def read_json(path: str) -> dict[str, Any]:
     Raises:
       ConfigError: the file cannot be read, or holds something else.
     """
+    return parse_json(path, storage.read_bytes(path))
+
+
+def parse_json(path: str, data: bytes) -> dict[str, Any]:
+    """The object that is the content of a JSON file.
+
+    Raises:
+      ConfigError: it is something else.
+    """
     try:
-        found = json.loads(storage.read_bytes(path))
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no JSON ({error}); fetch it again") from None
     if not isinstance(found, dict):

@@ -20,7 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxramp.errors import ConfigError, reason_of
-from maxramp.files.place import ObjectPath, Place, make_folder, move_tree, sizes, write_whole
+from maxramp.files.place import (
+    ObjectPath,
+    Place,
+    is_near,
+    make_folder,
+    move_tree,
+    remove_tree,
+    sizes,
+    write_whole,
+)
 from maxramp.huggingface.names import Form, Named, named
 from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
@@ -56,7 +65,7 @@ def write(
       beside: other files of the folder, by name.
       dtype: of the tensors, such as "bfloat16".
       vocab_size: rows of embedding and head that are written.
-      source: what the weights are; an unfinished export of the same is gone on with.
+      source: what the weights are, JSON; an unfinished export of the same is gone on with.
       file_bytes: the size of a file of tensors, at most.
       one: the name of the file, where one is enough.
 
@@ -104,7 +113,8 @@ def write(
                 write_whole(unfinished / INDEX, json.dumps(index, indent=2).encode())
             for name, data in beside.items():
                 write_whole(unfinished / name, data)
-            (unfinished / _SOURCE).unlink(missing_ok=True)
+            for name in sizes(unfinished).keys() - {*files, INDEX, *beside}:  # left by a kill
+                (unfinished / name).unlink(missing_ok=True)
             move_tree(unfinished, folder)
 
     agreement.raise_everywhere(finish)
@@ -127,7 +137,7 @@ def is_there(folder: Place) -> bool:
       ConfigError: it cannot be asked.
     """
     with _refusing(folder):
-        return folder.exists()
+        return folder.exists() or (is_near(folder) and folder.is_symlink())  # to nowhere
 
 
 @contextlib.contextmanager
@@ -172,6 +182,7 @@ def _begin(unfinished: Place, source: Mapping[str, Any]) -> dict[str, int]:
                 return sizes(unfinished)
         except FileNotFoundError:
             pass
+        remove_tree(unfinished)  # of other weights
         make_folder(unfinished)
         write_whole(unfinished / _SOURCE, text)
     return {}
@@ -184,7 +195,12 @@ def _parts(
     dtype: str,
     is_own: bool,
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file; every process makes them, and the one that writes it reads them."""
+    """The tensors of a file; every process makes them, and the one that writes it reads them.
+
+    Raises:
+      ConfigError: at the end, a number is too large for the dtype.
+    """
+    too_large = ""
     for name in names:
         weight, layer = tensors[name]
         (array,) = jax.tree.leaves(weight.weight)
@@ -192,7 +208,15 @@ def _parts(
         x = _take(array, layer, weight.is_stack, weight.form, rows, dtype)
         jax.block_until_ready(x)
         if is_own:
-            yield np.asarray(x.addressable_data(0))
+            written = np.asarray(x.addressable_data(0))
+            if dtype == "float16" and not np.isfinite(written).all():
+                too_large = too_large or name
+            yield written
+    if too_large:
+        raise ConfigError(
+            f"{too_large}: has numbers that float16 cannot hold (beyond 65,504); give --dtype "
+            "bfloat16 or float32"
+        )
 
 
 def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own: bool) -> None:

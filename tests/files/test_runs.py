@@ -170,6 +170,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     remove_tree(run)
 
 
+@pytest.mark.parametrize("storage", ["gs"], indirect=True)
 def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
     """Each writes its part of a checkpoint, and another number of them goes on from it."""
     address = place(f"{storage.address}/{tmp_path.name}")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import BASE, run
 from preference_pairs import write_tokenizer
-from small_models import CONFIGS, write_folder
+from small_models import CONFIGS, write_file, write_folder
 
 from maxramp.checkpoints.parameters import check_parameters
 from maxramp.config.load import load
@@ -102,6 +102,60 @@ def test_another_tokenizer_is_handed_over_with_its_marks(tmp_path):
         said = json.loads((tmp_path / "out" / name).read_bytes())
         assert (said["bos_token_id"], said["eos_token_id"]) == (0, 1)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def hand_over(folder, to, *given, dtype="", **keys):
+    """Exports the model of a folder."""
+    opened = open_model(str(folder), given)
+    opened.config = opened.config.replace(**keys)
+    export(opened, opened.load(), to, dtype)
+
+
+def other_tokenizer(folder, size):
+    """A folder with another tokenizer."""
+    folder.mkdir()
+    words = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
+    (folder / "tokenizer.json").write_bytes(train_bpe(iter([words] * 9), size))
+    return f"tokenizer_path={folder}"
+
+
+def test_what_was_left_by_another_export_is_not_handed_over(tmp_path):
+    """Weights that lay at the same path before, and other files."""
+    folder = with_tokenizer(tmp_path)
+    hand_over(folder, tmp_path / "out")
+    expected, left = contents(tmp_path / "out"), tmp_path / ".again.unfinished"
+    shutil.copytree(tmp_path / "out", left)
+    zeros = {name: np.zeros_like(x) for name, x in expected.items()}
+    write_file(left / "model.safetensors", zeros)
+    source = {"dtype": "float32", "files": ["model.safetensors"], "path": str(folder)}
+    (left / ".source.json").write_text(json.dumps(source | {"weights": "0" * 16}, sort_keys=True))
+    (left / "adapter_config.json").write_text("{}")
+    hand_over(folder, tmp_path / "again")
+    made = contents(tmp_path / "again")
+    assert all(np.array_equal(made[name], x) for name, x in expected.items())
+    names = [{path.name for path in (tmp_path / of).iterdir()} for of in ("again", "out")]
+    assert names[0] == names[1]
+
+
+def test_what_cannot_be_handed_over(tmp_path):
+    folder, out = with_tokenizer(tmp_path), tmp_path / "out"
+    with pytest.raises(ConfigError, match="has 320 tokens, and the model has vocab_size=300"):
+        hand_over(folder, out, other_tokenizer(tmp_path / "large", 320))
+    with pytest.raises(ConfigError, match="vocab_size=340 .* give tokenizer_path=FILE"):
+        hand_over(folder, out, f"tokenizer_path={tmp_path}/gone.json", vocab_size=340)
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"generation_config.json: holds no JSON object"):
+        hand_over(folder, out, other_tokenizer(tmp_path / "small", 290))
+    (folder / "generation_config.json").unlink()
+    weights = contents(folder)
+    weights["model.norm.weight"][3] = 7e4
+    write_file(folder / "model.safetensors", weights)
+    with pytest.raises(ConfigError, match="model.norm.weight: has numbers that float16 cannot"):
+        hand_over(folder, out, dtype="float16")
+    assert not out.exists()
+    out.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="is there already"):
+        hand_over(folder, out)
 
 
 def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):

@@ -1,4 +1,6 @@
-"""The chaos driver as a user runs it: kills at random, then the proof that nothing was lost."""
+"""The chaos driver as a user runs it: kills at random, then the proof that nothing was lost.
+
+Longer ones, and of starts that are all alike: benchmarks/chaos.py --kills 25 --same-shape."""
 
 import json
 import subprocess
@@ -12,11 +14,9 @@ from conftest import ROOT, environment
 @pytest.mark.parametrize(
     "options",
     [
-        ["--kills=5", "--seed=1", "--same-shape"],
-        ["--kills=9", "--seed=2"],
-        ["--kills=6", "--seed=3", "--pipelines"],
-        ["--kills=6", "--seed=4", "--adaptive"],
-        ["--kills=5", "--seed=5", "--adaptive", "--same-shape"],
+        ["--kills=4", "--seed=2"],
+        ["--kills=3", "--seed=3", "--pipelines"],
+        ["--kills=3", "--seed=4", "--adaptive"],
     ],
 )
 def test_nothing_is_lost(tmp_path, cache_dir, options):
