@@ -87,9 +87,9 @@ def test_small_models(kind, begins, options, tmp_path):
 def test_a_released_model(smollm2, tmp_path):
     """Beside float64: in float32 the other one errs more than we do, by up to 2e-3."""
     tasks = write_tasks(tmp_path / "tasks")
-    line = ("max_target_length=2048", "--limit", "4")
+    line = ("max_target_length=2048", "--limit", "2")
     found = ours(smollm2, tasks, tmp_path / "ours.json", *line)
-    assert compare(found, theirs(smollm2, tasks, "float64", limit=4), tolerance=3e-4) == 24
+    assert compare(found, theirs(smollm2, tasks, "float64", limit=2), tolerance=3e-4) == 12
 
 
 def test_two_processes_and_a_pipeline(tmp_path):

@@ -76,6 +76,7 @@ def committed(run):
     return max(folder_lib.steps_in(run / "checkpoints"), default=0)
 
 
+@pytest.mark.parametrize("storage", ["gs"], indirect=True)
 def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
     """At a commit, in a save and before the first one: the same losses, to the last bit."""
     address = place(f"{storage.address}/{tmp_path.name}")
@@ -170,7 +171,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     remove_tree(run)
 
 
-@pytest.mark.parametrize("storage", ["gs"], indirect=True)
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
     """Each writes its part of a checkpoint, and another number of them goes on from it."""
     address = place(f"{storage.address}/{tmp_path.name}")
