@@ -288,14 +288,14 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(6))
+@pytest.mark.parametrize("attempt", range(3))
 def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
     """XLA on a CPU with several devices aborts most runs unless its dispatch is synchronous, and
     some where a collective could run beside the layers' loop (mesh.after)."""
     more = ("steps=60", "per_device_batch_size=4", "per_device_batch_size_start=1")
     more += ("per_device_batch_size_increment=3", "global_rampup_samples=120")
     more += ("base_emb_dim=128", "base_mlp_dim=384", "max_target_length=256", "eval_interval=-1")
-    more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 1, 4)[attempt % 3]}")
+    more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 1, 4)[attempt]}")
     line = arguments(tmp_path, cache_dir, f"attempt{attempt}", *more)
     done = run(*line, devices=4, timeout=580, optimized=True)
     assert done.returncode == 0, done.stderr[-2000:]
