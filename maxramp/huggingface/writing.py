@@ -24,6 +24,7 @@ from maxramp.files.place import (
     ObjectPath,
     Place,
     is_near,
+    lock,
     make_folder,
     move_tree,
     remove_tree,
@@ -88,8 +89,8 @@ def write(
     }
     files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes, one)
     source = {**source, "dtype": dtype, "files": list(files)}
-    with jax.set_mesh(mesh_of(model)):
-        done = agreement.raise_everywhere(lambda: _begin(unfinished, source))
+    with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
+        done = agreement.raise_everywhere(lambda: _begin(unfinished, source, held))
         done = agreement.all_gather_json(done)[0]
         for number, (file, names) in enumerate(files.items()):
             header = header_of({name: (_CODES[dtype], shapes[name]) for name in names})
@@ -102,22 +103,22 @@ def write(
                 functools.partial(_write_file, unfinished / file, header, parts, is_own)
             )
 
-    def finish() -> None:
-        if jax.process_index():
-            return
-        with _refusing(folder):
-            if len(files) > 1:
-                total = sum(_bytes(shape, dtype) for shape in shapes.values())
-                where = {name: file for file, names in files.items() for name in names}
-                index = {"metadata": {"total_size": total}, "weight_map": where}
-                write_whole(unfinished / INDEX, json.dumps(index, indent=2).encode())
-            for name, data in beside.items():
-                write_whole(unfinished / name, data)
-            for name in sizes(unfinished).keys() - {*files, INDEX, *beside}:  # left by a kill
-                (unfinished / name).unlink(missing_ok=True)
-            move_tree(unfinished, folder)
+        def finish() -> None:
+            if jax.process_index():
+                return
+            with _refusing(folder):
+                if len(files) > 1:
+                    total = sum(_bytes(shape, dtype) for shape in shapes.values())
+                    where = {name: file for file, names in files.items() for name in names}
+                    index = {"metadata": {"total_size": total}, "weight_map": where}
+                    write_whole(unfinished / INDEX, json.dumps(index, indent=2).encode())
+                for name, data in beside.items():
+                    write_whole(unfinished / name, data)
+                for name in sizes(unfinished).keys() - {*files, INDEX, *beside}:  # left by a kill
+                    (unfinished / name).unlink(missing_ok=True)
+                move_tree(unfinished, folder)
 
-    agreement.raise_everywhere(finish)
+        agreement.raise_everywhere(finish)
 
 
 def check_free(folder: Place) -> None:
@@ -171,12 +172,26 @@ def _files(
     return {stem.format(i): names for i, names in enumerate(files, 1)}
 
 
-def _begin(unfinished: Place, source: Mapping[str, Any]) -> dict[str, int]:
-    """Makes the folder of an export, or goes on with it; returns the sizes of what is there."""
+def _begin(
+    unfinished: Place, source: Mapping[str, Any], held: contextlib.ExitStack
+) -> dict[str, int]:
+    """Makes the folder of an export, or goes on with it; returns the sizes of what is there.
+
+    On a disk no other export may write it until `held` is closed.
+    """
     if jax.process_index():
         return {}
     text = json.dumps(source, sort_keys=True).encode()
     with _refusing(unfinished):
+        if is_near(unfinished):
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            path = unfinished.with_name(f"{unfinished.name}.lock")
+            file = held.enter_context(path.open("w"))
+            try:
+                lock(file)
+            except BlockingIOError:
+                raise ConfigError(f"{unfinished}: another export is writing it; wait") from None
+            held.callback(path.unlink, missing_ok=True)
         try:
             if (unfinished / _SOURCE).read_bytes() == text:
                 return sizes(unfinished)

@@ -13,6 +13,7 @@ from maxramp.checkpoints.parameters import check_parameters
 from maxramp.config.load import load
 from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
+from maxramp.files.place import lock
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface.safetensors import tensors_of
@@ -153,6 +154,10 @@ def test_what_cannot_be_handed_over(tmp_path):
     with pytest.raises(ConfigError, match="model.norm.weight: has numbers that float16 cannot"):
         hand_over(folder, out, dtype="float16")
     assert not out.exists()
+    with open(tmp_path / ".out.unfinished.lock", "w") as file:
+        assert not lock(file)
+        with pytest.raises(ConfigError, match="another export is writing it"):
+            hand_over(folder, out)
     out.symlink_to("nowhere")
     with pytest.raises(ConfigError, match="is there already"):
         hand_over(folder, out)
