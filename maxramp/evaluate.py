@@ -145,7 +145,7 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
             given.log_samples,
         )
         results = harness.evaluate(tasks, asked, asking)
-        results["config"]["model_args"] = opened.source
+        results["config"]["model_args"] = {"path": opened.path}
         if given.output_path:
             text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
             write_whole(place(given.output_path), text.encode())
