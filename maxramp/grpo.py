@@ -138,7 +138,7 @@ def _trainer(
         programs.announce(stage)
     ahead.lower()
     corpus = Corpus((), (), prompts.description, prompts.hash)
-    output.say_start(corpus, abstract.model, config.model, span, job.changes)
+    output.say_start(corpus, abstract, config.recipe, span, job.changes)
     beta = config.policy.grpo_beta
     reference = first_weights.load_reference(job, abstract.model) if beta else None
     return PolicyTrainer(

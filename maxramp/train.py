@@ -152,7 +152,7 @@ class Pretrainer:
             on_failure=job.preemption.ask,
         )
         job.closing.callback(self._programs.close)
-        job.output.say_start(loader.corpus, abstract.model, config.model, span, job.changes)
+        job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
         first = job.checkpoints.first_state(span.position, abstract, config.recipe)

@@ -57,7 +57,9 @@ def check_parameters(
             return base
         try:
             files = of_hub.adapter.path, of_hub.adapter.tensors
-            of_adapter = reading.prepared(*files, rows, kept(model), family, note)
+            of_adapter = reading.prepared(
+                *(*files, rows, kept(model), family, note), of_hub.adapter.layers
+            )
         except ConfigError as error:
             raise ConfigError(f"{path} adapts another model than this: {error}") from None
         return lambda: onto(of_adapter(), base())
@@ -94,7 +96,7 @@ def _check_adapters(
             f"{path}: holds adapters and no model; give lora_rank={rank} to train them on, or "
             "merge them first (maxramp.convert --merge)"
         )
-    for name in ("lora_rank", "lora_alpha", "use_rslora"):
+    for name in ("lora_rank", "lora_alpha", "use_rslora", "trainable_layers"):
         if there[name] != values[name]:
             raise ConfigError(
                 f"{name}={values[name]}: the adapters of {path} were trained with "

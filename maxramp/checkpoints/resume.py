@@ -27,6 +27,7 @@ _HISTORY_KEYS = (
     "init_weights_seed",
     "lora_alpha",
     "use_rslora",
+    "trainable_layers",
     "tokenizer_type",
     "tokenizer_path",
     "add_bos",

@@ -385,7 +385,27 @@ def _of_all(config: "Config") -> Relations:
         "checkpoint of adapters has no base; give the same run_name to go on, or "
         "load_parameters_path to begin with its adapters",
     )
+    chosen, layers = list(config.optimizer.trainable_layers), config.model.base_num_decoder_layers
+    for number in chosen:
+        yield (
+            type(number) is not int or not 0 <= number < layers,
+            f"trainable_layers={chosen}: {number} is none of the layers 0 to {layers - 1}",
+        )
+    yield (
+        chosen != sorted({*chosen}),
+        f"trainable_layers={chosen} must rise, each once; use {sorted({*chosen})}",
+    )
+    yield (
+        lora and "trainable_layers" in config.checkpoints.allow_changed,
+        f"allow_changed=[trainable_layers] with lora_rank={lora}: adapters that have trained would "
+        "not be handed over; give the layers of before, or another run_name",
+    )
     noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
+    yield (
+        noise and chosen,
+        f"trainable_layers={chosen}: the noise scale is measured on the gradients of all layers; "
+        "leave out log_gradient_noise_scale and rampup_policy=noise",
+    )
     is_trained = not (lora or mask) or "scale" in mask
     yield (
         noise and not is_trained,

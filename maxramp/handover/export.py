@@ -120,7 +120,8 @@ def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> N
     keys, beside = opened.config.model, dict(opened.released.beside if opened.released else {})
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
-    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted)
+    layers = opened.config.optimizer.trainable_layers
+    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
     writing.write(
         to,
         kept(model),
@@ -131,6 +132,7 @@ def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> N
         source=_source(opened, kept(model)),
         file_bytes=math.inf,
         one=adapter.TENSORS,
+        layers=layers,
     )
 
 

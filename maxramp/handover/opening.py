@@ -230,6 +230,7 @@ class TrainedRun(Opened):
             if found := find_or_kept("load_parameters_path", below, kept):
                 self.adapted = _named(found.adapter.base if found.adapter else below)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
+        names.add("trainable_layers")  # of adapters, those that there are
         taken = (names & there.keys()).difference(_OF_TRAINING)
         super().__init__({name: there[name] for name in taken}, arguments)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
@@ -16,7 +17,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _NOTHING = (
     *("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
     *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
-    *("layers_to_transform", "alora_invocation_tokens"),
+    "alora_invocation_tokens",
 )
 # Ways to begin that leave the base as it is.
 _BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva", None)
@@ -44,10 +45,13 @@ class AdapterFolder:
             (
                 found.get(name) not in values,
                 f"{where}: {name}={found.get(name)} is not supported: adapters are LoRA's, of "
-                "matrices of all layers alike",
+                "matrices of layers alike",
             )
             for name, values in wanted.items()
         )
+        layers = found.get("layers_to_transform")
+        if any(type(number) is not int for number in _listed(layers)):
+            raise ConfigError(f"{where}: layers_to_transform={layers} are no numbers of layers")
         rank = found.get("r")
         if type(rank) is not int or rank < 1 or not found.get("base_model_name_or_path"):
             raise ConfigError(f"{where}: has no r and base_model_name_or_path; save it with PEFT")
@@ -64,6 +68,11 @@ class AdapterFolder:
         return tensors_of(self.path, TENSORS)
 
     @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that they adapt; none = all."""
+        return sorted({*_listed(self.config.get("layers_to_transform"))})
+
+    @property
     def keys(self) -> dict[str, Any]:
         """The keys of the adapters."""
         modules = {name.split(".")[-3] for name in self.tensors if name.count(".") > 2}
@@ -75,15 +84,22 @@ class AdapterFolder:
             "lora_alpha": float(self.config.get("lora_alpha", 8)),
             "use_rslora": bool(self.config.get("use_rslora")),
             "lora_targets": targets,
+            "trainable_layers": self.layers,
         }
 
 
-def config_of(keys: ModelKeys, base: str) -> bytes:
+def _listed(layers: Any) -> list[Any]:
+    """What PEFT takes for numbers of layers: None, a list or one number."""
+    return [] if layers is None else layers if isinstance(layers, list) else [layers]
+
+
+def config_of(keys: ModelKeys, base: str, layers: Sequence[int]) -> bytes:
     """The adapter_config.json of a model's adapters.
 
     Args:
       keys: of the model.
       base: the model that they adapt.
+      layers: the numbers of those that have some; none = all.
     """
     values = {
         "base_model_name_or_path": base,
@@ -91,6 +107,7 @@ def config_of(keys: ModelKeys, base: str) -> bytes:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
+        "layers_to_transform": list(layers) or None,
         "lora_alpha": int(keys.lora_alpha) if keys.lora_alpha % 1 == 0 else keys.lora_alpha,
         "lora_dropout": keys.lora_dropout,
         "peft_type": "LORA",

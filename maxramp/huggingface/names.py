@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -60,7 +60,7 @@ class Named:
     path: str  # of ours: "layers.dense.attention.query_DHh"
     weight: Weight  # of all layers of a stack, in their order
     form: Form  # of one layer
-    names: tuple[str, ...]  # of the tensors: one for each layer of a stack
+    names: Mapping[int, str]  # of the tensors, by the places of their layers in a stack
 
     @property
     def is_stack(self) -> bool:
@@ -68,21 +68,25 @@ class Named:
         return self.weight.ndim > len(self.form.axes)
 
 
-def named(model: Decoder, decoder_block: str) -> Iterator[Named]:
+def named(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
     """The weights of a model, or of its shapes, in the order of `jax.tree.leaves`.
 
     Args:
       model: in layer order (`model.order`).
       decoder_block: its family.
+      layers: the numbers of those that have tensors; none = all.
     """
     tensors = FAMILIES[decoder_block].tensors
-    layers = {kind: [] for kind in model.pattern.kinds}
+    numbers = {kind: [] for kind in model.pattern.kinds}
     for number, layer in enumerate(model.pattern):
-        layers[layer.kind].append(number)
+        numbers[layer.kind].append(number)
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         name, groups = _tensor_of(path, tensors)
         shape = weight.shape[weight.ndim - len(weight.axes) :]
         form = Form(weight.axes, tuple(shape), tuple(groups.split()))
-        numbers = layers[path.split(".")[1]] if "{}" in name else [0]
-        yield Named(path, weight, form, tuple(name.format(i) for i in numbers))
+        names = {0: name}
+        if "{}" in name:
+            own = enumerate(numbers[path.split(".")[1]])
+            names = {at: name.format(i) for at, i in own if not layers or i in layers}
+        yield Named(path, weight, form, names)

@@ -10,7 +10,7 @@ Shapes: L layers of a stack, R rows of a tensor (its first axis), N devices, r r
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -86,7 +86,7 @@ def check(
         wanted = weight.form.theirs
         if weight.form.groups[0] == "V":
             wanted = min(vocab_size, wanted[0]), *wanted[1:]
-        for name in weight.names:
+        for name in weight.names.values():
             if name not in tensors:
                 raise ConfigError(
                     f"{folder}: has no tensor {name}, which config.json's model has; fetch it again"
@@ -115,6 +115,7 @@ def prepared(
     model: Decoder,
     decoder_block: str,
     note: Callable[[str], None],
+    layers: Sequence[int] = (),
 ) -> Callable[[], Decoder]:
     """What reads the weights of a folder, which is known to have them all.
 
@@ -125,45 +126,49 @@ def prepared(
       model: the shapes, dtypes and shardings of the weights.
       decoder_block: the family.
       note: takes a line about tensors that no weight takes.
+      layers: the numbers of those that have tensors, the others are zeros; none = all.
 
     Raises:
       ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
     """
-    weights = list(named(in_layer_order(model), decoder_block))
+    weights = list(named(in_layer_order(model), decoder_block, layers))
     check(weights, tensors, vocab_size, folder)
-    used = {name for weight in weights for name in weight.names}
+    used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
         note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
-    return functools.partial(load, tensors, model, decoder_block)
+    return functools.partial(load, tensors, model, decoder_block, layers)
 
 
-def load(tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str) -> Decoder:
+def load(
+    tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str, layers: Sequence[int] = ()
+) -> Decoder:
     """The weights of checked tensors, with the shapes, dtypes and shardings of `model`.
 
     Args:
       tensors: of a folder, by name.
       model: shapes, on a mesh of devices.
       decoder_block: its family.
+      layers: as of `prepared`.
     """
-    ordered, arrays = in_layer_order(model), []
+    ordered = in_layer_order(model)
     with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
+        weights = list(named(ordered, decoder_block, layers))
+        arrays = list(map(_nothing, weights))
         steps = [
-            (weight, layer, tensors[name], parts)
-            for weight in named(ordered, decoder_block)
+            (at, weight, layer, tensors[name], parts)
+            for at, weight in enumerate(weights)
             for parts in [_Parts.of(weight)]
-            for layer, name in enumerate(weight.names)
+            for layer, name in weight.names.items()
         ]
         ahead = (pool.submit(parts.read, tensor) for *_, tensor, parts in steps)
         coming = next(ahead)
-        for weight, layer, tensor, parts in steps:
+        for at, weight, layer, tensor, parts in steps:
             x_NR = parts.placed(tensor, coming.result())
             coming = next(ahead, None)
-            if layer == 0:
-                arrays.append(_nothing(weight))
             moved = weight.form, tensor.rows, parts
-            arrays[-1] = _put(arrays[-1], x_NR, layer, weight.is_stack, *moved)
+            arrays[at] = _put(arrays[at], x_NR, layer, weight.is_stack, *moved)
             del x_NR
-            jax.block_until_ready(arrays[-1])  # programs that wait would hold their parts
+            jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
     return in_stage_order(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
 
 

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ def write(
     source: Mapping[str, Any],
     file_bytes: float = FILE_BYTES,
     one: str = ONE,
+    layers: Sequence[int] = (),
 ) -> None:
     """Writes a model's folder; every process of the job takes part.
 
@@ -69,6 +70,7 @@ def write(
       source: what the weights are, JSON; an unfinished export of the same is gone on with.
       file_bytes: the size of a file of tensors, at most.
       one: the name of the file, where one is enough.
+      layers: the numbers of those that are written; none = all.
 
     Raises:
       ConfigError: the folder is there, or cannot be written.
@@ -78,8 +80,8 @@ def write(
     model = in_layer_order(model)
     tensors = {
         name: (weight, layer)
-        for weight in named(model, decoder_block)
-        for layer, name in enumerate(weight.names)
+        for weight in named(model, decoder_block, layers)
+        for layer, name in weight.names.items()
     }
     shapes = {
         name: (vocab_size, *weight.form.theirs[1:])

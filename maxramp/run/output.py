@@ -23,9 +23,7 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
-from maxramp.model.adapters import kept
-from maxramp.model.decoder import Decoder, num_parameters
-from maxramp.model.keys import ModelKeys
+from maxramp.model.decoder import num_parameters
 from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.parallel.mesh import mesh_of, shown
 from maxramp.processes import agreement
@@ -38,6 +36,8 @@ from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, cut_records, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboard_writers
+from maxramp.training.keys import Recipe
+from maxramp.training.state import TrainState, num_trained
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
@@ -257,18 +257,19 @@ class Output:
         print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
 
     def say_start(
-        self, corpus: Corpus, model: Decoder, keys: ModelKeys, span: Span, changes: Sequence[str]
+        self, corpus: Corpus, state: TrainState, recipe: Recipe, span: Span, changes: Sequence[str]
     ) -> None:
         """Says what is about to run, and what changed since the checkpoint that it goes on from."""
-        ramp, mesh = span.ramp, mesh_of(model)
+        ramp, mesh, keys = span.ramp, mesh_of(state), recipe.model
         kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
-        weights = f"{num_parameters(model):,} weights, {keys.dtype}"
-        if keys.lora_rank:
-            weights += f"; {num_parameters(kept(model)):,} of adapters train"
+        weights = f"{num_parameters(state.model):,} weights, {keys.dtype}"
+        trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
+        if trained < num_parameters(state.model):
+            weights += f"; {trained:,} of {'adapters' if keys.lora_rank else 'them'} train"
         self.say(
             f"model    {self._keys.model_name}: {weights}, on "
             f"{count(mesh.size, f'{kind} device')}"

@@ -60,6 +60,7 @@ class OptimizerKeys(Keys):
     init_weights_seed: int = uint32()
     dtype: str = dtype_of()
     trainable_parameters_mask: Sequence[str]
+    trainable_layers: Sequence[int]
     opt_type: str = one_of(*HALF_LIVES)
     adam_b1: float = below_one()
     adam_b2: float = below_one()

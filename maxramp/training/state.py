@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.errors import ConfigError
 from maxramp.model.adapters import has_adapters, onto
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ROLES
-from maxramp.model.parts.weights import Weight, is_weight, joined, part_of, weights_of
+from maxramp.model.parts.weights import Weight, is_weight, joined, weights_of
 from maxramp.parallel.mesh import mesh_of, on_mesh, platform
-from maxramp.training.keys import Recipe
+from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers.table import Optimizer
 
 
@@ -64,28 +65,79 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else onto(own, model)
-    trains = _trains(model, recipe.optimizer.trainable_parameters_mask)
-    trained = part_of(model, trains)
-    frozen = part_of(model, lambda weight: not trains(weight))
+    trained, frozen = _parts(model, recipe.optimizer)
     opt_state = Optimizer(recipe.optimizer).init(trained)
     clock = jnp.zeros((2,), jnp.uint32)
     return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0))
 
 
-def _trains(model: Decoder, roles: Sequence[str]) -> Callable[[Weight], bool]:
-    """Which weights train: of these roles; without any all, or the adapters where there are some.
+def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
+    """The weights that train and the others: by role, without any all, or the adapters where there
+    are some; those of layers alone where layers are chosen (`in_layers`).
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: none trains.
     """
-    roles = roles or (("adapter",) if has_adapters(model) else ROLES)
-    there = dict.fromkeys(weight.role for weight in weights_of(model))
+    roles = keys.trainable_parameters_mask or (("adapter",) if has_adapters(model) else ROLES)
+    within = model.layers if keys.trainable_layers else model
+    there = dict.fromkeys(weight.role for weight in weights_of(within))
     if there.keys().isdisjoint(roles):
+        whose = "model has" if within is model else "layers of trainable_layers have"
         raise ConfigError(
-            f"trainable_parameters_mask={list(roles)}: the model has no such weights; use some of "
+            f"trainable_parameters_mask={list(roles)}: the {whose} no such weights; use some of "
             f"{', '.join(there)}"
         )
-    return lambda weight: weight.role in roles
+
+    def part(is_trained: bool) -> Decoder:
+        def held(path: Any, weight: Weight) -> Weight | None:
+            trains = weight.role in roles and (within is model or _kind(path) is not None)
+            return weight if trains == is_trained else None
+
+        return jax.tree_util.tree_map_with_path(held, model, is_leaf=is_weight)
+
+    return part(True), part(False)
+
+
+def in_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
+    """The trained weights of a model, or what is like them, with zeros for all other layers.
+
+    Args:
+      tree: weights, gradients or what an optimizer makes of them.
+      numbers: of the layers that keep theirs; none = all.
+    """
+    if not numbers:
+        return tree
+
+    def kept(path: Any, weight: Weight) -> Weight:
+        spec = jax.typeof(weight[...]).sharding.spec
+        is_chosen = _chosen(tree, path, weight, numbers)
+        mask = jax.lax.broadcast_in_dim(
+            is_chosen, weight.shape, range(is_chosen.ndim), out_sharding=spec
+        )
+        return weight.replace(jnp.where(mask, weight[...], 0))
+
+    return jax.tree_util.tree_map_with_path(kept, tree, is_leaf=is_weight)
+
+
+def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
+    """How many weights move, of those that have a gradient (arguments as of `in_layers`)."""
+    found = 0
+    for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
+        chosen = _chosen(trained, path, weight, numbers) if numbers else np.ones(())
+        found += weight.size // chosen.size * int(chosen.sum())
+    return found
+
+
+def _chosen(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
+    """Which layers of a stack are among some: bool [L], or of a circular pipeline [R, L / R]."""
+    own = [i for i, layer in enumerate(tree.pattern) if layer.kind == _kind(path)]
+    return np.isin(own, numbers).reshape(weight.shape[: weight.ndim - len(weight.axes)])
+
+
+def _kind(path: Any) -> str | None:
+    """The kind of the layers that a weight is of; None of one outside of them."""
+    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    return names[1] if names[0] == "layers" else None
 
 
 def no_counts(model: Decoder) -> dict[str, jax.Array]:

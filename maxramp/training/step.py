@@ -29,7 +29,7 @@ from maxramp.training.norm import add_up, squares
 from maxramp.training.objectives import objective_of
 from maxramp.training.optimizers.half_lives import STEADY
 from maxramp.training.optimizers.table import Optimizer
-from maxramp.training.state import TrainState, no_counts
+from maxramp.training.state import TrainState, in_layers, no_counts
 
 Metrics = dict[str, jax.Array]
 
@@ -139,22 +139,21 @@ def train_step(
     sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, rows_AB2))
     gradients, found = sums
     shown, targets = found.shown, found.shown["tokens"]
-    count = shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
+    shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
-    grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
-    read = jax.tree.map(lambda x: after(x, grad_norm), batch)
-    noise = {}
-    if kept:
-        copies = math.prod(sizes[axis] for axis in apart)
-        noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     state, metrics = update(
         *(state, (gradients, found), samples),
         optimizer=optimizer,
         learning_rate=learning_rate,
         divisor=objective.divisor,
     )
+    read = jax.tree.map(lambda x: after(x, metrics["grad_norm"]), batch)
+    noise = {}
+    if kept:
+        copies = math.prod(sizes[axis] for axis in apart)
+        noise = noise_scale.metrics(kept, read, copies, gradients, *before)
     of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     return state, {**metrics, **of_batch, **noise}
 
@@ -208,7 +207,7 @@ def update(
     Returns:
       The next state, and the metrics of `train_step` that do not depend on the rows alone.
     """
-    gradients, shown = sums[0], sums[1].shown
+    gradients, shown = in_layers(sums[0], optimizer.trainable_layers), sums[1].shown
     count = shown[divisor]
     grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
     scale = 1 / count
@@ -227,6 +226,7 @@ def update(
     with jax.named_scope("optimizer"):
         change = Optimizer(optimizer).update
         direction, opt_state = change(gradients, state.opt_state, state.trained, pace)
+        direction = in_layers(direction, optimizer.trainable_layers)  # of the others, their decay
         trained = jax.tree.map(
             lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction
         )

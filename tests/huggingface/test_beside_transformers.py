@@ -98,7 +98,7 @@ def test_gradients(tmp_path, name):
     expected = dict(model.named_parameters())
     for weight in named(gradient, config.model.decoder_block):
         (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
-        for layer, tensor in enumerate(weight.names):
+        for layer, tensor in weight.names.items():
             own = array[layer] if weight.is_stack else array
             own = own.transpose(weight.form.order).reshape(weight.form.theirs)
             grad = expected[tensor].grad.numpy()

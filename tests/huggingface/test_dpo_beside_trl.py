@@ -119,7 +119,7 @@ def test_losses_and_gradients(folders, tmp_path, name):
     expected = dict(trainer.model.named_parameters())
     for weight in named(gradient, config.model.decoder_block):
         (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
-        for layer, tensor in enumerate(weight.names):
+        for layer, tensor in weight.names.items():
             here = array[layer] if weight.is_stack else array
             here = here.transpose(weight.form.order).reshape(weight.form.theirs)
             grad = expected[tensor].grad.numpy()

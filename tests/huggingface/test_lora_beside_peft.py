@@ -29,6 +29,7 @@ CASES = [
     ("qwen2.5", {}),
     ("qwen3", {"use_rslora": True, "r": 8}),
     ("llama2", {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3}),
+    ("smollm2", {"layers_to_transform": [1, 3]}),
 ]
 
 
@@ -83,6 +84,7 @@ def test_an_adapter_that_peft_made(tmp_path, name, config):
     assert_near(theirs(again), expected)
     said = json.loads((tmp_path / "again/adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(base)
+    assert said["layers_to_transform"] == config.get("layers_to_transform")
 
 
 def test_gradients(tmp_path):
@@ -107,7 +109,7 @@ def test_gradients(tmp_path):
     found = [
         (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[layer], weight.form)
         for weight in named(gradient, config.model.decoder_block)
-        for layer, tensor in enumerate(weight.names)
+        for layer, tensor in weight.names.items()
     ]
     assert len(found) == sum("lora_" in name for name in expected)
     for tensor, own, form in found:

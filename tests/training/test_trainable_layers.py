@@ -1,0 +1,128 @@
+"""Layers that are chosen to train move as by a plain step; all else keeps its bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import batch_of, make_config, make_mesh
+from jax.sharding import NamedSharding
+
+from maxramp.errors import ConfigError
+from maxramp.model.order import in_layer_order
+from maxramp.model.parts.weights import weights_of
+from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.training.loss import next_token_prediction
+from maxramp.training.state import init_state, num_trained
+from maxramp.training.step import make_train_step
+
+RATE = 0.5
+CHOSEN = [1, 2]
+FOUR = ("base_num_decoder_layers=4", "enable_rampup_batch_size=False", "per_device_batch_size=2")
+ROWS = np.random.default_rng(0).integers(0, 264, (2, 8, 17), dtype=np.int32)
+
+
+def stepped(*keys, steps=1):
+    """The configuration, and on the host in layer order the weights before and after some steps,
+    and the moments after them."""
+    config = make_config(*FOUR, *keys)
+    mesh = make_mesh(config)
+    step = jax.jit(make_train_step(config.recipe, lambda samples, rows: jnp.float32(RATE)))
+    with jax.set_mesh(mesh):
+        state = before = jax.jit(lambda: init_state(config.recipe))()
+        batch = jax.device_put(batch_of(ROWS), NamedSharding(mesh, BATCH_ABT))
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+        found = before.model, state.model, state.opt_state
+        found = [jax.device_get(in_layer_order(tree)) for tree in found]
+    return config, *found, float(metrics["grad_norm"])
+
+
+def by_path(model):
+    leaves = jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role"))
+    return {jax.tree_util.keystr(path): np.asarray(weight[...]) for path, weight in leaves}
+
+
+def assert_others_stay(before, after):
+    """All but the layers CHOSEN, which move, keep their bits."""
+    others = [number for number in range(4) if number not in CHOSEN]
+    for name, weight in by_path(after).items():
+        first = by_path(before)[name]
+        kept = others if ".layers" in name else slice(None)
+        np.testing.assert_array_equal(weight[kept], first[kept], err_msg=name)
+
+
+def test_a_step_is_that_of_one_by_hand():
+    """On three axes of a mesh, clipped by the norm of what trains."""
+    keys = ("opt_type=sgd", "gradient_clipping_threshold=0.01", f"trainable_layers={CHOSEN}")
+    mesh = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
+    _, before, after, _, grad_norm = stepped(*keys, *mesh)
+    assert_others_stay(before, after)
+
+    config = make_config(*FOUR, devices=1)
+    objective = next_token_prediction(config.recipe.objective, config.model)
+    rows = batch_of(ROWS.reshape(16, 17))
+    with jax.set_mesh(make_mesh(config)):
+        mean = jax.jit(jax.grad(lambda model: objective(model, rows)[0] / (16 * 16)))
+        gradient = by_path(mean(before))
+    of_layers = {name: g[CHOSEN] for name, g in gradient.items() if ".layers" in name}
+    norm = np.sqrt(sum(np.square(g).sum() for g in of_layers.values()))
+    assert grad_norm == pytest.approx(norm, rel=1e-4)
+    for name, g in of_layers.items():
+        moved = by_path(before)[name][CHOSEN] - by_path(after)[name][CHOSEN]
+        np.testing.assert_allclose(
+            moved, RATE * 0.01 / norm * g, atol=1e-3 * np.abs(moved).max() + 1e-7, err_msg=name
+        )
+
+
+PIPELINE = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("opt_type=muon", *PIPELINE, "num_layers_per_pipeline_stage=1"),  # two repeats
+        ("opt_type=adamw", "lora_rank=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"),
+    ],
+)
+def test_chosen_layers_move_as_if_all_trained(keys):
+    """Weights decay there alone; the others have moments of zeros."""
+    keys = (*keys, "gradient_clipping_threshold=0", "adam_weight_decay=0.1", "adam_eps=1e-3")
+    roles = () if "lora_rank=2" in keys else ("trainable_parameters_mask=[matrix,scale]",)
+    *_, whole, _, _ = stepped(*keys, *roles)
+    chosen = f"trainable_layers={CHOSEN}"
+    _, before, after, _, _ = stepped(*keys, chosen)
+    for name, weight in by_path(after).items():
+        if ".layers" in name:
+            wanted = by_path(whole)[name][CHOSEN]
+            np.testing.assert_allclose(weight[CHOSEN], wanted, atol=1e-5, err_msg=name)
+    config, before, after, moments, _ = stepped(*keys, chosen, steps=2)
+    assert_others_stay(before, after)
+    changed = sum((x != by_path(before)[name]).sum() for name, x in by_path(after).items())
+    trained = init_shapes(config).trained
+    assert changed == pytest.approx(num_trained(trained, CHOSEN), rel=0.02)
+    for weight in weights_of(moments):
+        assert not np.asarray(weight[...])[[0, 3]].any() and np.asarray(weight[...])[CHOSEN].any()
+
+
+def init_shapes(config):
+    with jax.sharding.use_abstract_mesh(make_mesh(config).abstract_mesh):
+        return jax.eval_shape(lambda: init_state(config.recipe))
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (["trainable_layers=[0,2]"], "2 is none of the layers 0 to 1"),
+        (["trainable_layers=[1-2]"], "1-2 is none of the layers"),
+        (["trainable_layers=[1,0]"], r"must rise, each once; use \[0, 1\]"),
+        (["trainable_layers=[0]", "log_gradient_noise_scale=True"], "gradients of all layers"),
+        (
+            ["trainable_layers=[0]", "lora_rank=2", "allow_changed=[trainable_layers]"],
+            "handed over",
+        ),
+    ],
+)
+def test_what_cannot_be(keys, line):
+    with pytest.raises(ConfigError, match=line):
+        make_config(*keys)
