@@ -28,8 +28,10 @@ CASES = [
     ("smollm2", {}),
     ("qwen2.5", {}),
     ("qwen3", {"use_rslora": True, "r": 8}),
-    ("llama2", {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3}),
-    ("smollm2", {"layers_to_transform": [1, 3]}),
+    (
+        "llama2",
+        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "layers_to_transform": [1, 3]},
+    ),
 ]
 
 
