@@ -397,21 +397,16 @@ def _of_all(config: "Config") -> Relations:
     )
     yield (
         lora and "trainable_layers" in config.checkpoints.allow_changed,
-        f"allow_changed=[trainable_layers] with lora_rank={lora}: adapters that have trained would "
-        "not be handed over; give the layers of before, or another run_name",
+        f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
+        "would not be handed over; leave it out, or give another run_name",
     )
     noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
+    frozen = f"lora_rank={lora}" * bool(lora) or f"trainable_layers={chosen}" * bool(chosen)
+    frozen = frozen or f"trainable_parameters_mask={mask}" * bool(mask and "scale" not in mask)
     yield (
-        noise and chosen,
-        f"trainable_layers={chosen}: the noise scale is measured on the gradients of all layers; "
-        "leave out log_gradient_noise_scale and rampup_policy=noise",
-    )
-    is_trained = not (lora or mask) or "scale" in mask
-    yield (
-        noise and not is_trained,
+        noise and frozen,
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
-        f"{f'lora_rank={lora}' if lora else f'trainable_parameters_mask={mask}'}; leave out "
-        "log_gradient_noise_scale and rampup_policy=noise",
+        f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
     )
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",

@@ -115,7 +115,10 @@ def init_shapes(config):
         (["trainable_layers=[0,2]"], "2 is none of the layers 0 to 1"),
         (["trainable_layers=[1-2]"], "1-2 is none of the layers"),
         (["trainable_layers=[1,0]"], r"must rise, each once; use \[0, 1\]"),
-        (["trainable_layers=[0]", "log_gradient_noise_scale=True"], "gradients of all layers"),
+        (
+            ["trainable_layers=[0]", "log_gradient_noise_scale=True"],
+            "frozen under trainable_layers",
+        ),
         (
             ["trainable_layers=[0]", "lora_rank=2", "allow_changed=[trainable_layers]"],
             "handed over",
