@@ -1,4 +1,5 @@
-"""Compiles the step of every stage for a TPU pod or a GPU cluster, on a machine without one.
+"""Compiles the step of every stage, and the moves between their meshes, for a TPU pod or a GPU
+cluster, on a machine without one.
 
 python -m maxramp.compile CONFIG.yml compile_topology=MACHINE [key=value ...] [options]
 
@@ -34,6 +35,7 @@ from maxramp.commandline import (
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, write_whole
+from maxramp.parallel.mesh import shown
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.pod import least_rows
 
@@ -52,7 +54,7 @@ def main(arguments: list[str]) -> int:
         )
     path = None if best else _path(config.run.folder)  # tried before minutes of compiling
     result = (compile_ways if best else compile_stages)(config, print_progress)
-    text, shown = json.dumps(result, indent=2), _print_ways if best else _print_stages
+    text, shown = json.dumps(result, indent=2), print_ways if best else print_stages
     print(text) if as_json else shown(result)
     if path:
         write_whole(path, f"{text}\n".encode())
@@ -84,14 +86,16 @@ def _cells_of_step(s: dict[str, Any]) -> list[str]:
     return [f"{s['step_seconds']:.3g} s", f"{s['mfu']:.1%}", f"{s['tokens_per_second']:,.0f}"]
 
 
-def _print_ways(result: dict[str, Any]) -> None:
+def print_ways(result: dict[str, Any]) -> None:
+    """The ways in which a batch fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
     rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"])
     print_table(columns.split("|"), rows)
     print(f"times     {result['times']}")
 
 
-def _print_stages(result: dict[str, Any]) -> None:
+def print_stages(result: dict[str, Any]) -> None:
+    """What the compiler says of a run's stages, as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
     columns += f"|MFU|tokens/s|hours|{result['device']}-hours"
 
@@ -135,10 +139,7 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{remedy}",
         )
     for s in (stage for stage in result["stages"] if stage["fits"]):
-        inside, outside = (
-            ", ".join(f"{kind} {gib:.3g}" for kind, gib in s[name].items()) or "0"
-            for name in ("collective_gib", "network_gib")
-        )
+        inside, outside = _traffic(s)
         yield (
             "moves",
             f"stage {s['index']}: {inside} GiB a step into each {device}, "
@@ -152,6 +153,16 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 f"stage {s['index']}: {outside} GiB a step into each {device} from other "
                 f"{result['groups']}{beside}",
             )
+    for s in (stage for stage in result["stages"] if stage["move"]):
+        (inside, outside), move = _traffic(s["move"]), s["move"]
+        limit = s["memory_gib"]["limit"]
+        over = "" if move["fits"] else f", of {limit:.1f}: too much; give the phases one mesh"
+        network = f", {outside} GiB from other {result['groups']}" if outside != "0" else ""
+        yield (
+            "mesh",
+            f"stage {s['index']} begins with a move of the state to {shown(s['mesh'])}: {inside} "
+            f"GiB into each {device}{network}; it holds at most {move['peak_gib']:.3g} GiB{over}",
+        )
     if totals["fits"]:
         constant = totals["constant_final_batch"]
         yield (
@@ -161,6 +172,15 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{_paid(constant, device)}",
         )
     yield "times", result["times"]
+
+
+def _traffic(work: dict[str, Any]) -> tuple[str, str]:
+    """What each device receives, by kind: from its own slice or node, and from others."""
+    inside, outside = (
+        ", ".join(f"{kind} {gib:.3g}" for kind, gib in work[name].items()) or "0"
+        for name in ("collective_gib", "network_gib")
+    )
+    return inside, outside
 
 
 def _paid(totals: dict[str, Any], device: str) -> str:

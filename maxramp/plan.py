@@ -36,6 +36,7 @@ from maxramp.commandline import (
 from maxramp.config.load import answer, load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
+from maxramp.parallel.mesh import shown
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
@@ -124,7 +125,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
         (several, "devices", lambda s: str(s["devices"])),
-        (moves, "mesh", lambda s: _shown(s["mesh"])),
+        (moves, "mesh", lambda s: shown(s["mesh"])),
         (True, f"share of\n{time}", lambda s: f"{s['share_of_node_time']:.1%}"),
         (several_nodes, "cost, time of\nall nodes", against_all),
         (True, "GiB per\ndevice", lambda s: f"{s['memory_gib']['total']:.3g}"),
@@ -212,7 +213,7 @@ def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 s["move_gib"],
                 "mesh",
-                f"stage {s['index']} begins with a move of the state to {_shown(s['mesh'])}, in "
+                f"stage {s['index']} begins with a move of the state to {shown(s['mesh'])}, in "
                 f"which a device holds at most {s['move_gib'] or 0:.3g} GiB of it",
             )
             for s in stages
@@ -270,10 +271,6 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
         f"activations {memory['activations']:.3g} GiB (--fit asks the compiler)",
     )
-
-
-def _shown(mesh: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"
 
 
 def _change(value: float, reference: float, less: str = "fewer") -> str:

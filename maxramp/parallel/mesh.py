@@ -44,12 +44,13 @@ def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Me
 
 @functools.cache
 def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.Device, ...]) -> Mesh:
+    split = {"allow_split_physical_axes": True}  # tensor 2 on a torus of 8x8x16
     if math.prod(dcn) > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **split)
     elif devices[0].platform == "cpu":
         grid = np.asarray(devices).reshape(ici)
     else:
-        grid = mesh_utils.create_device_mesh(ici, devices)
+        grid = mesh_utils.create_device_mesh(ici, devices, **split)
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
 
 
@@ -59,6 +60,15 @@ def reshaped(mesh: Mesh, keys: MeshKeys) -> Mesh:
     So an array moves from one to the other by a program like any other.
     """
     return _reshaped(mesh, tuple(keys.sizes.values()))
+
+
+def uncopied(mesh: Mesh) -> Mesh:
+    """The mesh whose fsdp has the devices of data as well, so that none holds a copy; itself where
+    stages lie between the two."""
+    sizes = dict(mesh.shape)
+    if sizes["stage"] == 1:
+        sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
+    return _reshaped(mesh, tuple(sizes.values()))
 
 
 @functools.cache
@@ -103,9 +113,9 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def shown(mesh: Mesh) -> str:
+def shown(sizes: Mapping[str, int]) -> str:
     """A mesh's axes of more than one device, in a line."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
 
 
 class Jitted:

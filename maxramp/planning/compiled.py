@@ -18,13 +18,15 @@ from maxramp.rampup.spec import StageSpec
 def compile_stages(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Compiles the step of every stage of a loaded config, each batch shape once.
+    """Compiles the step of every stage of a loaded config, each batch shape once, and the moves of
+    the state from mesh to mesh.
 
     Returns:
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`,
       `tokens_per_second`, `hours`, `device_hours`, `price` (None without price_per_device_hour),
-      `compile_seconds`, and the work of a step (`hlo.Work.to_json`); and `totals`.
+      `compile_seconds`, the work of a step (`hlo.Work.to_json`), and `move` (as of `Pod.move`, None
+      where the mesh stays); and `totals`.
 
     Raises:
       ConfigError: as `Pod.of`; or a stage does not fill the pod.
@@ -34,13 +36,16 @@ def compile_stages(
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
     entries = []
-    for stage in stages:
+    for before, stage in zip([stages[0], *stages], stages, strict=False):
         entry = stage.to_json() | pod.step(stage.spec) | {"run_steps": ramp.run_steps(stage)}
         if not entry["fits"]:
             entry["nearest_fit"] = _nearest_fit(pod, stage.spec)
+        meshes = before.spec.mesh, stage.spec.mesh
+        entry["move"] = None if meshes[0] == meshes[1] else pod.move(*meshes)
         entries.append(entry | _over_the_run(pod, entry, stage.spec, entry["run_steps"]))
     last, spec = entries[-1], stages[-1].spec
-    fit = all(entry["fits"] for entry in entries)
+    moves = [entry["move"] for entry in entries if entry["move"]]
+    fit = all(entry["fits"] for entry in (*entries, *moves))
     hours, device_hours = (
         sum(entry[name] for entry in entries) if fit else None for name in ("hours", "device_hours")
     )

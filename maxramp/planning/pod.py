@@ -1,8 +1,10 @@
 """What a compiler says of train steps: how long they take, whether they fit, and what would fit."""
 
 import bisect
+import collections
 import dataclasses
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
-from maxramp.parallel.mesh import make_mesh
+from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.mesh import make_mesh, on_mesh, reshaped, shown
 from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.processes import backend
@@ -24,9 +27,11 @@ from maxramp.rampup import ladder
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.spec import StageSpec
+from maxramp.training import moving
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options, lower_step
+from maxramp.training.state import abstract_state
 
 # Values of remat_policy, from the least work to the least memory.
 POLICIES = ("none", "minimal_with_context", "minimal", "full")
@@ -78,6 +83,11 @@ class Pod:
         """Of all devices, of which those of the stages are made."""
         return make_mesh(self.config.mesh, self.machine.devices)
 
+    @property
+    def _options(self) -> dict[str, Any] | None:
+        machine = self.machine
+        return compiler_options(machine.devices[0].platform) | machine.options or None
+
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
         """What the compiler says of the step of a stage."""
@@ -87,14 +97,13 @@ class Pod:
         machine, start, work = self.machine, time.perf_counter(), {}
         memory = {"arguments": None, "temporaries": None, "limit": self.limit}
         rate = LearningRate.of(self.config.learning_rate, self.ramp)
-        options = compiler_options(machine.devices[0].platform) | machine.options
         try:
             lowered = lower_step(self.config.recipe, rate, spec, self.mesh, machine.platforms)
         except RuntimeError as error:  # a library that a kernel needs is not installed
             reason = f"{reason_of(error)} docs/pods.md says what to install"
             raise ConfigError(f"compile_topology={machine.name}: {reason}") from None
         try:
-            compiled = lowered.compile(options or None)
+            compiled = lowered.compile(self._options)
             seconds = time.perf_counter() - start
             peak = compiled_bytes(compiled) / GIB
             arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
@@ -119,6 +128,30 @@ class Pod:
             "compile_seconds": seconds,
             **work,
         }
+
+    @functools.cache  # noqa: B019
+    def move(self, before: MeshKeys, after: MeshKeys) -> dict[str, Any]:
+        """What the compiler says of the programs that move the state from one mesh to another.
+
+        Returns:
+          `collective_gib` and `network_gib` as of a step, `peak_gib`: what a device holds at most,
+          and `fits`.
+        """
+        meshes = [reshaped(self.mesh, keys) for keys in (before, after)]
+        self.say(f"compiling the move of the state to {shown(after.sizes)}")
+        arrays = jax.tree.leaves(abstract_state(self.config.recipe, meshes[0]))
+        with jax.sharding.use_abstract_mesh(meshes[1].abstract_mesh):
+            lowered = moving.lower(arrays, meshes[1], self.machine.platforms)
+        compiled = jax.tree.map(lambda program: program.compile(self._options), lowered)
+        work = jax.tree.map(lambda program: self.machine.work(program.as_text()), compiled)
+        moved = {"collective_gib": collections.Counter(), "network_gib": collections.Counter()}
+        for x, (name, gib) in itertools.product(arrays, moved.items()):
+            for of_program in work[moving.kind(x)]:
+                gib.update(of_program.get(name, {}))
+        taken = [max(map(compiled_bytes, compiled[moving.kind(x)])) for x in arrays]
+        peak = moving.peak_bytes(arrays, on_mesh(arrays, meshes[1]), taken) / GIB
+        self.say(f"compiled, needs {peak:.3g} of {self.limit:.3g} GiB")
+        return moved | {"peak_gib": peak, "fits": peak <= self.limit}
 
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None

@@ -273,7 +273,7 @@ class Output:
         self.say(
             f"model    {self._keys.model_name}: {weights}, on "
             f"{count(mesh.size, f'{kind} device')}"
-            + (f" (mesh {shown(mesh)})" if shown(mesh) else "")
+            + (f" (mesh {shown(mesh.shape)})" if mesh.size > 1 else "")
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "

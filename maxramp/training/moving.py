@@ -1,7 +1,7 @@
 """A train state moves to another mesh of the same devices, array by array: at no time is all of it
 there twice.
 
-Arrays of one shape and sharding share a program, which is compiled before it is needed.
+Arrays of one shape and sharding share their programs, which are compiled before they are needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from maxramp.parallel.mesh import bytes_per_device
+from maxramp.parallel.mesh import bytes_per_device, mesh_of, uncopied
 
-Moves = Mapping[tuple, Any]  # a program, lowered or compiled, for each kind of array
+# For each kind of array the programs that it passes through, lowered or compiled.
+Moves = Mapping[str, Sequence[Any]]
 
 
-def _kind(x: Any) -> tuple:
-    return x.shape, x.dtype, x.sharding.spec
+def kind(x: Any) -> str:
+    """Arrays of one kind share their programs."""
+    return f"{x.dtype} {x.shape} {x.sharding.spec}"
 
 
 def lower(
@@ -29,12 +31,35 @@ def lower(
       mesh: where they go.
       platforms: to lower for, where the devices belong to no backend of this process.
     """
-    found: dict[tuple, jax.stages.Lowered] = {}
+    found: dict[str, list[jax.stages.Lowered]] = {}
     for x in arrays:
-        if _kind(x) not in found:
-            moved = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, x.sharding.spec))
-            found[_kind(x)] = moved.trace(x).lower(lowering_platforms=platforms)
+        if kind(x) in found:
+            continue
+        found[kind(x)] = []
+        for sharding in _way(x, mesh):
+            moved = jax.jit(lambda x: x, out_shardings=sharding)
+            found[kind(x)].append(moved.trace(x).lower(lowering_platforms=platforms))
+            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return found
+
+
+def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
+    """Where an array lies on its way to a mesh, in the end there.
+
+    Between meshes that have copies and other heads XLA would gather the whole array on every
+    device. Without copies on the way it does not: they become shards first and copies last.
+    """
+    before, spec = mesh_of(x), x.sharding.spec
+    way = [mesh]
+    if before.shape["tensor"] != mesh.shape["tensor"]:
+        way = [uncopied(before), uncopied(mesh), mesh]
+    stops = [NamedSharding(stop, spec) for stop in way if stop != before]
+    try:
+        for stop in stops:
+            stop.shard_shape(x.shape)
+    except ValueError:  # an axis has too few elements for all of them
+        return [NamedSharding(mesh, spec)]
+    return list(dict.fromkeys(stops))
 
 
 def move(
@@ -45,16 +70,24 @@ def move(
     Each is waited for: only then is there room for the next.
     """
     for number, like in enumerate(abstract):
-        before = arrays[number]
-        arrays[number] = compiled[_kind(like)](before).block_until_ready()
-        before.delete()
+        for program in compiled[kind(like)]:
+            before = arrays[number]
+            arrays[number] = program(before).block_until_ready()
+            before.delete()
 
 
-def peak_bytes(before: Sequence[Any], after: Sequence[Any]) -> int:
-    """What a device holds of arrays, at most, while `move` puts them on another mesh."""
+def peak_bytes(
+    before: Sequence[Any], after: Sequence[Any], during: Sequence[int] | None = None
+) -> int:
+    """What a device holds of arrays, at most, while `move` puts them on another mesh.
+
+    Args:
+      before, after: the arrays, or their shapes, on the two meshes.
+      during: bytes that the programs of each take at most; by default its own before and after.
+    """
+    sizes = [(bytes_per_device(x), bytes_per_device(y)) for x, y in zip(before, after, strict=True)]
     held, peak = bytes_per_device(before), 0
-    for x, y in zip(before, after, strict=True):
-        held += bytes_per_device(y)
-        peak = max(peak, held)
-        held -= bytes_per_device(x)
+    for (old, new), taken in zip(sizes, during or map(sum, sizes), strict=True):
+        peak = max(peak, held - old + taken)
+        held += new - old
     return peak

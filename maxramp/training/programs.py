@@ -123,7 +123,9 @@ class Programs(Ahead):
         before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
         if mesh != before:
             move = functools.partial(moving.lower, on_mesh(self._arrays, before), mesh)
-            self.announce((before, mesh), f"the move of each array to {shown(mesh)}", mesh, move)
+            self.announce(
+                (before, mesh), f"the move of each array to {shown(mesh.shape)}", mesh, move
+            )
         self._mesh = mesh
         self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
         if self._eval_rows:  # an evaluation may come before the next stage
@@ -162,8 +164,8 @@ class Programs(Ahead):
         moving.move(held.arrays, self._arrays, compiled)
         size = bytes_per_device(held.arrays) / GIB
         self._say(
-            f"mesh     stage {stage.index}: the state moved to {shown(mesh)}, {size:.3g} GiB a "
-            f"device in {time.perf_counter() - begin:.2g} s"
+            f"mesh     stage {stage.index}: the state moved to {shown(mesh.shape)}, {size:.3g} GiB "
+            f"a device in {time.perf_counter() - begin:.2g} s"
         )
         return waited
 

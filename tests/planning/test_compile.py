@@ -11,6 +11,7 @@ import pytest
 from conftest import BASE, TINY, run
 
 from maxramp.compile import main as compile_main
+from maxramp.compile import print_stages
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
@@ -19,6 +20,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main as plan_main
 from maxramp.planning import machine, topology
 from maxramp.planning.compiled import compile_stages
+from maxramp.planning.pod import Pod
 from maxramp.planning.stages import with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
@@ -41,6 +43,8 @@ POD = [
     "per_device_batch_size=2",
     "step_batch_size_schedule=0:16 64:32 640:64",
     "step_batch_size_unit=samples",
+    "phases_unit=samples",
+    "phases.640.ici_tensor_parallelism=1",
     "steps=40",
 ]
 
@@ -69,17 +73,24 @@ def compiled(tmp_path_factory):
 
 
 @needs_libtpu
-def test_every_stage_is_compiled_for_the_pod(compiled):
+def test_every_stage_is_compiled_for_the_pod(compiled, capsys):
     result, _, done = compiled
     assert (result["compile_topology"], result["devices"]) == ("v5p:2x2x2", 8)
-    assert result["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "tensor": 2}
+    sizes = [(s["mesh"]["fsdp"], s["mesh"]["tensor"]) for s in result["stages"]]
+    assert sizes == [(4, 2), (4, 2), (8, 1)]
+    move = result["stages"][2]["move"]
+    assert [s["move"] for s in result["stages"][:2]] == [None, None] and move["fits"]
+    assert 0 < sum(move["collective_gib"].values()) < move["peak_gib"]
+    print_stages(result)
+    printed = capsys.readouterr().out
+    assert "stage 2 begins with a move of the state to fsdp 8: all-to-all" in printed
     shapes = [
         (s["global_batch_size"], s["per_device_batch_size"], s["gradient_accumulation_steps"])
         for s in result["stages"]
     ]
     assert shapes == [(16, 2, 1), (32, 2, 2), (64, 2, 4)]
     assert [s["run_steps"] for s in result["stages"]] == [4, 18, 18]
-    assert done.stderr.count("compiling ") == done.stderr.count("compiled in") == 3
+    assert done.stderr.count("compiling ") == done.stderr.count("compiled in") + 1 == 4
 
 
 @needs_libtpu
@@ -274,6 +285,13 @@ def test_shipped_pods_resolve():
         ramp = RampupBatchManager(config.batch, chips)
         ramp.check(ramp.stages)
         assert len(ramp.stages) > 1
+
+
+@needs_libtpu
+def test_shipped_pods_have_their_meshes():
+    """Also where an axis is a part of a side of the torus."""
+    for path in sorted((CONFIGS / "pods").glob("*.yml")):
+        assert Pod.of(load([str(path)]), print).mesh.size == 1024
 
 
 @pytest.mark.slow

@@ -19,14 +19,15 @@ from maxramp.data.order import Share
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END, ConfigError
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.sharding import EMBEDDING_VD, REPLICATED, HEADS_IN_DHh
-from maxramp.planning import machine
+from maxramp.parallel.keys import AXES
+from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
+from maxramp.planning import hlo, topology
 from maxramp.planning.plan import estimate, make_plan
+from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import moving
-from maxramp.training.device_memory import compiled_bytes
-from maxramp.training.programs import compiler_options
+from maxramp.training.device_memory import GIB
 from maxramp.training.state import abstract_state
 
 SAMPLES = ("global_batch_size=16", "phases_unit=samples", "total_samples=4000")
@@ -44,24 +45,42 @@ def stages_of(config):
 def test_arrays_move_one_after_another():
     first = mesh_lib.make_mesh(make_config().mesh)
     second = mesh_lib.reshaped(first, make_config(*(f"{n}={x}" for n, x in OTHER.items())).mesh)
-    specs = {(64, 32): EMBEDDING_VD, (32, 8, 4): HEADS_IN_DHh, (): REPLICATED}
-    shapes, random = [*specs, (64, 32)], np.random.default_rng(0)
-    wanted = [random.random(shape).astype(np.float32) for shape in shapes]
-    arrays = [jax.device_put(x, NamedSharding(first, specs[x.shape])) for x in wanted]
+    kinds = [((64, 32), EMBEDDING_VD), ((32, 8, 4), HEADS_IN_DHh), ((), REPLICATED)]
+    kinds += [((64, 32), MLP_IN_DF), kinds[0]]
+    random = np.random.default_rng(0)
+    wanted = [random.random(shape).astype(np.float32) for shape, _ in kinds]
+    shardings = [NamedSharding(first, spec) for _, spec in kinds]
+    arrays = [*map(jax.device_put, wanted, shardings)]
     before = [*arrays]
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]
     with jax.set_mesh(second):
         lowered = moving.lower(abstract, second)
-    assert len(lowered) == 3  # two arrays are alike
+    assert len(lowered) == 4  # two arrays are alike
     moving.move(arrays, abstract, jax.tree.map(lambda x: x.compile(), lowered))
-    for x, y in zip(wanted, arrays, strict=True):
+    for x, y, (_, spec) in zip(wanted, arrays, kinds, strict=True):
         np.testing.assert_array_equal(x, y)
-        assert y.sharding == NamedSharding(second, specs[y.shape])
+        assert y.sharding == NamedSharding(second, spec)
     assert all(x.is_deleted() for x in before)
     # A device has an eighth of each and then a quarter. While the last moves, it has a quarter of
     # all, and its eighth of that.
-    size = 4 * (64 * 32 // 4 + 32 * 8 * 4 // 4 + 1 + 64 * 32 // 4)
+    size = 4 * (3 * 64 * 32 // 4 + 32 * 8 * 4 // 4 + 1)
     assert moving.peak_bytes(before, arrays) == size + 4 * 64 * 32 // 8
+
+
+@pytest.mark.parametrize("sizes", [((1, 8, 1), (2, 2, 2)), ((2, 2, 2), (1, 8, 1))])
+def test_no_device_gathers_an_array(sizes):
+    """Where copies and heads change at once, XLA by itself would gather every array whole."""
+    devices = mesh_lib.make_mesh(make_config().mesh).devices
+    before, after = (
+        jax.sharding.Mesh(devices.reshape(d, 1, f, t), AXES, axis_types=(mesh_lib.AXIS_TYPE,) * 4)
+        for d, f, t in sizes
+    )
+    x = jax.ShapeDtypeStruct((64, 32), np.float32, sharding=NamedSharding(before, EMBEDDING_VD))
+    (programs,) = moving.lower([x], after).values()
+    texts = [program.compile().as_text() for program in programs]
+    work = [hlo.count(text, topology.CHIPS["v5p"]).collective_bytes for text in texts]
+    shard = mesh_lib.bytes_per_device(mesh_lib.on_mesh(x, after))
+    assert 0 < sum(sum(kinds.values()) for kinds in work) < 2 * shard
 
 
 def test_a_state_lies_by_the_same_specs_on_every_mesh():
@@ -205,21 +224,34 @@ def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
     compare(tmp_path / "both", wanted)
 
 
+def needs(plugin):
+    return pytest.mark.skipif(importlib.util.find_spec(plugin) is None, reason=f"needs {plugin}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "plugin"), [("v5p-16", "libtpu"), ("h100:1x8", "jax_cuda13_plugin")]
+    "topology",
+    [
+        pytest.param("v5p-16", marks=needs("libtpu")),
+        pytest.param("h100:2x4", marks=needs("jax_cuda13_plugin")),
+    ],
 )
-def test_compilers_take_the_moves(topology, plugin):
-    """Of a state of Muon's, from sharded to copied."""
-    if importlib.util.find_spec(plugin) is None:
-        pytest.skip(f"needs {plugin}")
-    config = make_config(*SAMPLES, "opt_type=muon", *in_phase(320, OTHER))
-    there = machine.find(config.replace(compile_topology=topology).planning)
-    before = mesh_lib.make_mesh(config.mesh, there.devices)
-    after = mesh_lib.reshaped(before, stages_of(config)[1].spec.mesh)
-    arrays = jax.tree.leaves(abstract_state(config.recipe, before))
-    with jax.sharding.use_abstract_mesh(after.abstract_mesh):
-        lowered = moving.lower(arrays, after, there.platforms)
-    options = compiler_options(there.devices[0].platform) | there.options
-    for program in lowered.values():
-        assert compiled_bytes(program.compile(options or None)) > 0
+def test_compilers_take_the_moves(topology):
+    """Of Muon's state, from shards to copies and back: a device receives all that it lacks, and no
+    array as a whole."""
+    wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
+    config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
+    pod = Pod.of(config.replace(compile_topology=topology), lambda line: None)
+    meshes = [stage.spec.mesh for stage in stages_of(config)]
+    sizes = [
+        [mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(state)]
+        for state in (
+            abstract_state(config.recipe, mesh_lib.abstract_mesh(m.sizes)) for m in meshes
+        )
+    ]
+    for before, after, (old, new) in ((*meshes, sizes), (*meshes[::-1], sizes[::-1])):
+        found = pod.move(before, after)
+        received = sum(sum(found[name].values()) for name in ("collective_gib", "network_gib"))
+        assert sum(new) - sum(old) <= received <= 2.5 * sum(new)
+        larger = max(sum(old), sum(new))
+        assert larger < found["peak_gib"] < 1.1 * (sum(old) + sum(new)) and found["fits"]
