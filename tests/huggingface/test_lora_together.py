@@ -1,0 +1,133 @@
+"""Adapters with what else a run does: packed chats, phases, evaluation, pairs, two processes."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT, command, run
+from jobs import finish, start
+from preference_pairs import pairs, write_pairs, write_tokenizer
+from small_models import write_folder
+
+from maxramp.huggingface.safetensors import tensors_of
+from maxramp.run.metrics import read_records
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A released model with a chat template, pairs and chats."""
+    folder = tmp_path_factory.mktemp("together")
+    (folder / "base").mkdir()
+    size = write_tokenizer(folder / "base")
+    write_folder(folder / "base", "llama2", vocab_size=size, eos_token_id=size - 2)
+    records = pairs(24)
+    chats = [{"messages": record["chosen"]} for record in records]
+    for name, of_file in (("pairs", records), ("chats", chats[4:]), ("held", chats[:4])):
+        write_pairs(folder / f"{name}.jsonl", of_file)
+    return folder
+
+
+def given(folder, kind, name, *keys):
+    return (
+        *(str(ROOT / f"configs/post_train/{kind}.yml"), f"load_parameters_path={folder}/base"),
+        *(f"base_output_directory={folder}", f"run_name={name}", "enable_tensorboard=False"),
+        *("dtype=float32", "weight_dtype=float32", "lora_rank=2", "learning_rate=0.01"),
+        *("eval_fraction=0", "eval_per_device_batch_size=1", "remat_policy=none"),
+        *("per_device_batch_size=-1", "phases_unit=samples", "ici_fsdp_parallelism=2", *keys),
+    )
+
+
+def on_two_processes(folder, *keys):
+    """The lines that the first prints."""
+    done = finish(start(command(*keys), 2, 1, [folder] * 2))
+    assert [status for *_, status in done] == [0, 0], done
+    return done[0][0]
+
+
+def assert_same(folder, one, other):
+    """The metrics of two runs and the adapters that they hand over."""
+    of_time = ("seconds", "per_second", "tflops", "memory", "bytes")
+    records = (read_records(folder / name / "metrics.jsonl") for name in (one, other))
+    for a, b in zip(*records, strict=True):
+        assert a.keys() == b.keys()
+        for key, x in a.items():
+            if not any(word in key for word in of_time):
+                same = b[key] if isinstance(x, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)
+                assert x == same, key
+    (own,), (others,) = (list((folder / name / "exported").iterdir()) for name in (one, other))
+    found, wanted = (tensors_of(str(path), "adapter_model.safetensors") for path in (own, others))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        x, y = (np.asarray(t.read(0, t.rows)) for t in (tensor, wanted[name]))
+        np.testing.assert_allclose(x, y, atol=1e-5, err_msg=name)
+    return own, found
+
+
+def test_packed_chats(folder):
+    """With layers chosen, Muon, phases and a named held-out set: a run that stops at a phase and
+    goes on is one of two processes; it writes the same as what it hands over."""
+    keys = ("max_target_length=64", "opt_type=muon", "trainable_layers=[1,3]", "num_epoch=2")
+    keys += (f"grain_train_files={folder}/chats.jsonl", f"eval_sets={{held: {folder}/held.jsonl}}")
+    keys += ("phases={0: {global_batch_size: 2}, 4: {global_batch_size: 4, learning_rate: 0.02}}",)
+    keys += ("eval_interval=2", "lora_alpha=8")
+    one = given(folder, "lora", "one", *keys)
+    begun = run(*one, "stop_at_stage_end=True", devices=2)
+    assert begun.returncode == 75, begun.stderr
+    assert "20 chats to train on and 4 held out in held, in " in begun.stdout, begun.stdout
+    done = run(*one, devices=2)
+    assert done.returncode == 0, done.stderr
+    refused = run(*one, "trainable_layers=[1,2]", devices=2)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "trainable_layers=[1, 3] (now [1, 2])" in refused.stderr
+    said = on_two_processes(folder, *given(folder, "lora", "two", *keys))
+    assert "of adapters train" in said
+    own, tensors = assert_same(folder, "one", "two")
+    assert {name.split(".")[4] for name in tensors} == {"1", "3"}
+    records = read_records(folder / "one/metrics.jsonl")
+    losses = [record["loss"] for record in records if "loss" in record]
+    held = [record["eval_loss_held"] for record in records if "eval_loss_held" in record]
+    assert losses[-1] < losses[0] and held[-1] < held[0]
+    assert [r["global_batch_size"] for r in records if "loss" in r][:3] == [2, 2, 4]
+
+    written = []
+    asked = ("--chat", "--prompt", "5?", "--max_new_tokens", "6", "--temperature", "0", "--json")
+    for path in (folder / "one", own):
+        answer = run(str(path), *asked, module="generate")
+        assert answer.returncode == 0, answer.stderr
+        written.append(json.loads(answer.stdout.splitlines()[-1])["tokens"])
+    assert written[0] == written[1]
+
+
+def test_pairs(folder):
+    """The reference is the base, also of adapters that are trained already; with phases, on one
+    process as on two."""
+    keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
+    keys += ("phases={0: {global_batch_size: 4}, 8: {global_batch_size: 8, learning_rate: 0.02}}",)
+    one = given(folder, "dpo", "pairs", *keys)
+    done = run(*one, devices=2)
+    assert done.returncode == 0, done.stderr
+    said = on_two_processes(folder, *given(folder, "dpo", "pairs_of_two", *keys))
+    assert "log-probabilities of 24 pairs" in said
+    own, _ = assert_same(folder, "pairs", "pairs_of_two")
+    first, *_, last = read_records(folder / "pairs/metrics.jsonl")
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert first["rewards/margins"] == 0 < last["rewards/margins"]
+
+    again = (*given(folder, "dpo", "again", *keys), f"load_parameters_path={own}")
+    done = run(*again, "learning_rate=0", "phases.8.learning_rate=0", devices=2)
+    assert done.returncode == 0, done.stderr
+    of_base = reference(folder / "pairs")
+    for name in ("pairs_of_two", "again"):
+        np.testing.assert_allclose(reference(folder / name), of_base, rtol=1e-5)
+    first, *_ = read_records(folder / "again/metrics.jsonl")
+    assert first["rewards/margins"] > 0 and first["loss"] < np.log(2)
+
+
+def reference(run):
+    """The log-probabilities that a run keeps, [N, 2]."""
+    _, *lines = (run / "reference.jsonl").read_text().splitlines()
+    return [(row["chosen"], row["rejected"]) for row in map(json.loads, lines)]
