@@ -16,6 +16,9 @@ pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.slow
 
+# What a phase changes besides the batch: the rate, and the mesh.
+ANOTHER = "learning_rate: 0.02, ici_fsdp_parallelism: 1, ici_data_parallelism: 2"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -72,7 +75,7 @@ def test_packed_chats(folder):
     goes on is one of two processes; it writes the same as what it hands over."""
     keys = ("max_target_length=64", "opt_type=muon", "trainable_layers=[1,3]", "num_epoch=2")
     keys += (f"grain_train_files={folder}/chats.jsonl", f"eval_sets={{held: {folder}/held.jsonl}}")
-    keys += ("phases={0: {global_batch_size: 2}, 4: {global_batch_size: 4, learning_rate: 0.02}}",)
+    keys += (f"phases={{0: {{global_batch_size: 2}}, 4: {{global_batch_size: 4, {ANOTHER}}}}}",)
     keys += ("eval_interval=2", "lora_alpha=8")
     one = given(folder, "lora", "one", *keys)
     begun = run(*one, "stop_at_stage_end=True", devices=2)
@@ -106,7 +109,7 @@ def test_pairs(folder):
     """The reference is the base, also of adapters that are trained already; with phases, on one
     process as on two."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
-    keys += ("phases={0: {global_batch_size: 4}, 8: {global_batch_size: 8, learning_rate: 0.02}}",)
+    keys += (f"phases={{0: {{global_batch_size: 4}}, 8: {{global_batch_size: 8, {ANOTHER}}}}}",)
     one = given(folder, "dpo", "pairs", *keys)
     done = run(*one, devices=2)
     assert done.returncode == 0, done.stderr
