@@ -57,7 +57,7 @@ class Steps:
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         rewards = Rewards(config.rollout.rewards, 1, 60.0)
         closing.callback(rewards.close)
-        ahead = Ahead({}, 0, lambda line: None, lambda: None)
+        ahead = Ahead(0, lambda line: None, lambda: None)
         closing.callback(ahead.close)
         with jax.set_mesh(self._mesh):
             state = abstract_state(config.recipe, self._mesh)

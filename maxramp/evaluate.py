@@ -30,6 +30,7 @@ from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
 from maxramp.processes.agreement import led, noticing_lost_peers
 from maxramp.processes.ending import Watchdog, run
+from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 
 USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
@@ -127,6 +128,7 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
         tokenizer.tokenizer,
         tokenizer.ends,
         compiler_options(jax.default_backend()),
+        Ahead(0, lambda line: None, lambda: None),
         given.batch_size or 0,
         watchdog.beat,
     )

@@ -108,7 +108,7 @@ def _run(begun: start.Start) -> int:
                 "the job; give all of them the same one"
             )
     job = begun.open_run(prompts.hash, policy_fields, first_weights.settled)
-    if not job.has_steps:
+    if not job.has_work:
         return job.end()
     check_enough(prompts, config.rollout, job.span.ramp.total_samples)
     return train(job, _trainer(job, tokenizer, prompts, held_out))
@@ -123,7 +123,7 @@ def _trainer(
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
     memory = device_memory(config.planning.device_memory_gib)
-    ahead = Ahead({}, memory, output.say, job.preemption.ask)  # each program has the options
+    ahead = Ahead(memory, output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
     programs = PolicyPrograms(
         config.recipe,

@@ -39,7 +39,7 @@ from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import Corpus
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.evaluation.in_run import open_tasks
+from maxramp.evaluation.in_run import RunTasks
 from maxramp.files.place import Place
 from maxramp.job import start
 from maxramp.job.loop import train
@@ -89,7 +89,7 @@ def _run(begun: Start) -> int:
         fields = config.data.fields
     settled = functools.partial(_settled, corpus, fields)
     job = begun.open_run(corpus.hash, fields, settled, corpus.changes)
-    if not job.has_steps:
+    if not job.has_work:
         return job.end()
     if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
         return EXIT_PREEMPTED
@@ -104,8 +104,8 @@ def _run(begun: Start) -> int:
     )
     job.closing.callback(loader.close)
     abstract = job.abstract_state()
-    tasks = open_tasks(job, abstract)
-    return train(job, Pretrainer(job, loader, abstract), tasks)
+    tasks = RunTasks(job, abstract) if config.evaluation.evaluate_tasks else None
+    return train(job, Pretrainer(job, loader, abstract, tasks))
 
 
 def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:
@@ -126,19 +126,20 @@ def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> C
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
-    def __init__(self, job: Job, loader: Loader, abstract: TrainState):
+    def __init__(self, job: Job, loader: Loader, abstract: TrainState, tasks: RunTasks | None):
         """Announces the programs of every stage, and makes or restores the state meanwhile.
 
         Args:
           job: the run's folder, and which steps of it.
           loader: the batches of these steps.
           abstract: the train state's shapes and shardings, those of the checkpoint.
+          tasks: that the state is evaluated on.
 
         Raises:
           ConfigError: load_parameters_path holds no such weights.
         """
         config, span, say = job.config, job.span, job.output.say
-        self._keys, self._loader = config.evaluation, loader
+        self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._model = config.model
         self._programs = Programs(
             config.recipe,
@@ -150,6 +151,7 @@ class Pretrainer:
             memory_limit=device_memory(config.planning.device_memory_gib),
             say=say,
             on_failure=job.preemption.ask,
+            beside=tasks.announce if tasks else None,
         )
         job.closing.callback(self._programs.close)
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
@@ -209,6 +211,14 @@ class Pretrainer:
             for batch in self._loader.eval_batches(stage, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
         return of_sums(found, by_batch, self._objective.shown, self._objective.divisor)
+
+    def evaluate_tasks(self) -> Taken | None:
+        """Evaluates the state on the tasks of the run, which has some, and returns when it is done.
+
+        Returns:
+          Its numbers; None if it was given up because somebody asks for the end.
+        """
+        return self._tasks.evaluate(self._programs, self.state)
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

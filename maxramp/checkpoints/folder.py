@@ -61,6 +61,7 @@ class Checkpoint:
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+    owes_tasks: bool = False  # an evaluation on tasks was due after its last step, and given up
 
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
@@ -104,14 +105,15 @@ def _is_committed(path: Place) -> bool:
 
 
 def commit(checkpoint: Checkpoint) -> None:
-    """Makes a checkpoint count whose arrays are all written.
+    """Makes a checkpoint count whose arrays are all written; of one that does, says more.
 
     Raises:
       OSError: it does not count.
     """
     values = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
     del values["path"]
-    values = {"format": _FORMAT, "files": sizes(checkpoint.path)} | values
+    files = {name: size for name, size in sizes(checkpoint.path).items() if name != FILE}
+    values = {"format": _FORMAT, "files": files} | values
     write_whole(checkpoint.path / FILE, json.dumps(values).encode())
 
 

@@ -7,10 +7,16 @@ which windows a long text is cut into.
 
 import dataclasses
 import difflib
+import importlib.metadata
 import logging
 import os
+import pathlib
+import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from maxramp.data.chats.chats import open_template
 from maxramp.data.chats.keys import ChatKeys
@@ -21,17 +27,20 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError, install
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scored
-from maxramp.evaluation.together import Together
+from maxramp.evaluation.together import Rehearsal, Together
 from maxramp.generation.sampling import Sampling
 from maxramp.run.metrics import TASK
 
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or it would fork a process that JAX runs in
+os.environ.setdefault("TQDM_DISABLE", "1")  # or a bar of each task would run through our lines
 try:
+    from lm_eval import evaluator
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
-    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.api.task import Task
     from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml  # which has no public name
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as error:
     raise ConfigError(f"tasks need lm-eval ({error}): {install('evaluate')}") from None
@@ -63,7 +72,9 @@ class Tasks(TaskManager):
             )
         own = include_path or None
         super().__init__(include_path=own, include_defaults=not own)
-        if own and self._missing():  # its own are thousands, which take a while to list
+        if own and self._missing():
+            _refuse_broken(own)
+            # Its own are thousands, which take a while to list.
             super().__init__(include_path=own)
         for name in self._missing():
             near = difflib.get_close_matches(name, self.all_tasks, 1)
@@ -71,15 +82,11 @@ class Tasks(TaskManager):
             where = f" in {include_path}, nor" if include_path else ""
             raise ConfigError(f"{key}={name}: no such task{where} in lm-eval; {hint}")
         try:
-            self._loaded = super().load(self.names)
+            self.loaded = self.load(self.names)
         except Exception as error:  # of a file of somebody's, or of what loads its data
             raise ConfigError(
                 f"{key}={','.join(names)}: lm-eval cannot load it: {_said(error)}"
             ) from None
-
-    def load(self, task_list: Any) -> Any:
-        """The tasks, whatever is asked for."""
-        return self._loaded
 
     def refuse_answers(self, stages: int) -> None:
         """Refuses tasks that a pipeline cannot do.
@@ -87,7 +94,7 @@ class Tasks(TaskManager):
         Raises:
           ConfigError: a task has the model write.
         """
-        for name, task in self._loaded["tasks"].items():
+        for name, task in self.loaded["tasks"].items():
             if stages > 1 and task.get_config("output_type") == "generate_until":
                 raise ConfigError(
                     f"the task {name} has the model write, and a pipeline of {stages} stages "
@@ -99,10 +106,19 @@ class Tasks(TaskManager):
         return [n for n in self.names if n not in self.task_index and not os.path.isfile(n)]
 
 
+def _refuse_broken(folder: str) -> None:
+    """Says which file of a folder of tasks is no YAML: lm-eval passes over it in silence."""
+    for path in sorted(pathlib.Path(folder).rglob("*.yaml")):
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:
+            raise ConfigError(f"{path}: no task can be read: {_said(error)}") from None
+
+
 class Model(TemplateLM):
     """Our model as what lm-eval asks."""
 
-    def __init__(self, together: Together, tokenizer: Tokenizer, chats: ChatKeys):
+    def __init__(self, together: Together | Rehearsal, tokenizer: Tokenizer, chats: ChatKeys):
         super().__init__()
         # A text's marks are marks, as those of a chat template.
         named = tokenizer.type in ("huggingface", "tiktoken")
@@ -133,7 +149,7 @@ class Model(TemplateLM):
     @property
     def max_length(self) -> int:
         """The longest row in tokens."""
-        return self._together.scorer.keys.max_target_length
+        return self._together.longest
 
     @property
     def tokenizer_name(self) -> str:
@@ -144,6 +160,7 @@ class Model(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Ids of a text, as `hf` has them."""
+        self._together.beat()  # a task may have hundreds of thousands of them
         mark = self._tokenizer.begin
         if add_special_tokens is None:
             begins = mark is not None and has_bos_prefix(string, self._tokenizer.decode([mark]))
@@ -269,27 +286,39 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
     Raises:
       ConfigError: a task asks what cannot be, or fails.
     """
+    # What its `simple_evaluate` does first; that ends with seconds of asking the system for all
+    # that is installed, for which training would wait.
+    random.seed(0)
+    np.random.seed(_SEED)
     try:
-        return simple_evaluate(
+        for task in tasks.loaded["tasks"].values():
+            _set_up(task, asking)
+        results = evaluator.evaluate(
             model,
-            tasks=tasks.names,
-            task_manager=tasks,
-            num_fewshot=asking.num_fewshot,
+            tasks.loaded,
             limit=asking.limit,
-            apply_chat_template=asking.apply_chat_template,
-            system_instruction=asking.system_instruction,
-            gen_kwargs=dict(asking.gen_kwargs) if asking.gen_kwargs else None,
-            log_samples=asking.log_samples,
             bootstrap_iters=asking.bootstrap_iters,
-            random_seed=0,
-            numpy_random_seed=_SEED,
-            torch_random_seed=None,
-            fewshot_random_seed=_SEED,
+            log_samples=asking.log_samples,
+            system_instruction=asking.system_instruction,
+            apply_chat_template=asking.apply_chat_template,
+            fewshot_as_multiturn=True,
         )
     except (ConfigError, TrainingError):
         raise
     except Exception as error:  # of a task's own code
         raise ConfigError(f"the tasks {','.join(tasks.names)}: {_said(error)}") from None
+    said = {"config": dataclasses.asdict(asking) | {"seed": _SEED}, "date": time.time()}
+    return dict(results) | said | {"lm_eval_version": importlib.metadata.version("lm_eval")}
+
+
+def _set_up(task: Task, asking: Asking) -> None:
+    """Has a task ask so, where it does not say otherwise itself."""
+    if asking.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config("generation_kwargs", dict(asking.gen_kwargs), update=True)
+    own = task.get_config("num_fewshot")
+    if own is None or (own and asking.num_fewshot is not None):
+        task.set_config("num_fewshot", asking.num_fewshot or 0)
+    task.set_fewshot_seed(_SEED)
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Tasks that a run is evaluated on while it trains."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,66 +7,101 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.data.keys import EvalKeys
+from maxramp.errors import TrainingError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
-from maxramp.evaluation.together import Together
+from maxramp.evaluation.together import Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
-from maxramp.parallel.mesh import mesh_of, on_mesh
-from maxramp.processes.agreement import led
+from maxramp.parallel.mesh import mesh_of, on_mesh, reshaped
+from maxramp.processes.agreement import from_first, led
+from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Record, Taken
+from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import TrainState
 
 
-def open_tasks(job: Job, abstract: TrainState) -> Callable[[TrainState], Taken] | None:
-    """What evaluates a state on the tasks of a run; None if it has none.
+class RunTasks:
+    """The tasks of a run, loaded once."""
 
-    Args:
-      job: of the run.
-      abstract: the train state's shapes and shardings.
+    def __init__(self, job: Job, abstract: TrainState):
+        """Loads them on process 0, and goes through all that they will ask.
 
-    Raises:
-      ConfigError: there is no such task, or it cannot be loaded.
-    """
-    config, beat = job.config, job.watchdog.beat
-    keys: EvalKeys = config.evaluation
-    if not keys.evaluate_tasks:
-        return None
-    tokenizer = tokenizer_of(config.data, config.checkpoints.load_parameters_path)
+        Args:
+          job: of the run; `evaluate_tasks` names one at least.
+          abstract: the train state's shapes and shardings.
 
-    def load() -> Any:
-        from maxramp.evaluation import harness  # and with it lm-eval
+        Raises:
+          ConfigError: there is no such task, it cannot be loaded, or it asks what cannot be.
+        """
+        config, self._job = job.config, job
+        data, checkpoints = config.data, config.checkpoints
+        keys: EvalKeys = config.evaluation
+        self._keys, self._abstract = keys, abstract
+        self._beat: Callable[[], None] = job.watchdog.beat
+        self._tokenizer = tokenizer_of(data, checkpoints.load_parameters_path)
+        self._scorers: dict[Mesh, Scorer] = {}
+        longest = config.model.max_target_length
 
-        names, own = [*map(str, keys.evaluate_tasks)], keys.evaluate_tasks_include_path
-        tasks = harness.Tasks("evaluate_tasks", names, own)
-        tasks.refuse_answers(config.mesh.pipeline_stages)
-        return tasks
+        def load() -> tuple[Any, list[Any]]:
+            from maxramp.evaluation import harness  # and with it lm-eval
 
-    tasks = led(load, beat)
+            names, own = [*map(str, keys.evaluate_tasks)], keys.evaluate_tasks_include_path
+            tasks = harness.Tasks("evaluate_tasks", names, own)
+            tasks.refuse_answers(config.mesh.pipeline_stages)
+            rehearsal = Rehearsal(longest, self._beat)
+            self._numbers(tasks, rehearsal)
+            return tasks, rehearsal.asked
 
-    @functools.cache
-    def scorer_on(mesh: Mesh) -> Scorer:
-        return Scorer(
-            config.model,
-            config.objective.loss_block_tokens,
-            on_mesh(abstract.model, mesh),
-            tokenizer.tokenizer,
-            tokenizer.ends,
-            compiler_options(jax.default_backend()),
-            beat=beat,
-        )
+        self._tasks, asked = led(load, self._beat) or (None, None)
+        self._asked = from_first(asked, self._beat)
 
-    def evaluate(state: TrainState) -> Taken:
-        together = Together(scorer_on(mesh_of(state)), state.model, beat)
+    def announce(self, ahead: Ahead, stage: Stage) -> None:
+        """Has the programs of a stage's evaluations compiled, where it may have one."""
+        end = of_run = self._job.span.ramp.total_samples
+        if stage.samples is not None:
+            end = stage.first_sample + stage.samples
+        if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):
+            expect(self._scorer(ahead, reshaped(self._job.mesh, stage.spec.mesh)), self._asked)
 
-        def lead() -> Record:
-            from maxramp.evaluation import harness
-
-            model = harness.Model(together, tokenizer.tokenizer, config.data)
-            return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
-
-        found = together.run(lead)
+    def evaluate(self, ahead: Ahead, state: TrainState) -> Taken | None:
+        """Evaluates a state; None where somebody asks for the end meanwhile."""
+        scorer = self._scorer(ahead, mesh_of(state))
+        together = Together(scorer, state.model, self._beat)
+        try:
+            found = together.run(lambda: self._numbers(self._tasks, together))
+        except _StoppedError:
+            return None
         return Taken((), lambda read, begin, end: found or {})
 
-    return evaluate
+    def _numbers(self, tasks: Any, asked: Together | Rehearsal) -> Record:
+        from maxramp.evaluation import harness
+
+        model = harness.Model(asked, self._tokenizer.tokenizer, self._job.config.data)
+        return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
+
+    def _scorer(self, ahead: Ahead, mesh: Mesh) -> Scorer:
+        config = self._job.config
+        if mesh not in self._scorers:
+            self._scorers[mesh] = Scorer(
+                config.model,
+                config.objective.loss_block_tokens,
+                on_mesh(self._abstract.model, mesh),
+                self._tokenizer.tokenizer,
+                self._tokenizer.ends,
+                compiler_options(jax.default_backend()),
+                ahead,
+                beat=self._pause,
+            )
+        return self._scorers[mesh]
+
+    def _pause(self) -> None:
+        """Between two passes, on all processes: a signal may ask for the end."""
+        self._beat()
+        if self._job.is_asked_to_stop():
+            raise _StoppedError("somebody asks for the end")
+
+
+class _StoppedError(TrainingError):
+    """An evaluation is given up: the run is asked to save and stop."""

@@ -9,9 +9,10 @@ Shapes: B rows, T tokens of a row.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from maxramp.data.row import PADDING
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
+from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import BATCH_AXES
@@ -55,6 +57,7 @@ class Scorer:
         tokenizer: Tokenizer,
         ends: Sequence[int],
         options: Mapping[str, Any],
+        ahead: Ahead,
         batch_size: int = 0,
         beat: Callable[[], None] = lambda: None,
     ):
@@ -66,16 +69,19 @@ class Scorer:
           tokenizer: makes text of what the model writes.
           ends: ids that end an answer.
           options: the compiler's.
+          ahead: compiles the programs.
           batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
-          beat: called when a pass is done.
+          beat: called when a pass or a part of one is done, on all processes after the same part;
+            what it raises ends the work.
         """
         self.keys, self._tokenizer, self._ends = keys, tokenizer, tuple(ends)
         self._mesh, self._batch_size, self._beat = mesh_of(model), batch_size, beat
         self._abstract, self._options = model, dict(options)
         self._block_tokens = block_tokens
-        self._ahead = Ahead(options, 0, lambda line: None, lambda: None)
-        self._score = Jitted(self._mesh, self._scores)
+        self._ahead = ahead
+        self._score = Jitted(self._mesh, self._scores, compiler_options=self._options or None)
         self._generators: dict[Writing, Generator] = {}
+        self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
         ranks = math.prod(shape[axis] for axis in BATCH_AXES)
         copies = ranks // shape["stage"]
@@ -108,11 +114,8 @@ class Scorer:
                 found[number] = total, bool(is_first_BT[at].all())
             self._beat()
 
-        passes = self._passes([len(row.tokens) - 1 for row in rows])
-        for (B, T), _ in passes:
-            self._announce(B, T)
-        for (B, T), numbers in passes:
-            program, _ = self._ahead.get((B, T))
+        for (B, T), numbers in self.expect_scores([len(row.tokens) - 1 for row in rows]):
+            program, _ = self._ahead.get(self._key(B, T))
             waiting.append(
                 (numbers, program(model, *self._arrays(B, T, [rows[n] for n in numbers])))
             )
@@ -128,7 +131,7 @@ class Scorer:
         model: Decoder,
         prompts: Sequence[Sequence[int]],
         most_tokens: int,
-        sampling: Any,
+        sampling: Sampling,
         seed: int,
         until: Sequence[str],
     ) -> list[str]:
@@ -147,22 +150,17 @@ class Scorer:
         Raises:
           ConfigError: an answer of so many tokens leaves no room for a prompt.
         """
+        lengths = [len(prompt) for prompt in prompts]
+        passes = self.expect_answers(lengths, most_tokens, sampling, seed)
         room = self.keys.max_target_length - most_tokens
-        if room < 1:
-            raise ConfigError(
-                f"max_gen_toks={most_tokens} of a task leaves no room for a prompt in rows of "
-                f"max_target_length={self.keys.max_target_length}; raise that, or ask for less by "
-                "--gen_kwargs max_gen_toks=N"
-            )
         prompts = [np.asarray(prompt[-room:], np.int32) for prompt in prompts]
-        writing = Writing(most_tokens, sampling, seed, self._ends)
-        if writing not in self._generators:
-            made = Generator(self.keys, self._abstract, writing, self._options)
-            self._generators[writing] = made
-        generator = self._generators[writing]
-        weights, texts = generator.prepare(model), [""] * len(prompts)
-        # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
-        for _, numbers in self._passes([len(prompt) + most_tokens for prompt in prompts]):
+        generator = self._generator(most_tokens, sampling, seed)
+        weights, texts = None, [""] * len(prompts)
+        for programs, numbers in passes:
+            for program in programs:
+                self._ahead.get(program)
+            weights = weights or generator.prepare(model)
+            self._ahead.lower()
             of_pass = [prompts[n] for n in numbers]
             for answers in generator.stream(weights, of_pass, numbers, every=_SELDOM):
                 self._beat()
@@ -172,6 +170,65 @@ class Scorer:
             for number, (text, _) in zip(numbers, found, strict=True):
                 texts[number] = text
         return texts
+
+    def expect_scores(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
+        """Has the programs compiled that score rows of some lengths, less one token each.
+
+        Returns:
+          The shape [B, T] of each pass, and which rows it has.
+        """
+        passes = self._passes(lengths)
+        for (B, T), _ in passes:
+            name = f"the score of {B} rows of {T} tokens"
+            trace = functools.partial(self.traced, B, T)
+            self._announce(self._key(B, T), name, trace)
+        return passes
+
+    def expect_answers(
+        self, lengths: Sequence[int], most_tokens: int, sampling: Sampling, seed: int
+    ) -> list[tuple[list[Hashable], list[int]]]:
+        """Has the programs compiled that answer prompts of some lengths.
+
+        Args:
+          lengths: tokens of each prompt.
+          most_tokens, sampling, seed: as those of `write`.
+
+        Returns:
+          The programs of each pass, by what the compiler knows them by, and which prompts it has.
+
+        Raises:
+          ConfigError: an answer of so many tokens leaves no room for a prompt.
+        """
+        room = self.keys.max_target_length - most_tokens
+        if room < 1:
+            raise ConfigError(
+                f"max_gen_toks={most_tokens} of a task leaves no room for a prompt in rows of "
+                f"max_target_length={self.keys.max_target_length}; raise that, or have the task "
+                "ask for less (of maxramp.evaluate, --gen_kwargs max_gen_toks=N)"
+            )
+        lengths = [min(length, room) for length in lengths]
+        generator, found = self._generator(most_tokens, sampling, seed), []
+        # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
+        for _, numbers in self._passes([length + most_tokens for length in lengths]):
+            longest = max(lengths[n] for n in numbers)
+            found.append((self._expect_writing(generator, len(numbers), longest), numbers))
+        return found
+
+    def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
+        """The programs that answer so many prompts, by what the compiler knows them by."""
+        B, P, S = shape = generator.shape(count, longest)
+        if (generator.writing, shape) not in self._written:
+            traced = generator.traced(self._abstract, count, longest)
+            keys = []
+            for what, trace in traced.items():
+                key, name = (what, self._mesh, generator.writing), what
+                if what != "preparing weights":
+                    key = *key, shape
+                    name = f"{what}, {B} rows of {P} tokens and up to {S - P} more"
+                self._announce(key, name, trace)
+                keys.append(key)
+            self._written[generator.writing, shape] = keys
+        return self._written[generator.writing, shape]
 
     def traced(self, B: int, T: int) -> jax.stages.Traced:
         """The program that scores B rows of T tokens."""
@@ -185,9 +242,18 @@ class Scorer:
         found = scores(x_BTD, model.head(dtype), targets_BT, self._block_tokens)
         return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in found)
 
-    def _announce(self, B: int, T: int) -> None:
-        name = f"the score of {B} rows of {T} tokens"
-        self._ahead.announce((B, T), name, self._mesh, lambda: self.traced(B, T).lower())
+    def _announce(self, key: Hashable, name: str, trace: Callable[[], Any]) -> None:
+        self._ahead.announce(key, name, self._mesh, lambda: trace().lower())
+
+    def _key(self, B: int, T: int) -> Hashable:
+        return "score", self._mesh, B, T
+
+    def _generator(self, most_tokens: int, sampling: Sampling, seed: int) -> Generator:
+        writing = Writing(most_tokens, sampling, seed, self._ends)
+        if writing not in self._generators:
+            made = Generator(self.keys, self._abstract, writing, self._options)
+            self._generators[writing] = made
+        return self._generators[writing]
 
     def _arrays(self, B: int, T: int, rows: Sequence[Scored]) -> tuple[jax.Array, jax.Array]:
         tokens_BT = np.full((B, T), PADDING, np.int32)

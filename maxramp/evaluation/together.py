@@ -1,6 +1,7 @@
 """One process talks to lm-eval, and all of a job compute what it asks.
 
-Process 0 says what is asked for; the others wait for that and then do the same.
+Process 0 says what is asked for; the others wait for that and then do the same. Before a run
+trains, it goes through all of it once without a model, so that programs can be compiled ahead.
 """
 
 import dataclasses
@@ -25,6 +26,11 @@ class Together:
     model: Decoder
     beat: Callable[[], None]  # called while another process works, and when a pass is done
     _failed: bool = False  # while all processes computed: they all know
+
+    @property
+    def longest(self) -> int:
+        """The longest row, in tokens."""
+        return self.scorer.keys.max_target_length
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
         """`Scorer.score`; called by process 0."""
@@ -78,6 +84,55 @@ class Together:
             return self.scorer.score(self.model, [Scored(*row) for row in about])
         prompts, most_tokens, how, seed, until = about
         return self.scorer.write(self.model, prompts, most_tokens, Sampling(**how), seed, until)
+
+
+class Rehearsal:
+    """In the place of `Together`, answers at once: how long rows are depends on no weights.
+
+    Attributes:
+      asked: what was asked, as `expect` takes it.
+    """
+
+    def __init__(self, longest: int, beat: Callable[[], None]):
+        """`longest` is the longest row, in tokens; `beat` is called now and then."""
+        self.longest, self.beat = longest, beat
+        self.asked: list[list[Any]] = []
+
+    def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Answers as `Together.score`, that every row is as likely."""
+        self.asked.append(["score", [len(row.tokens) - 1 for row in rows]])
+        return [(-1.0, False)] * len(rows)
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        most_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        until: Sequence[str],
+    ) -> list[str]:
+        """Answers as `Together.write`, with nothing."""
+        lengths = [len(prompt) for prompt in prompts]
+        self.asked.append(["write", lengths, most_tokens, dataclasses.asdict(sampling), seed])
+        return [""] * len(prompts)
+
+
+def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
+    """Has the programs compiled for what will be asked of a scorer.
+
+    Args:
+      scorer: on every process.
+      asked: of a `Rehearsal`.
+
+    Raises:
+      ConfigError: an answer is to be longer than a row.
+    """
+    for what, lengths, *how in asked:
+        if what == "score":
+            scorer.expect_scores(lengths)
+        else:
+            most_tokens, sampling, seed = how
+            scorer.expect_answers(lengths, most_tokens, Sampling(**sampling), seed)
 
 
 def _raise(error: Exception) -> None:

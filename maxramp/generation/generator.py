@@ -150,16 +150,19 @@ class Generator:
             if all(answer.done for answer in answers):
                 return
 
-    def traced(self, model: Decoder, count: int) -> dict[str, Callable[[], jax.stages.Traced]]:
+    def traced(
+        self, model: Decoder, count: int, longest: int = 0
+    ) -> dict[str, Callable[[], jax.stages.Traced]]:
         """The programs of `prepare` and `answer` for so many prompts, by what they do.
 
         Lower and compile what they return, and a call finds it: JAX keeps what it lowers.
 
         Args:
           model: its shapes and shardings.
-          count: of prompts, of up to `room` tokens each.
+          count: of prompts.
+          longest: tokens of the longest of them; 0 = `room`.
         """
-        weights, sizes = self.prepare.eval_shape(model), self._sizes(self.writing.room)
+        weights, sizes = self.prepare.eval_shape(model), self._sizes(longest)
         rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)),
             self._new_rows([np.zeros(1, np.int32)] * count, range(count), sizes["slots"]),
@@ -175,6 +178,11 @@ class Generator:
             "writing answers": decode,
             "gathering them": lambda: self._gather.trace(rows),
         }
+
+    def shape(self, count: int, longest: int) -> tuple[int, int, int]:
+        """Rows, tokens that are read at once and all tokens of a row: prompts share programs."""
+        sizes = self._sizes(longest)
+        return self._rows(count), sizes["length"], sizes["slots"]
 
     @property
     def _how(self) -> dict[str, Any]:
@@ -203,10 +211,14 @@ class Generator:
                     f"vocab_size={self._keys.vocab_size}; use the tokenizer of the training data"
                 )
 
-    def _new_rows(self, prompts: Sequence[np.ndarray], samples: Sequence[int], slots: int) -> Rows:
-        """Rows of prompts, and of nothing, done, up to a number that the devices share evenly."""
+    def _rows(self, count: int) -> int:
+        """Rows for so many prompts, as many on each device."""
         ranks = math.prod(self._mesh.shape[axis] for axis in BATCH_AXES)
-        count = ranks * rounded_up(-(-len(prompts) // ranks))
+        return ranks * rounded_up(-(-count // ranks))
+
+    def _new_rows(self, prompts: Sequence[np.ndarray], samples: Sequence[int], slots: int) -> Rows:
+        """Rows of prompts, and of nothing, which are done."""
+        count = self._rows(len(prompts))
         lengths_B, draws_B2 = np.ones(count, np.int32), np.zeros((count, 2), np.uint32)
         tokens_BS = np.full((count, slots), PADDING, np.int32)
         for row, (prompt, number) in enumerate(zip(prompts, samples, strict=True)):

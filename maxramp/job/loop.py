@@ -3,7 +3,6 @@
 It never waits for the devices: step k + 1 is on its way when the numbers of step k are read.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
@@ -42,6 +41,14 @@ class Trainer(Protocol):
         """Hands an evaluation of the state to the devices, with the programs of a stage."""
         ...
 
+    def evaluate_tasks(self) -> Taken | None:
+        """Evaluates the state on tasks, of a run that has some, and returns when it is done.
+
+        Returns:
+          Its numbers; None if it was given up because somebody asks for the end.
+        """
+        ...
+
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.
 
@@ -51,15 +58,12 @@ class Trainer(Protocol):
         ...
 
 
-def train(
-    job: Job, trainer: Trainer, evaluate_tasks: Callable[[TrainState], Taken] | None = None
-) -> int:
+def train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job.
 
     Args:
       job: the run's folder, and which steps of it.
       trainer: takes them.
-      evaluate_tasks: evaluates a state on tasks, where the run has some; returns when it is done.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
@@ -72,7 +76,7 @@ def train(
     ramp, first_step = span.ramp, span.first_step
     cpu.keep()
     checkpoints.start_saving()
-    writers = output.open_files(ramp, first_step)
+    writers = output.open_files(ramp, first_step, job.owes_tasks)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     evaluation = LastEvaluation()
     log = MetricsLog(config.run, [growth, evaluation, *writers])
@@ -80,16 +84,31 @@ def train(
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
 
-    def save(done: int, last: bool) -> None:
+    def save(done: int, last: bool, owes_tasks: bool = False) -> None:
         log.flush()  # a state whose loss ends the run is never saved
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        numbers = evaluation.of(done - 1)
-        checkpoints.save(done, trainer.state, consumed, stages, output.kept.flush, last, numbers)
+        numbers, flush = evaluation.of(done - 1), output.kept.flush
+        checkpoints.save(done, trainer.state, consumed, stages, flush, last, numbers, owes_tasks)
         log.restart_clock()
+
+    def evaluate_tasks(step: int, consumed: int) -> bool:
+        log.flush()
+        log.restart_clock()
+        if taken := trainer.evaluate_tasks():
+            log.log_eval(step, consumed, taken)
+        return taken is not None
 
     def is_best(step: int) -> bool:
         log.flush()  # an evaluation decides whether its state is saved
         return checkpoints.best.is_beaten(evaluation.of(step))
+
+    if job.owes_tasks:
+        step, consumed = first_step - 1, span.position.consumed_samples
+        if not evaluate_tasks(step, consumed):
+            output.say_stopped(None)
+            return EXIT_PREEMPTED
+        log.flush()
+        checkpoints.make_up(span.position, evaluation.of(step))
 
     for step in span.steps():
         growth.before(step)
@@ -115,19 +134,17 @@ def train(
         if evaluated := config.evaluation.is_due(done, ramp.total_steps):
             log.log_eval(step, consumed, trainer.evaluate(stage))
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
-        is_last = done == ramp.total_steps
-        if evaluate_tasks and config.evaluation.tasks_are_due(first_sample, consumed, is_last):
-            log.flush()
-            log.restart_clock()
-            log.log_eval(step, consumed, evaluate_tasks(trainer.state))
+        is_last, owes_tasks = done == ramp.total_steps, False
+        if config.evaluation.tasks_are_due(first_sample, consumed, is_last):
+            owes_tasks = not evaluate_tasks(step, consumed)
             evaluated = True
 
-        stopping = job.check()
+        stopping = owes_tasks or job.check()
         last = stopping or done == span.last_step
         best = evaluated and config.checkpoints.checkpoint_best and is_best(step)
         if best or last or checkpoints.is_due(done, ramp):
-            save(done, last)
-        if stopping and done < span.last_step:
+            save(done, last, owes_tasks)
+        if owes_tasks or (stopping and done < span.last_step):
             trainer.raise_failure()
             output.say_stopped(step)
             return EXIT_PREEMPTED

@@ -158,9 +158,15 @@ class Job(Start):
     changes: list[str]  # what changed since that checkpoint, in lines
 
     @property
-    def has_steps(self) -> bool:
-        """Whether there is a step to train for this job."""
-        return self.span.first_step < self.span.last_step
+    def has_work(self) -> bool:
+        """Whether there is a step to train for this job, or an evaluation to make up for."""
+        return self.span.first_step < self.span.last_step or self.owes_tasks
+
+    @property
+    def owes_tasks(self) -> bool:
+        """Whether the job before gave up the evaluation on tasks that was due with its state."""
+        position, names = self.span.position, self.config.evaluation.evaluate_tasks
+        return bool(names and position and position.owes_tasks)
 
     def abstract_state(self) -> TrainState:
         """The train state's shapes and shardings, on the mesh of the first step.

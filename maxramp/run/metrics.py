@@ -276,10 +276,11 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cut_records(path: pathlib.Path, first_step: int) -> int:
+def cut_records(path: pathlib.Path, first_step: int, owes_tasks: bool = False) -> int:
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
-    What a kill tore, and every line after it, goes there too.
+    What a kill tore, and every line after it, goes there too; `owes_tasks`: and the numbers of
+    tasks after the step before.
 
     Returns:
       The steps that were moved.
@@ -290,7 +291,10 @@ def cut_records(path: pathlib.Path, first_step: int) -> int:
     with path.open("r+b") as file:
         for line in file:
             record = _parse(line)
-            if not dropped and record and record["step"] < first_step and line.endswith(b"\n"):
+            kept = record and record["step"] < first_step and line.endswith(b"\n")
+            if owes_tasks and kept and record["step"] == first_step - 1:
+                kept = not any(name.startswith(TASK) for name in record)
+            if not dropped and kept:
                 end += len(line)
             else:
                 dropped += record is None or "loss" in record

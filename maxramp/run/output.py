@@ -132,28 +132,30 @@ class Output:
             )
 
     def open_files(
-        self, ramp: RampupBatchManager, first_step: int
+        self, ramp: RampupBatchManager, first_step: int, owes_tasks: bool = False
     ) -> list[Callable[[Record], None]]:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
-        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl.
+        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl; `owes_tasks`:
+        with the numbers of tasks after the last of them, which come again.
 
         Raises:
           ConfigError: the folder takes no more files.
         """
-        agreement.raise_everywhere(lambda: self._is_first and self._open_files(ramp, first_step))
+        position = ramp, first_step, owes_tasks
+        agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
         if self._is_first:
             self._display.start(ramp)
         return [*self._writers, self._display] if self._is_first else []
 
-    def _open_files(self, ramp: RampupBatchManager, first_step: int) -> None:
+    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes_tasks: bool) -> None:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
             _write_json(self.here / "plan.json", ramp.to_json())
             (self.here / "next_stage.json").unlink(missing_ok=True)
-            if dropped := cut_records(self.here / "metrics.jsonl", first_step):
+            if dropped := cut_records(self.here / "metrics.jsonl", first_step, owes_tasks):
                 self.say(
                     f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
                     "metrics.dropped.jsonl)"

@@ -8,7 +8,7 @@ background thread does it, in the order of use, which is the same on every host.
 import collections
 import concurrent.futures
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -23,20 +23,15 @@ class Ahead:
     """Compiles programs in the background, in the order in which they are announced."""
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        memory_limit: int,
-        say: Callable[[str], None],
-        on_failure: Callable[[], None],
+        self, memory_limit: int, say: Callable[[str], None], on_failure: Callable[[], None]
     ):
         """
         Args:
-          options: of the compiler (`programs.compiler_options`), beside those of a program.
           memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
         """
-        self._options, self._memory_limit = dict(options), memory_limit
+        self._memory_limit = memory_limit
         self._say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
         self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
@@ -52,7 +47,8 @@ class Ahead:
           name: in lines about it.
           mesh: to lower it for.
           lower: called in the main thread, where the mesh is set. It returns a lowered program,
-            or a tree of them, which are needed together.
+            or a tree of them, which are needed together; the compiler's options are those of
+            `jax.jit`, so that a call finds what was compiled.
         """
         if key not in self:
             self._waiting[key] = name, mesh, lower
@@ -108,7 +104,7 @@ class Ahead:
     def _compile(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()
         try:
-            compiled = jax.tree.map(lambda x: x.compile(self._options or None), lowered)
+            compiled = jax.tree.map(lambda x: x.compile(), lowered)
             programs = jax.tree.leaves(compiled)
             seconds = time.perf_counter() - start
             needed = max(map(compiled_bytes, programs)) / GIB

@@ -22,7 +22,10 @@ def kind(x: Any) -> str:
 
 
 def lower(
-    arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh, platforms: tuple[str, ...] | None = None
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    platforms: tuple[str, ...] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Moves:
     """The programs that move such arrays to a mesh.
 
@@ -30,6 +33,7 @@ def lower(
       arrays: as they lie before.
       mesh: where they go.
       platforms: to lower for, where the devices belong to no backend of this process.
+      options: the compiler's.
     """
     found: dict[str, list[jax.stages.Lowered]] = {}
     for x in arrays:
@@ -37,7 +41,7 @@ def lower(
             continue
         found[kind(x)] = []
         for sharding in _way(x, mesh):
-            moved = jax.jit(lambda x: x, out_shardings=sharding)
+            moved = jax.jit(lambda x: x, out_shardings=sharding, compiler_options=options)
             found[kind(x)].append(moved.trace(x).lower(lowering_platforms=platforms))
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return found

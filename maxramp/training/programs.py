@@ -90,6 +90,7 @@ class Programs(Ahead):
         memory_limit: int,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
+        beside: Callable[[Ahead, Stage], None] | None = None,
     ):
         """Lowers the first program, and hands it to the compiler.
 
@@ -103,12 +104,14 @@ class Programs(Ahead):
           memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
           say: takes a line about each program when it is compiled, in the background thread.
           on_failure: called in the background thread when a program does not compile.
+          beside: announces what else a stage needs, before the next one.
         """
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows, self._mesh = eval_rows, mesh_of(state)
-        options = compiler_options(expansion.mesh.devices.flat[0].platform)
-        super().__init__(options, memory_limit, say, on_failure)
+        self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
+        self._beside = beside
+        super().__init__(memory_limit, say, on_failure)
         for stage in stages:
             self.add(stage)
         self.lower()
@@ -122,7 +125,8 @@ class Programs(Ahead):
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
         before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
         if mesh != before:
-            move = functools.partial(moving.lower, on_mesh(self._arrays, before), mesh)
+            arrays = on_mesh(self._arrays, before)
+            move = functools.partial(moving.lower, arrays, mesh, options=self._options)
             self.announce(
                 (before, mesh), f"the move of each array to {shown(mesh.shape)}", mesh, move
             )
@@ -132,6 +136,8 @@ class Programs(Ahead):
             key, spec = self._evaluation(stage)
             lower = functools.partial(self._lower_evaluation, spec)
             self.announce((key, spec), key, mesh, lower)
+        if self._beside:
+            self._beside(self, stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -186,7 +192,8 @@ class Programs(Ahead):
 
         batch = self._expansion.abstract_batch(spec)
         arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
-        return jax.jit(step, donate_argnums=0).lower(arrays, batch)
+        jitted = jax.jit(step, donate_argnums=0, compiler_options=self._options)
+        return jitted.lower(arrays, batch)
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
         recipe = self._recipe.of(spec)
@@ -198,4 +205,5 @@ class Programs(Ahead):
         sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(objective.shown)
         arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
         model = self._structure.unflatten(arrays).model
-        return jax.jit(evaluate).lower(model, sums, self._expansion.abstract_batch(spec))
+        batch = self._expansion.abstract_batch(spec)
+        return jax.jit(evaluate, compiler_options=self._options).lower(model, sums, batch)

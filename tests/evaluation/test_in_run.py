@@ -1,10 +1,17 @@
 """Tasks that a run is evaluated on while it trains."""
 
 import itertools
+import json
 import math
+import pathlib
+import re
+import signal
+import sys
 
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, environment, run
+from forked import run_forked
+from jobs import finish, start
 from made_tasks import write_tasks
 
 from maxramp.data.keys import EvalKeys
@@ -16,6 +23,28 @@ KEYS = (
     *("max_target_length=128", "eval_interval=-1", "evaluate_tasks=[made_choices,made_writing]"),
     *("evaluate_tasks_interval=24", "enable_tensorboard=True"),
 )
+PASSES = 7  # of one evaluation: four of choices, three of writing
+
+# Trains, and sends a signal to its process where an evaluation is between two passes: behind the
+# pass of the second argument, counted from the start, on the process of the third.
+SIGNALLED = """
+import os, sys
+import jax
+from maxramp import train
+from maxramp.evaluation.in_run import RunTasks
+from maxramp.processes.ending import Preemption, end_process
+number, last, process, passes = *map(int, sys.argv[1:4]), [0]
+between = RunTasks._pause
+def pause(self):
+    passes[0] += 1
+    if passes[0] == last and jax.process_index() == process:
+        os.kill(os.getpid(), number)
+        while number == 15 and jax.process_count() == 1 and not self._job.preemption._asked:
+            pass
+    between(self)
+RunTasks._pause = pause
+end_process(train.main(sys.argv[4:], Preemption()))
+"""
 
 
 def keys_of(**given) -> EvalKeys:
@@ -50,37 +79,102 @@ def test_they_are_drawn():
     assert "task_made_acc" in [axes.get_title(loc="left") for axes in figure.axes]
 
 
-@pytest.mark.slow
-def test_a_restart_evaluates_neither_twice_nor_too_seldom(tmp_path, cache_dir, monkeypatch):
+@pytest.fixture(scope="module")
+def line(tmp_path_factory, cache_dir):
+    """The command line of a run with tasks, without its name."""
     pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    tasks = write_tasks(tmp_path / "tasks")
-    line = (BASE, *TINY, *KEYS, f"evaluate_tasks_include_path={tasks}")
-    line += (f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}")
+    folder = tmp_path_factory.mktemp("in_run")
+    tasks = write_tasks(folder / "tasks")
+    made = (BASE, *TINY, *KEYS, f"evaluate_tasks_include_path={tasks}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield *made, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"
 
-    def evaluated(name, *more):
-        done = run(*line, f"run_name={name}", *more, timeout=600)
-        records = read_records(tmp_path / name / "metrics.jsonl")
-        return done, [
-            {k: v for k, v in r.items() if k != "eval_seconds"}
-            for r in records
-            if "task_made_choices_acc" in r
-        ]
 
-    done, whole = evaluated("whole")
+def folder_of(line, name):
+    (base,) = (x.partition("=")[2] for x in line if x.startswith("base_output_directory="))
+    return pathlib.Path(base) / name
+
+
+def evaluations(line, name):
+    """The records of evaluations on tasks, without their times."""
+    records = read_records(folder_of(line, name) / "metrics.jsonl")
+    return [
+        {k: v for k, v in r.items() if k != "eval_seconds"}
+        for r in records
+        if "task_made_choices_acc" in r
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(line):
+    """A run that nothing ended: what it wrote, and its evaluations."""
+    done = run(*line, "run_name=whole", timeout=600)
     assert done.returncode == 0, done.stderr
-    assert [r["consumed_samples"] for r in whole] == [24, 48, 72, 96, 104]
-    assert all(0 <= r["task_made_choices_acc"] <= 1 for r in whole)
-    assert all(math.isfinite(r["task_made_writing_exact_match"]) for r in whole)
+    return done, evaluations(line, "whole")
+
+
+@pytest.mark.slow
+def test_tasks_while_it_trains(line, whole):
+    done, found = whole
+    assert [r["consumed_samples"] for r in found] == [24, 48, 72, 96, 104]
+    assert all(0 <= r["task_made_choices_acc"] <= 1 for r in found)
+    assert all(math.isfinite(r["task_made_writing_exact_match"]) for r in found)
     assert "made_choices_acc" in done.stdout
 
-    stopped, first = evaluated("parts", "stop_at_stage_end=True")
-    assert stopped.returncode == 75 and first == whole[:1], stopped.stderr
-    done, both = evaluated("parts", "stop_at_stage_end=True")
-    assert done.returncode == 0 and both == whole, done.stderr
+    # Each program was compiled ahead, once for all evaluations, in the order of use.
+    ready = [text.split(":")[0] for text in done.stdout.splitlines() if text.startswith("ready")]
+    assert len(ready) == len({*ready})
+    stages = [i for i, text in enumerate(ready) if "stage" in text]
+    assert stages == [0, len(ready) - 1]
 
-    refused, _ = evaluated("wrong", "evaluate_tasks=[made_choises]")
+    # What cannot be is refused before the first step.
+    refused = run(*line, "run_name=wrong", "max_target_length=12", timeout=600)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "evaluate_tasks=made_choises: no such task" in refused.stderr
-    assert "did you mean made_choices?" in refused.stderr
+    assert "max_gen_toks=12 of a task leaves no room" in refused.stderr
+
+
+@pytest.mark.slow
+def test_signals_while_it_evaluates(line, whole):
+    """It is given up between two passes, and done again once, whatever ended the run."""
+
+    def signalled(number, last):
+        command = (sys.executable, "-c", SIGNALLED, *map(str, (number, last, 0)), *line)
+        done = run_forked((*command, "run_name=signals"), environment(), timeout=600)
+        return done, evaluations(line, "signals")
+
+    def owes():
+        steps = folder_of(line, "signals") / "checkpoints"
+        last = max(steps.iterdir(), key=lambda path: int(path.name))
+        return json.loads((last / "checkpoint.json").read_text())["owes_tasks"]
+
+    _, expected = whole
+    done, found = signalled(signal.SIGTERM, PASSES + 3)  # in the second one, at sample 48
+    assert done.returncode == 76 and found == expected[:1], done.stderr
+    assert "stopped by a signal after step 10, saved" in done.stdout and owes()
+
+    done, found = signalled(signal.SIGKILL, 2 * PASSES + 5)  # that one, 72, and in that of 96
+    assert done.returncode == -signal.SIGKILL and found == expected[:3], done.stderr
+    assert not owes()  # the checkpoint has the numbers now
+
+    done, found = signalled(signal.SIGTERM, 2 * PASSES + 1)  # 72, 96 again, and in the last one
+    assert done.returncode == 76 and found == expected[:4] and owes(), done.stderr
+    done, found = signalled(signal.SIGTERM, 1000)
+    assert done.returncode == 0 and found == expected and not owes(), done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes(line, tmp_path):
+    """A signal to one ends both after the same pass; where one is killed, the other ends."""
+    for number, statuses in ((signal.SIGTERM, (76, 76)), (signal.SIGKILL, (77, -9))):
+        keys = (*line, "run_name=two", "hang_timeout_seconds=60")
+        command = (sys.executable, "-c", SIGNALLED, *map(str, (number, 3, 1)), *keys)
+        job = start(command, 2, 1, [tmp_path] * 2)
+        (_, first, one), (_, _, two) = finish(job, 300)
+        assert (one, two) == statuses, first
+        if number == signal.SIGKILL:
+            # It is noticed by its connection or in a collective, whichever breaks first.
+            assert first.count("error:") == first.count("\n") == 1
+            assert re.search("process 1 of the job was lost|another process .* has ended", first)
+        assert evaluations(line, "two") == []

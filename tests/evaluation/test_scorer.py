@@ -10,6 +10,7 @@ from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
+from maxramp.training.ahead import Ahead
 from maxramp.training.state import abstract_state, initial_state
 
 RANDOM = np.random.default_rng(0)
@@ -26,7 +27,8 @@ def scorer_of(*keys: str):
         model = initial_state(config.recipe).model
     bytes_ = tokenizers.load("bytes", "", True, True)
     abstract = abstract_state(config.recipe, mesh).model
-    return Scorer(config.model, 7, abstract, bytes_, [257], {}), model, config
+    ahead = Ahead(0, lambda line: None, lambda: None)
+    return Scorer(config.model, 7, abstract, bytes_, [257], {}, ahead), model, config
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from maxramp.data import tokenizers
 from maxramp.evaluation.scorer import Scorer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine
+from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import abstract_state
 
@@ -37,7 +38,8 @@ def test_compilers_take_the_scores(topology, mesh):
     options = compiler_options(devices.devices.flat[0].platform) | there.options
     with jax.set_mesh(devices):
         model = abstract_state(config.recipe, devices).model
-        scorer = Scorer(config.model, 64, model, tokenizers.load("bytes", "", True, True), [], {})
+        bytes_, ahead = tokenizers.load("bytes", "", True, True), Ahead(0, print, print)
+        scorer = Scorer(config.model, 64, model, bytes_, [], {}, ahead)
         for B, T in ((8, 48), (8, 256)):
             lowered = scorer.traced(B, T).lower(lowering_platforms=there.platforms)
             assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0

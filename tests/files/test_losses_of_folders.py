@@ -8,7 +8,8 @@ import pytest
 from conftest import BASE, make_config
 
 from maxramp.checkpoints.folder import steps_in
-from maxramp.checkpoints.store import Checkpoints, Saves
+from maxramp.checkpoints.saving import Saves
+from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole

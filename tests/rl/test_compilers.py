@@ -70,7 +70,7 @@ def test_compilers_take_every_program(topology):
         how = writing(config.rollout, config.policy, config.model, bytes_)
         rate = LearningRate.of(config.learning_rate, ramp)
         programs = PolicyPrograms(
-            config.recipe, config.policy, rate, state, how, Ahead({}, 0, print, print), {}
+            config.recipe, config.policy, rate, state, how, Ahead(0, print, print), {}
         )
         found = programs.traced(ramp.stages[0].spec)
         for (name, _), trace in found.items():

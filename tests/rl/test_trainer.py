@@ -54,7 +54,7 @@ class Run:
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         make = functools.partial(init_state, config.recipe)
         self._make = Jitted(self.mesh, make, compiler_options=QUICK)
-        ahead = Ahead({}, 0, lambda line: None, lambda: None)
+        ahead = Ahead(0, lambda line: None, lambda: None)
         state = abstract_state(config.recipe, self.mesh)
         programs = PolicyPrograms(
             config.recipe,

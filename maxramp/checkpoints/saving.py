@@ -1,0 +1,162 @@
+"""Saves in the background: one at a time, and what becomes of it."""
+
+import concurrent.futures
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxramp.checkpoints import arrays
+from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.errors import PeerLostError, TrainingError
+from maxramp.files.place import Place, is_near
+from maxramp.parallel.mesh import line
+from maxramp.parallel.sharding import BY_DEVICE
+from maxramp.processes import agreement
+
+
+class Saves(contextlib.AbstractContextManager):
+    """Writes checkpoints in the background, and counts the minutes between them."""
+
+    def __init__(self, folder: Place, keys: CheckpointKeys, warn: Callable[[str], None]):
+        """
+        Args:
+          folder: of the checkpoints.
+          keys: after how many minutes the next save is due, and how many may fail in a row.
+          warn: takes a line about what went wrong and is no reason to stop.
+        """
+        self._folder, self._keys, self._warn = folder, keys, warn
+        self.newest: int | None = None  # the step of the newest that is whole
+        self._failed_in_a_row = 0
+        self._current: tuple[int, concurrent.futures.Future] | None = None
+        self._late: int | None = None  # the save of which it was said that it takes long
+        self._due: jax.Array | None = None
+        self._any = jax.jit(jnp.max)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The minutes to the next save count from now."""
+        self._since = time.monotonic()
+
+    def is_time(self) -> bool:
+        """Whether checkpoint_period_minutes have passed since the end of the last save.
+
+        Asked once a step; the same answer on every process. Their clocks differ, and all must save
+        the same step, so the first process's clock counts. Its answer travels through the devices,
+        dispatched behind one step and read behind the next, when it is there without waiting.
+        """
+        if self._keys.checkpoint_period_minutes < 0:
+            return False
+        due = time.monotonic() - self._since >= 60 * self._keys.checkpoint_period_minutes
+        if jax.process_count() == 1:
+            return due
+        before = self._due
+        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
+        by_device = NamedSharding(line(), BY_DEVICE)
+        self._due = self._any(jax.make_array_from_process_local_data(by_device, mine))
+        return before is not None and bool(before)
+
+    def is_late(self, step: int) -> bool:
+        """Whether the last save goes on at `step` and must not be waited for; says so once.
+
+        A disk is waited for. An object storage may be away for an hour: then checkpoints are left
+        out until the save is done on all processes, or has failed on one.
+        """
+        if is_near(self._folder) or self._current is None:
+            return False
+        slow, saving = self._current
+        states = agreement.all_gather_json(_state_of(saving))
+        if any(states) or None not in states:
+            return False
+        if jax.process_index() == 0 and slow != self._late:
+            self._warn(
+                f"{self._folder / str(slow)} is still being written: no checkpoint after step "
+                f"{step}, and none until it is done"
+            )
+        self._late = slow
+        return True
+
+    def begin(self, step: int, write: Callable[[], None]) -> None:
+        """Runs `write` in a thread; the last save must have been settled."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                try:
+                    write()
+                finally:
+                    self.restart_clock()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._since, self._due = math.inf, None
+        # Not of a pool: nothing may wait for this thread at the end of the process.
+        threading.Thread(target=work, name="save", daemon=True).start()
+        self._current = step, future
+
+    def check(self) -> None:
+        """Notices a save that has failed by now, where one process can tell.
+
+        Raises:
+          TrainingError: too many in a row have failed.
+        """
+        if self._current and jax.process_count() == 1 and self._current[1].done():
+            self.settle()
+
+    def settle(self, last: bool = False) -> None:
+        """Waits until the last save is done on every process, or has failed on one.
+
+        Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it
+        here.
+
+        Args:
+          last: no save comes after it, which could make up for it.
+
+        Raises:
+          TrainingError: it has failed, and is the last or one too many.
+        """
+        if self._current is None:
+            return
+        (step, saving), self._current = self._current, None
+        states: list[str | None] = [None]
+        while None in states and not any(states):
+            concurrent.futures.wait([saving], 0.2 if jax.process_count() > 1 else None)
+            states = agreement.all_gather_json(_state_of(saving))
+        if not any(states):
+            self.newest, self._failed_in_a_row = step, 0
+            return
+        self._failed_in_a_row += 1
+        process, reason = next((p, state) for p, state in enumerate(states) if state)
+        reason = f"process {process}: {reason}" if len(states) > 1 else reason
+        stands = f"checkpoint {self.newest} stands" if self.newest else "there is none before it"
+        line = f"{self._folder / str(step)} was not saved: {reason}; {stands}"
+        most = f"max_failed_saves={self._keys.max_failed_saves}"
+        if last or self._failed_in_a_row >= self._keys.max_failed_saves:
+            raise TrainingError(
+                f"{line}; make room or mend the storage and start again"
+                + ("" if last else f" ({most} in a row have failed)")
+            )
+        self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of {most})")
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Waits until this process has written; with a lost peer it never would have."""
+        if self._current is None or isinstance(error, PeerLostError):
+            return  # the last save of a run that comes to its end was waited for
+        step, saving = self._current
+        concurrent.futures.wait([saving])
+        if reason := _state_of(saving):
+            self._warn(f"{self._folder / str(step)} was not saved: {reason}")
+
+
+def _state_of(saving: concurrent.futures.Future) -> str | None:
+    """Why a save has failed, "" where it is done; None while it goes on."""
+    if not saving.done():
+        return None
+    return arrays.reason_of(error) if (error := saving.exception()) else ""
