@@ -7,6 +7,7 @@ where the signal's mean cannot be told from zero.
 
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -85,7 +86,8 @@ def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
 def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
     """The noise scale over `count` equal shares of the samples whose steps have an estimate.
 
-    Shares in which fewer than 8 steps have an estimate are left out.
+    A share in which the length of rows changes is cut there: an estimate holds for the length that
+    it was taken at. Those in which fewer than 8 steps have an estimate are left out.
 
     Args:
       records: of metrics.jsonl.
@@ -98,9 +100,12 @@ def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
         return []
     first = steps[0]["consumed_samples"] - steps[0]["global_batch_size"]
     length = steps[-1]["consumed_samples"] - first
-    shares: list[list[Record]] = [[] for _ in range(count)]
-    for record in steps:
-        shares[(record["consumed_samples"] - first - 1) * count // length].append(record)
+
+    def share_of(record: Record) -> tuple[int, int | None]:
+        number = (record["consumed_samples"] - first - 1) * count // length
+        return number, record.get("row_length")
+
+    shares = [list(share) for _, share in itertools.groupby(steps, share_of)]
     return [_block(share, *names) for share in shares if len(share) >= _FEWEST_STEPS]
 
 

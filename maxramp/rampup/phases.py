@@ -42,11 +42,19 @@ KEYS = (
 # Why it cannot change others that ask for it.
 _REFUSED = {
     "ici_pipeline_parallelism": "other stages hold other layers, and the state keeps its layers in "
-    "the order of the stages"
-} | dict.fromkeys(
-    (f"dcn_{axis}_parallelism" for axis in ("data", "pipeline", "fsdp", "tensor")),
-    "the state moves to another mesh inside its slices",
-)
+    "the order of the stages",
+    "max_target_length": "samples are rows of that length; give the longest, and row_length to the "
+    "phases before",
+    **dict.fromkeys(
+        (f"dcn_{axis}_parallelism" for axis in ("data", "pipeline", "fsdp", "tensor")),
+        "the state moves to another mesh inside its slices",
+    ),
+    **dict.fromkeys(
+        ("rope_max_timescale", "rope_type", "rope_factor", "sliding_window_size"),
+        "a run and its evaluations are of one model; end this run there, and begin another with "
+        "load_parameters_path",
+    ),
+}
 _NAME = "phases"
 # Of ways to say one thing, the one that a phase gives replaces the other.
 _INSTEAD = {

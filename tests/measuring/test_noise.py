@@ -62,6 +62,15 @@ def test_blocks():
     assert blocks_of(records[:6], "", 1) == []  # too few to tell their spread
 
 
+def test_no_block_mixes_lengths_of_rows():
+    records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
+    for record in records:
+        record["row_length"] = 32 if record["step"] < 120 else 128
+    blocks = blocks_of(records, "", 2)
+    assert [b.steps for b in blocks] == [120, 67, 113]
+    assert blocks[0].last_sample == blocks[1].first_sample == 8 * 120
+
+
 def test_blocks_of_a_run_that_began_later():
     """Its own samples are cut, and records that are none of a step's are left out."""
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)

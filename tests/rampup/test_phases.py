@@ -158,6 +158,11 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
     ("given", "named"),
     [
         (("phases.10K.vocab_size=8",), "phases.10K.vocab_size=8: no phase can change it"),
+        (
+            ("phases.10K.rope_max_timescale=1e6",),
+            "no phase can change it, as a run and its evaluations are of one model",
+        ),
+        (("phases.10K.max_target_length=256",), "give the longest, and row_length to the phases"),
         (("phases.10K.row_lenght=8",), "phases.10K.row_lenght=8: is not a known key"),
         (("phases.ten.row_length=8",), "phases.ten: ten is no whole number"),
         (("phases.10K=8",), "phases.10K=8 must be a mapping"),

@@ -179,13 +179,14 @@ def test_slices_whose_devices_would_change_their_order_are_refused():
     assert resolve(loaded, 8, 2, 1).values["phases"]["320"]["ici_fsdp_parallelism"] == 2
 
 
-PHASES = {"64": {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}}
+PHASES = {"64": {"row_length": 16, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}}
 
 
 def given(folder, cache_dir, *more):
     keys = [*TINY, *SAMPLES, "total_samples=128", "eval_interval=4", "eval_steps=1"]
     keys += ["run_name=r", f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"]
-    keys += ["per_device_batch_size=4", f"phases={json.dumps(PHASES)}", *more]
+    keys += ["per_device_batch_size=4", "row_length=4"]
+    keys += [f"phases={json.dumps(PHASES)}", *more]
     merged = dict(key.split("=", 1) for key in keys)
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
 
@@ -202,8 +203,9 @@ def compare(folder, wanted):
 
 @pytest.mark.slow
 def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
-    """Killed before, at and after the change; ended there, in two processes."""
-    done = run(*given(tmp_path / "one", cache_dir, "phases={}"), devices=4)
+    """And over two lengths of rows. Killed before, at and after the change; ended there, in two
+    processes."""
+    done = run(*given(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
     assert done.returncode == 0, done.stderr
     wanted = read_records(tmp_path / "one" / "r" / "metrics.jsonl")
     assert len(wanted) == 10
