@@ -10,12 +10,15 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import argparse
 import json
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import yaml
 
 from maxramp.commandline import OneLineParser, command
 from maxramp.config.load import list_keys
@@ -23,8 +26,7 @@ from maxramp.errors import ConfigError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Together
-from maxramp.files.place import place
-from maxramp.files.storage import write_whole
+from maxramp.files.place import is_near, place, write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
@@ -73,8 +75,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(given, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value} must be {least} or more")
-    if given.limit is not None and not given.limit > 0:
-        raise ConfigError(f"--limit {given.limit:g} must be above 0")
+    limit = given.limit
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
+        raise ConfigError(
+            f"--limit {limit:g} must be a whole number, or a share above 0 and below 1"
+        )
     if given.log_samples and not given.output_path:
         raise ConfigError("--log_samples writes them into --output_path; give that too")
     given.names = [name.strip() for name in given.tasks.split(",") if name.strip()]
@@ -85,14 +90,36 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _named(text: str) -> dict[str, Any]:
-    """NAME=VALUE,NAME=VALUE, with values as in YAML."""
+    """NAME=VALUE,NAME=VALUE, with values as in YAML; a list stands in brackets."""
     found = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
-        if not equals:
-            raise ConfigError(f"--gen_kwargs {text}: {part} has no value; write NAME=VALUE,...")
-        found[name.strip()] = parse_value(value)
+        if not (equals and name.strip()):
+            raise ConfigError(f"--gen_kwargs {text}: {part} is no NAME=VALUE")
+        try:
+            found[name.strip()] = parse_value(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--gen_kwargs {text}: {part} cannot be read; quote it") from None
     return found
+
+
+def _check_output(path: str) -> None:
+    """Looks whether results can be written, before hours go into them.
+
+    Raises:
+      ConfigError: they cannot.
+    """
+    file = place(path)
+    if not is_near(file):
+        return
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--output_path {path} is there and is no file; give the name of one")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output_path {path} cannot be written: {error.strerror}") from None
 
 
 def _evaluate(given: argparse.Namespace) -> None:
@@ -112,6 +139,8 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
     def load_tasks() -> Any:
         from maxramp.evaluation import harness  # and with it lm-eval
 
+        if given.output_path:
+            _check_output(given.output_path)
         tasks = harness.Tasks("--tasks", given.names, given.include_path)
         tasks.refuse_answers(opened.config.mesh.pipeline_stages)
         return tasks
@@ -148,10 +177,12 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
         )
         results = harness.evaluate(tasks, asked, asking)
         results["config"]["model_args"] = {"path": opened.path}
-        if given.output_path:
-            text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
-            write_whole(place(given.output_path), text.encode())
-        print(harness.table(results))
+        try:  # before the table: a reader who has gone away ends this process
+            if given.output_path:
+                text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
+                write_whole(place(given.output_path), text.encode())
+        finally:
+            print(harness.table(results))
         seconds = time.perf_counter() - start
         print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
 

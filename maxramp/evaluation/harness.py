@@ -45,10 +45,33 @@ try:
 except ImportError as error:
     raise ConfigError(f"tasks need lm-eval ({error}): {install('evaluate')}") from None
 
-logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+class _LastError(logging.Handler):
+    """Keeps what lm-eval logs before it raises something that says less."""
+
+    line = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps it."""
+        self.line = record.getMessage()
+
+
+_logged, _logger = _LastError(), logging.getLogger("lm_eval")
+_logger.setLevel(logging.ERROR)
+_logger.addHandler(_logged)
+_logger.propagate = False
 
 _MOST_TOKENS = 256  # of an answer, where a task does not say
-_SAMPLED = {"do_sample", "temperature", "top_k", "top_p"}
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# How a task has the model write: what each of its values must be.
+_WRITING = {
+    **dict.fromkeys(_LENGTHS, ("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1)),
+    "until": ("text, or a list of texts", lambda x: all(map(_is_text, x if _is_list(x) else [x]))),
+    "do_sample": ("true or false", lambda x: isinstance(x, bool)),
+    "temperature": ("a number, 0 or more", lambda x: _is_number(x) and x >= 0),
+    "top_k": ("a whole number, 0 or more", lambda x: _is_whole(x) and x >= 0),
+    "top_p": ("above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1),
+}
 _SEED = 1234  # lm-eval's own
 
 
@@ -220,7 +243,7 @@ class Model(TemplateLM):
             groups.setdefault(repr(sorted(asked.items())), (asked, []))[1].append(number)
         found = [""] * len(requests)
         for asked, numbers in groups.values():
-            kwargs = normalize_gen_kwargs(asked, _MOST_TOKENS)
+            kwargs = normalize_gen_kwargs(_checked(asked), _MOST_TOKENS)
             most_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
             until = handle_stop_sequences(until, self._tokenizer.decode([self.eot_token_id]))
             prompts = [
@@ -238,8 +261,8 @@ class Model(TemplateLM):
         if self._template is None:
             if not (self._chats.chat_template or self._tokenizer.chat_template):
                 raise ConfigError(
-                    f"--apply_chat_template: tokenizer_path={self._tokenizer.path} has no chat "
-                    "template; leave it out"
+                    f"--apply_chat_template: the tokenizer ({self._tokenizer.path or 'bytes'}) has "
+                    "no chat template; leave it out"
                 )
             self._template = open_template(self._tokenizer, self._chats)
         last = chat_history[-1]["content"]
@@ -265,11 +288,6 @@ class Model(TemplateLM):
         return Chat(messages, None, [])
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> Sampling:
-        for name in kwargs.keys() - _SAMPLED:
-            raise ConfigError(
-                f"{name}={kwargs[name]}: a task writes with max_gen_toks, until, "
-                f"{', '.join(sorted(_SAMPLED))} alone; leave it out"
-            )
         vocab_size = self._tokenizer.vocab_size
         if not kwargs["do_sample"]:
             return Sampling(0.0, vocab_size=vocab_size)
@@ -278,6 +296,41 @@ class Model(TemplateLM):
         sampling = Sampling(temperature, top_k, top_p, vocab_size)
         sampling.check()
         return sampling
+
+
+def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """How a task has the model write, without what it gives no value.
+
+    Raises:
+      ConfigError: there is no such name, or its value is another thing.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items():
+        if name not in _WRITING:
+            raise ConfigError(
+                f"{name}={value}: how a task has the model write is said by "
+                f"{', '.join(_WRITING)} alone; leave it out"
+            )
+        what, holds = _WRITING[name]
+        if not holds(value):
+            raise ConfigError(f"{name}={value}: of a task or --gen_kwargs, must be {what}")
+    return given
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _is_whole(x: Any) -> bool:
+    return _is_number(x) and float(x).is_integer()
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple)
 
 
 def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
@@ -341,5 +394,8 @@ def numbers(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _said(error: Exception) -> str:
-    what = " ".join(str(error).split())[:300]
+    what = str(error)
+    if isinstance(error, KeyError):
+        what = _logged.line or f"there is no {what}"
+    what = " ".join(what.split())[:300]
     return f"{what} ({type(error).__name__})" if what else type(error).__name__

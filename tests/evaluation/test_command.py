@@ -1,0 +1,93 @@
+"""The command line of maxramp.evaluate."""
+
+import importlib.util
+import json
+
+import pytest
+from conftest import run
+from made_tasks import write_model, write_tasks
+
+from maxramp import evaluate
+
+NO_HARNESS = importlib.util.find_spec("lm_eval") is None
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Nothing asks a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+@pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
+def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
+    """Its scores are those of the answers that it writes down."""
+    tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
+    line = ("--tasks", "made_choices", "--include_path", str(tasks), "--limit", "3")
+    output = tmp_path / "new" / "found.json"
+    line += ("--output_path", str(output), "--log_samples", f"jax_cache_dir={cache_dir}")
+    done = run(str(model), *line, module="evaluate")
+    assert done.returncode == 0, done.stderr
+    assert "|made_choices|" in done.stdout and done.stderr.count("\n") == 1
+    found = json.loads(output.read_text())
+    answers = found["samples"]["made_choices"]
+    best = [max(x["resps"], key=lambda resp: resp[0][0]) == x["resps"][0] for x in answers]
+    assert len(best) == 3 and found["results"]["made_choices"]["acc,none"] == sum(best) / 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--limit", "2.5"), "--limit 2.5 must be a whole number"),
+        (("--limit", "inf"), "--limit inf must be"),
+        (("--num_fewshot", "-1"), "--num_fewshot -1 must be 0 or more"),
+        (("--gen_kwargs", "a"), "a is no NAME=VALUE"),
+        (("--gen_kwargs", "until=[a"), "until=[a cannot be read"),
+        (("--tasks", ","), "--tasks names none"),
+        (("--log_samples",), "give that too"),
+    ],
+)
+def test_options_that_cannot_be(options, said, capsys):
+    assert evaluate.main(["model", "--tasks", "one", *options]) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
+def test_what_lm_eval_would_trip_over(tmp_path, capsys, offline):
+    """One line each, before weights are read or in the place of a traceback."""
+    tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
+    good = (tasks / "made_choices.yaml").read_text()
+    for name, text in (
+        ("broken", "task: broken\n  - x: [\n"),
+        ("unknown", good.replace("made_choices", "unknown") + "frobnicate: 3\n"),
+        ("lost", good.replace("made_choices", "lost").replace("lines.jsonl", "none.jsonl")),
+        ("undefined", good.replace("made_choices", "undefined").replace("{{choices}}", "{{no}}")),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "task.yaml").write_text(text)
+    (tmp_path / "special").symlink_to("/dev/full")
+    written = ("made_writing", tasks, "--gen_kwargs")
+    for task, folder, *more, said in (
+        ("broken", tmp_path / "broken", "no task can be read: mapping values are not allowed"),
+        ("unknown", tmp_path / "unknown", "unexpected keyword argument 'frobnicate'"),
+        ("lost", tmp_path / "lost", "Unable to find"),
+        ("undefined", tmp_path / "undefined", "'no' is undefined"),
+        ("one", tmp_path / "nowhere", "is no folder of tasks"),
+        ("made_choices", tasks, "--output_path", str(tmp_path), "is there and is no file"),
+        ("made_choices", tasks, "--output_path", str(tmp_path / "special"), "is no file"),
+        ("made_choices", tasks, "--output_path", f"{model}/config.json/x", "cannot be written"),
+        ("made_choices", tasks, "--num_fewshot", "100", "the tasks made_choices: Sample larger"),
+        (*written, "max_gen_toks=0", "max_gen_toks=0: of a task or --gen_kwargs, must be a whole"),
+        (*written, "max_gen_toks=2.5", "must be a whole number, 1 or more"),
+        (*written, "max_gen_toks=9999", "leaves no room for a prompt"),
+        (*written, "temperature=-1", "temperature=-1: of a task or --gen_kwargs"),
+        (*written, "do_sample=maybe", "must be true or false"),
+        (*written, "until=[3,4]", "until=[3, 4]: of a task or --gen_kwargs"),
+        (*written, "nosuch=3", "nosuch=3: how a task has the model write"),
+    ):
+        options = ("--tasks", task, "--include_path", str(folder), "--limit", "2")
+        assert evaluate.main([str(model), *options, *more]) == 2, said
+        line = capsys.readouterr().err
+        assert said in line and line.count("\n") == 1, line
