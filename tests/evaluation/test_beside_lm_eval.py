@@ -23,13 +23,14 @@ def offline():
         yield
 
 
-def theirs(model, tasks, dtype="float32", **options):
-    """Every request of each task and what `hf` answers."""
+def theirs(model, tasks, dtype="float32", longest=None, **options):
+    """Every request of each task and what `hf` answers, in rows of up to `longest` tokens."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     # Without the cache of logits, which answers some requests with those of others.
     given = f"pretrained={model},dtype={dtype},logits_cache=False"
+    given += f",max_length={longest}" if longest else ""
     return simple_evaluate(
         "hf",
         given,
@@ -72,16 +73,21 @@ def compare(found, expected, tolerance=1e-4):
 
 
 @pytest.mark.parametrize(
-    ("kind", "begins", "options"),
-    [("llama3.1", True, {}), ("mistral", False, {"num_fewshot": 1, "apply_chat_template": True})],
+    ("kind", "begins", "options", "longest"),
+    [
+        ("llama3.1", True, {}, 64),
+        # Most prompts are longer than the rows, and lose their beginning.
+        ("mistral", False, {"num_fewshot": 1, "apply_chat_template": True}, 32),
+    ],
 )
-def test_small_models(kind, begins, options, tmp_path):
+def test_small_models(kind, begins, options, longest, tmp_path):
     model, tasks = write_model(tmp_path / "model", kind, begins), write_tasks(tmp_path / "tasks")
     line = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
+    line += [f"max_target_length={longest}"]
     found = ours(model, tasks, tmp_path / "ours.json", *line)
-    assert compare(found, theirs(model, tasks, **options)) == 72
+    assert compare(found, theirs(model, tasks, longest=longest, **options)) == 72
 
 
 def test_a_released_model(smollm2, tmp_path):
