@@ -20,6 +20,7 @@ from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
+from maxramp.rampup.phases import MESH_KEYS
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.spec import Meshes
 
@@ -97,6 +98,19 @@ def with_nodes(config: Config) -> Config:
     return config.replace(num_nodes=nodes, devices_per_node=per_node)
 
 
+def _cause(config: Config, error: ConfigError) -> ConfigError:
+    """Why a stage has no nodes: of a phase that has no mesh on some, else what the ramp says."""
+    batch = config.batch
+    changes = any(batch.changing(name) for name in MESH_KEYS)
+    for nodes in range(min(batch.min_nodes, batch.nodes), batch.nodes) if changes else ():
+        try:
+            resolve_planned(config, nodes * batch.devices_per_node)
+        except ConfigError as found:
+            text = f"on {count(nodes, 'node')}, where every phase needs a mesh: {found}"
+            return ConfigError(text)
+    return error
+
+
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """A run with every stage on the nodes that are planned for it."""
@@ -123,7 +137,10 @@ class PlannedRun:
         )
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
-        ramp.check(stages)
+        try:
+            ramp.check(stages)
+        except ConfigError as error:
+            raise _cause(config, error) from None
         return cls(target, cost, ramp, tuple(stages))
 
     def time(self, stage: Stage) -> float:

@@ -148,14 +148,18 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
 
 @pytest.mark.slow
 def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
-    """Two stages on the devices of one node, then on two nodes, of which one is killed."""
+    """Two stages on the devices of one node, then on two nodes, of which one is killed. They have
+    other meshes from there on, and once more later."""
     keys = ("ici_pipeline_parallelism=2", "num_nodes=2", "devices_per_node=2")
+    keys += ("phases_unit=samples", "phases.40={ici_data_parallelism: -1, ici_fsdp_parallelism: 1}")
+    keys += ("phases.120={ici_data_parallelism: 1, ici_fsdp_parallelism: -1}",)
     keys += ("per_device_batch_size=1", "run_name=stages")
     launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "stages")
     os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGKILL)
     assert launched.end() == 0, launched.text()
     jobs = [x.split()[1] for x in launched.text().splitlines() if x.startswith("launch   ")]
     assert jobs == ["1", "2", "exit", "2"], launched.text()
+    assert "the state moved to stage 2 x fsdp 2" in launched.text()
     assert rows_of(tmp_path / "stages") == rows_of(uninterrupted)
     assert gone(launched)
 

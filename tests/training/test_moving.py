@@ -137,6 +137,16 @@ def test_a_plan_says_what_a_move_takes():
     assert before < after < second["move_gib"] < before + after
 
 
+def test_a_mesh_that_fewer_nodes_do_not_have():
+    """The first stage fits one node alone, but a job there has to know the mesh of every phase."""
+    keys = [BASE, *TINY, *SAMPLES, "global_batch_size=2", "num_nodes=2", "devices_per_node=2"]
+    keys += ["phases.320.global_batch_size=4", "phases.320.ici_fsdp_parallelism=1"]
+    with pytest.raises(ConfigError, match=r"on 1 node, where every .* phases.320: .* be -1"):
+        make_plan(load([*keys, "phases.320.ici_data_parallelism=4"]))
+    plan = make_plan(load([*keys, "phases.320.ici_data_parallelism=-1"]))
+    assert plan["stages"][0]["nodes"] == 1
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
