@@ -93,8 +93,8 @@ def _check_adapters(
         return
     if not has_adapters(model):
         raise ConfigError(
-            f"{path}: holds adapters and no model; give lora_rank={rank} to train them on, or "
-            "merge them first (maxramp.convert --merge)"
+            f"{path}: holds adapters and no model; merge them first (maxramp.convert {path} "
+            f"--merge --to FOLDER), or train them on with maxramp.train and lora_rank={rank}"
         )
     for name in ("lora_rank", "lora_alpha", "use_rslora", "trainable_layers"):
         if there[name] != values[name]:
