@@ -302,6 +302,16 @@ def _of_optimizer(keys: OptimizerKeys) -> Relations:
             f"trainable_parameters_mask={list(keys.trainable_parameters_mask)}: {role} is no role "
             f"of a weight; use some of {', '.join(ROLES)}",
         )
+    chosen = list(keys.trainable_layers)
+    for number in chosen:
+        yield (
+            type(number) is not int or number < 0,
+            f"trainable_layers={chosen}: {number} is no number of a layer, from 0 up",
+        )
+    yield (
+        chosen != sorted({*chosen}),
+        f"trainable_layers={chosen} must rise, each once; use {sorted({*chosen})}",
+    )
 
 
 def _of_policy(keys: PolicyKeys) -> Relations:
@@ -385,16 +395,7 @@ def _of_all(config: "Config") -> Relations:
         "checkpoint of adapters has no base; give the same run_name to go on, or "
         "load_parameters_path to begin with its adapters",
     )
-    chosen, layers = list(config.optimizer.trainable_layers), config.model.base_num_decoder_layers
-    for number in chosen:
-        yield (
-            type(number) is not int or not 0 <= number < layers,
-            f"trainable_layers={chosen}: {number} is none of the layers 0 to {layers - 1}",
-        )
-    yield (
-        chosen != sorted({*chosen}),
-        f"trainable_layers={chosen} must rise, each once; use {sorted({*chosen})}",
-    )
+    chosen = list(config.optimizer.trainable_layers)
     yield (
         lora and "trainable_layers" in config.checkpoints.allow_changed,
         f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "

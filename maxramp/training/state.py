@@ -76,8 +76,15 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     are some; those of layers alone where layers are chosen (`in_layers`).
 
     Raises:
-      ConfigError: none trains.
+      ConfigError: none trains, or a layer is not there.
     """
+    layers = len(list(model.pattern))
+    for number in keys.trainable_layers:
+        if number >= layers:
+            raise ConfigError(
+                f"trainable_layers={list(keys.trainable_layers)}: {number} is none of the model's "
+                f"layers 0 to {layers - 1}"
+            )
     roles = keys.trainable_parameters_mask or (("adapter",) if has_adapters(model) else ROLES)
     within = model.layers if keys.trainable_layers else model
     there = dict.fromkeys(weight.role for weight in weights_of(within))
