@@ -7,8 +7,9 @@ from conftest import command, run
 from jobs import finish, start
 from made_tasks import write_model, write_tasks
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("lm_eval")
+torch.set_num_threads(1)  # more of them wait for each other on a machine that does other things too
 pytestmark = pytest.mark.slow
 
 NAMES = ["made_choices", "made_open", "made_rolling", "made_writing"]
