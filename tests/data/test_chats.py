@@ -38,6 +38,12 @@ BLOCKS = """{% for m in messages %}{{ m.role }}: {% if m.role == "assistant" %}
 SEVERAL = """{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}
 {%- if loop.last %}<|im_end|>{% else %}</s>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+# As Qwen's: it looks at the first message, and this one refuses chats without tools.
+LOOKS = "{% if messages[0].role == 'system' or not tools %}{{ raise_exception('no') }}{% endif %}"
+# As Phi's: a mark behind the last turn, unless an answer is asked for.
+ENDS = CHATML.replace("{% endif %}", "{% else %}</s>{% endif %}")
+# Shows the last two messages only; no header tells its answers from questions.
+DROPS = "{% set messages = messages[-2:] %}"
 TURNS = [
     {"role": "user", "content": "Who?"},
     {"role": "assistant", "content": "assistant\nI", "thinking": "a"},
@@ -119,6 +125,16 @@ def test_what_else_is_trained_on(folder):
     assert said == ["assistant\nI<|im_end|>", "b\n</think>\nYes.<|im_end|>"]
 
 
+def test_a_template_sees_only_what_a_chat_has(folder):
+    """Nothing is asked of it with other messages or tools, or with none; a chat may begin with an
+    answer, and have none. What ends whole chats is no target."""
+    chats = [{"messages": turns, "tools": [1]} for turns in (TURNS[1:], TURNS[1:2], TURNS[:1])]
+    both = ["assistant\nI<|im_end|>", "Yes.<|im_end|>"]
+    for chat, expected in zip(chats, (both, both[:1], []), strict=True):
+        assert trained(folder, chat, template=f"{LOOKS}{ENDS}") == expected
+    assert trained(folder, {"messages": TURNS}, template=ENDS) == both
+
+
 def test_forms_of_records():
     """The same chat in every form."""
     said = [("system", "Be."), ("user", "Who?"), ("assistant", "I")]
@@ -153,6 +169,19 @@ FAILS = "{{ raise_exception('only one system message') }}"
         ([{"messages": "x"}], (), "", ["line 1", "no list of messages"]),
         ([{"messages": [{"role": "user"}]}], (), "", ["role user has no content"]),
         ([{"conversations": [{"from": "bot", "value": "x"}]}], (), "", ['from "bot"']),
+        ([GOOD | {"prompt": "\ud83d"}], (), "", ["line 1: ", "'\\ud83d', which is no character"]),
+        ([GOOD | {"prompt": "\ufdd1"}], (), BLOCKS, ["'\\ufdd1', which is no character"]),
+        (
+            [{"instruction": "x", "input": float("nan"), "output": "y"}],
+            (),
+            "",
+            ["input is no text"],
+        ),
+        ([{"messages": [TURNS[1] | {"train": "false"}]}], (), "", ["train is str 'false'"]),
+        ([{"messages": [TURNS[1] | {"weight": 0.5}]}], (), "", ["weight is float '0.5'"]),
+        ([{"messages": [TURNS[1] | {"tool_calls": 5}]}], (), "", ["no list of calls but int '5'"]),
+        ([{"messages": [TURNS[1] | {"tool_calls": [{"function": "f"}]}]}], (), "", ["str 'f'"]),
+        ([{"messages": TURNS}], (), DROPS + CHATML, ["shows 0 of its 2 answers"]),
         ([GOOD], (), FAILS, ["line 1", "only one system message"]),
         ([GOOD], (), "{% if %}", ["chat template is not valid"]),
         ([{"messages": TURNS}], (), SEVERAL, ["shows 0 of its 2 answers", "{% generation %}"]),

@@ -7,6 +7,7 @@ of chats is `chosen` and `rejected`.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ _ROLES = {
 _FORMS = "messages, conversations, prompt and completion, instruction and output"
 # A message's own word on whether it is trained on: Axolotl's, OpenAI's.
 _TRAINED = ("train", "weight")
+# What no text has: halves of surrogate pairs, and what Unicode leaves to programs, such as ours.
+_NO_CHARACTER = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def read(record: Mapping[str, Any]) -> Chat:
         raise BadRecord("has no message; leave it out")
     trained = []
     for message in messages:
-        says = [bool(message.pop(name)) for name in _TRAINED if name in message]
+        says = [_is_trained(name, message.pop(name)) for name in _TRAINED if name in message]
         trained += [all(says)] * (message["role"] == ANSWERS)
     tools = record.get("tools") or None
     if isinstance(tools, str):
@@ -60,7 +63,10 @@ def read(record: Mapping[str, Any]) -> Chat:
             raise BadRecord(f"tools is not JSON ({error})") from None
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(f"tools is no list but {shown(tools)}")
-    return Chat(messages, tools, trained)
+    chat = Chat(messages, tools, trained)
+    if found := next(filter(None, map(_NO_CHARACTER.search, chat.texts())), None):
+        raise BadRecord(f"a message holds {found[0]!a}, which is no character; mend it")
+    return chat
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
@@ -119,7 +125,11 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
             completion = [{"role": ANSWERS, "content": completion}]
         return [*_list("prompt", prompt), *_list("completion", completion)]
     if "instruction" in record and "output" in record:
-        asked = "\n\n".join(str(record[n]) for n in ("instruction", "input") if record.get(n))
+        parts = {name: x for name in ("instruction", "input") if (x := record.get(name))}
+        for name, part in parts.items():
+            if not isinstance(part, str):
+                raise BadRecord(f"{name} is no text but {shown(part)}")
+        asked = "\n\n".join(parts.values())
         first = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         answer = {"role": ANSWERS, "content": record["output"]}
         return [*first, {"role": "user", "content": asked}, answer]
@@ -127,10 +137,16 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
     raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}")
 
 
-def _list(name: str, value: Any) -> list[Any]:
+def _list(name: str, value: Any, what: str = "messages") -> list[Any]:
     if not isinstance(value, list):
-        raise BadRecord(f"{name} is no list of messages but {shown(value)}")
+        raise BadRecord(f"{name} is no list of {what} but {shown(value)}")
     return value
+
+
+def _is_trained(name: str, value: Any) -> bool:
+    if value not in (0, 1):
+        raise BadRecord(f"{name} is {shown(value)}; a message is trained on (true, 1) or not (0)")
+    return bool(value)
 
 
 def _of_sharegpt(message: Any) -> Any:
@@ -158,8 +174,10 @@ def _message(message: Any) -> dict[str, Any]:
         message["content"] = "".join(str(block.get("text", "")) for block in blocks)
     if content is None and not message.get("tool_calls"):
         raise BadRecord(f"a message of the role {role} has no content")
-    for call in message.get("tool_calls") or ():
-        of = call.get("function", call) if isinstance(call, dict) else {}
+    for call in _list("tool_calls", message.get("tool_calls") or [], "calls"):
+        of = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(of, dict):
+            raise BadRecord(f"a tool call is no object but {shown(of)}")
         if isinstance(of.get("arguments"), str):  # OpenAI's; templates take an object
             try:
                 of["arguments"] = json.loads(of["arguments"])

@@ -5,10 +5,11 @@ An answer begins behind the text that asks for one (`add_generation_prompt`) and
 that ends a turn, which belongs to it. Where a template has {% generation %} blocks, these say it.
 """
 
+import dataclasses
 import datetime
-import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.files.storage import optional
 
-# Around the text of a {% generation %} block while it is rendered: no characters, by Unicode.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+# Around the text of a {% generation %} block while it is rendered, and in the place of an answer:
+# no characters, by Unicode, so no message has them.
+_BEGIN, _END, _ANSWER = "\ufdd0", "\ufdd1", "\ufdd2"
 _BLOCKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]  # of a text: characters from the first up to the second
@@ -90,8 +92,12 @@ class ChatTemplate:
         text = self._render(chat, None, False)
         if self._has_blocks:
             spans, text = _of_blocks(text)
+        elif wanted:
+            mark = self._end_mark(chat)
+            spans = self._behind_headers(chat, text, wanted, mark)
+            spans = spans or self._by_prefixes(chat, text, mark)
         else:
-            spans = self._behind_headers(chat, text, wanted) or self._by_prefixes(chat, text)
+            spans = []
         if len(spans) != wanted:
             raise BadRecord(
                 f"the chat template shows {len(spans)} of its {wanted} answers where they can be "
@@ -99,39 +105,36 @@ class ChatTemplate:
             )
         return text, spans
 
-    def _behind_headers(self, chat: Chat, text: str, wanted: int) -> list[Span]:
+    def _behind_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
         """Answers behind what asks for one, or behind the longest beginning of it that is there as
-        often as answers are: some templates go on with a thought that old answers have lost. No
-        message can feign it, as it begins with a mark."""
-        roles = [message["role"] for message in chat.messages]
-        first = roles.index(ANSWERS) if wanted else 0
-        header = self._render(chat, first, True).removeprefix(self._render(chat, first, False))
-        start = self._marks.match(header) if self._has_marks else None
-        if not start:
+        often as answers are, and not before them: some templates go on with a thought that old
+        answers have lost. No message can feign it, as it begins with a mark."""
+        first = _first_answer(chat)
+        count = first or 1  # many templates look at the first message
+        before, asked = self._render(chat, count, False), self._render(chat, count, True)
+        marks = self._marks.finditer(asked) if self._has_marks else ()
+        same = len(os.path.commonprefix([before, asked]))  # some end whole chats with a mark
+        start = next((match for match in marks if match.end() > same), None)
+        if not start or start.start() > same:
             return []
+        header = asked[start.start() :]
         ends = {match.end() for match in self._marks.finditer(header)}
         ends |= {i + 1 for i, character in enumerate(header) if character == "\n"} | {len(header)}
         for end in sorted(ends, reverse=True):
             found = [match.start() for match in re.finditer(re.escape(header[:end]), text)]
-            if len(found) == wanted:
+            if len(found) == wanted and not (first and header[:end] in before):
                 break
         else:
             return []
         spans = []
         for at in found:
             begin = at + (len(header) if text.startswith(header, at) else end)
-            spans.append((begin, self._end(text, begin)))
+            spans.append((begin, _end(text, begin, mark)))
         # With another end mark than expected an answer would go on into the next turn.
         apart = all(start[0] not in text[begin:stop] for begin, stop in spans)
         return spans if apart else []
 
-    def _end(self, text: str, at: int) -> int:
-        """Where the answer ends that begins at a place: behind the mark that ends turns, or with
-        the text."""
-        end = text.find(self._end_mark, at) if self._end_mark else -1
-        return end + len(self._end_mark) if end >= 0 else len(text)
-
-    def _by_prefixes(self, chat: Chat, text: str) -> list[Span]:
+    def _by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
         """Answers of a template whose text only grows with every message."""
         spans = []
         for i, message in enumerate(chat.messages):
@@ -140,16 +143,17 @@ class ChatTemplate:
             before, whole = self._render(chat, i, True), self._render(chat, i + 1, False)
             if not (whole.startswith(before) and text.startswith(whole)):
                 return []
-            spans.append((len(before), self._end(whole, len(before))))
+            spans.append((len(before), _end(whole, len(before), mark)))
         return spans
 
-    @functools.cached_property
-    def _end_mark(self) -> str:
-        """The last mark behind an answer."""
-        said = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
-        text = self._render(Chat(said, None, [True]), None, False)
-        found = self._marks.findall(text[text.rfind("b") :]) if self._has_marks else []
-        return found[-1] if found else ""
+    def _end_mark(self, chat: Chat) -> str:
+        """The last of the marks right behind an answer in the place of the first one."""
+        before = chat.messages[: _first_answer(chat)]
+        said = [*before, {"role": ANSWERS, "content": _ANSWER}]
+        text = self._render(dataclasses.replace(chat, messages=said), None, False)
+        marks = f"(?:{self._marks.pattern})+"
+        found = re.search(marks, text[text.rfind(_ANSWER) :]) if self._has_marks else None
+        return self._marks.findall(found[0])[-1] if found else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
         messages = chat.messages[:count]
@@ -197,6 +201,18 @@ class ChatTemplate:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = self._date.strftime
         return environment
+
+
+def _first_answer(chat: Chat) -> int:
+    """The number of the first answer's message."""
+    return [message["role"] for message in chat.messages].index(ANSWERS)
+
+
+def _end(text: str, at: int, mark: str) -> int:
+    """Where the answer ends that begins at a place: behind the mark that ends turns, or with the
+    text."""
+    end = text.find(mark, at) if mark else -1
+    return end + len(mark) if end >= 0 else len(text)
 
 
 def _of_blocks(marked: str) -> tuple[list[Span], str]:
