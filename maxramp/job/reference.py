@@ -41,6 +41,7 @@ from maxramp.training.preferences import of_answers
 from maxramp.training.state import abstract_state
 
 FILE = "reference.jsonl"
+_HEAD, _PAIR = ("reference", "weights", "data"), ("row", "chosen", "rejected")  # of its lines
 
 
 class WithReference:
@@ -89,26 +90,26 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
     of_file = agreement.raise_everywhere(lambda: _read(job))
     said, log_probs, size = agreement.all_gather_json(of_file)[0]
     known = _Known(said, np.array(log_probs, np.float32).reshape(-1, 2), size)
-    if known.said.get("data") != corpus.hash:
-        known = dataclasses.replace(known, log_probs_N2=known.log_probs_N2[:0], size=0)
+    so_far = job.span.position and job.span.position.reference
+    if said.get("data") != corpus.hash or (so_far and said["reference"] != so_far):
+        known = _Known({}, known.log_probs_N2[:0], 0)  # of other pairs, or put there from elsewhere
     done_N2 = known.log_probs_N2[:total]
-    if len(done_N2) < total or known.said["weights"] != path:
+    # Before the first checkpoint, a run begins with the weights as they are now.
+    if len(done_N2) < total or not so_far or known.said["weights"] != path:
         begin = time.monotonic()
         mesh = expansion.mesh_of(_spec(job))
         abstract = abstract_state(job.config.recipe, mesh).model
         model = without(load_parameters(path, abstract, job.config.values))
         found = fingerprint_of_weights(in_layer_order(model))
-        of_checkpoint = job.span.position and job.span.position.reference
-        so_far = known.said.get("reference") or of_checkpoint or found
-        if so_far != found and not job.span.position:
-            known = dataclasses.replace(known, log_probs_N2=done_N2[:0], size=0)
-            done_N2 = known.log_probs_N2
-        elif so_far != found:
+        if so_far and so_far != found:
             raise ConfigError(
                 f"load_parameters_path={path}: not the weights that the run stays near to (hash "
                 f"{found}, was {so_far}); give those, or another run_name"
             )
-        head = {"reference": found, "weights": path, "data": corpus.hash}
+        if known.said.get("reference", found) != found:
+            known = _Known({}, known.log_probs_N2[:0], 0)
+            done_N2 = known.log_probs_N2
+        head = dict(zip(_HEAD, (found, path, corpus.hash), strict=True))
         made = [done_N2]
         with contextlib.ExitStack() as closing:
             write = closing.enter_context(_writing(job, head, known.size))
@@ -120,10 +121,11 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
                     job.output.say_stopped(None)
                     return None
         done_N2 = np.concatenate(made)
-        job.output.say(
-            f"pairs    log-probabilities of {count(total - len(made[0]), 'pair')} under {path} "
-            f"(hash {found}) in {time.monotonic() - begin:.0f}s"
-        )
+        if new := total - len(made[0]):
+            job.output.say(
+                f"pairs    log-probabilities of {count(new, 'pair')} under {path} (hash {found}) "
+                f"in {time.monotonic() - begin:.0f}s"
+            )
         known.said["reference"] = found
     job.checkpoints.reference = known.said["reference"]  # every checkpoint keeps it
     known = map(WithReference, sequences, np.split(done_N2, ends[:-1]))
@@ -184,8 +186,10 @@ def _read(job: Job) -> tuple[dict[str, Any], list[Any], int]:
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), -1):
             try:
                 value = json.loads(line)
-                is_next = number < 0 or value["row"] == number
-                pair = () if number < 0 else (value["chosen"], value["rejected"])
+                names = _HEAD if number < 0 else _PAIR
+                first, *others = (value[name] for name in names)
+                is_next = number < 0 or first == number
+                pair = () if number < 0 else tuple(map(float, others))
             except (ValueError, LookupError, TypeError):
                 is_next = False
             if not (is_next and line.endswith(b"\n")):  # torn by a kill
@@ -211,7 +215,7 @@ def _writing(job: Job, head: dict[str, Any], size: int) -> Iterator[Any]:
 
     def write(row: int, log_probs_n2: np.ndarray) -> None:
         for number, (chosen, rejected) in enumerate(log_probs_n2.tolist(), row):
-            line = {"row": number, "chosen": chosen, "rejected": rejected}
+            line = dict(zip(_PAIR, (number, chosen, rejected), strict=True))
             file.append(json.dumps(line).encode() + b"\n")
 
     with contextlib.closing(file):

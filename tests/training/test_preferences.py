@@ -204,3 +204,18 @@ def test_another_reference_is_refused(first):
     other = run(*given, "run_name=whole", f"load_parameters_path={folder}/whole", "steps=5")
     assert other.returncode == 2
     assert "not the weights that the run stays near to (hash " in other.stderr
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_of_the_run(first, tmp_path):
+    """It is made again, before the first checkpoint and after it."""
+    folder, given, _ = first
+    head, *lines = (folder / "whole/reference.jsonl").read_bytes().splitlines(keepends=True)
+    other = json.dumps(json.loads(head) | {"reference": "of other weights"}).encode() + b"\n"
+    own = tmp_path / "own"
+    (own / "checkpoints").mkdir(parents=True)
+    for keys in (["stop_at_stage_end=True"], []):
+        (own / "reference.jsonl").write_bytes(b"".join([other, *lines]))
+        done = run(*given, f"base_output_directory={tmp_path}", "run_name=own", *keys)
+        assert "log-probabilities of 24 pairs" in done.stdout, done.stderr
+    assert losses(own) == losses(folder / "whole")
