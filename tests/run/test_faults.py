@@ -264,7 +264,7 @@ def test_a_stopped_and_continued_process_is_not_ended():
 
 @SLOW
 def test_a_hundred_saves_grow_nothing(tmp_path, cache_dir):
-    """Neither memory nor threads, in 5,000 steps."""
+    """Neither memory nor threads, in 2,500 steps."""
 
     def held(job) -> tuple[int, int]:
         """Threads, and resident MiB."""
@@ -272,10 +272,10 @@ def test_a_hundred_saves_grow_nothing(tmp_path, cache_dir):
         fields = dict(line.split(":", 1) for line in lines)
         return int(fields["Threads"]), int(fields["VmRSS"].split()[0]) // 1024
 
-    more = ("steps=5000", "checkpoint_period=50", "enable_tensorboard=True", "log_period=1000")
+    more = ("steps=2500", "checkpoint_period=25", "enable_tensorboard=True", "log_period=1000")
     with Job(tmp_path, cache_dir, *more) as job:
         seen = []
-        for step in range(1000, 4950, 250):
+        for step in range(500, 2475, 125):
             job.train_to(step)
             seen.append(held(job))
         assert job.statuses() == [0]
