@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.loader import Loader
@@ -113,6 +114,9 @@ def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> C
     long it is; what is left at the end and makes no whole step is not trained on.
 
     One that stays near to the weights that it begins with names their checkpoint.
+
+    Raises:
+      ConfigError: they make not one step.
     """
     if config.data.use_dpo:
         config = first_weights.settled(config, folder)
@@ -120,7 +124,13 @@ def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> C
         return config
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
     ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
-    return config.replace(total_samples=ramp.samples_before(ramp.step_at_sample(rows)))
+    if not (samples := ramp.samples_before(ramp.step_at_sample(rows))):
+        raise ConfigError(
+            f"num_epoch={config.data.num_epoch} over the data is {count(rows, 'row')}, fewer than "
+            f"the {ramp.samples_before(1)} of the first step; use more data, a larger num_epoch, "
+            "or a smaller batch"
+        )
+    return config.replace(total_samples=samples)
 
 
 class Pretrainer:

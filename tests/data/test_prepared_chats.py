@@ -193,6 +193,9 @@ def test_a_run_and_its_restart(folder, cache_dir):
     line += ("per_device_batch_size=4", "steps=-1", "num_epoch=15", "checkpoint_period=5")
     of_lines = run(BASE, *line, *keys(folder, "chats.jsonl"), "run_name=lines")
     assert of_lines.returncode == 0, of_lines.stderr
+    few = ("run_name=few", "per_device_batch_size=4096")
+    few = run(BASE, *line, *keys(folder, "chats.jsonl"), *few)
+    assert few.returncode == 2 and "fewer than the 4096 of the first step" in few.stderr
     line = (BASE, *line, *keys(folder, "set"), "run_name=own")
     killed = start_until(12, folder / "own", signal.SIGKILL, *line)
     assert killed.returncode == -signal.SIGKILL
