@@ -98,6 +98,9 @@ def main(arguments: list[str]) -> int:
     try:
         if given.inspect:
             keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
+            is_file = storage.exists(given.inspect) and not keys.reads_chats
+            why = "is a file: give use_sft=true (chats) or use_dpo=true (pairs); without them "
+            refuse([(is_file, f"{given.inspect} {why}--inspect reads a prepared set")])
             # Imports jax, which a preparation does not.
             from maxramp.run.inspection import inspect, inspect_chats
 
@@ -191,9 +194,10 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 _say(f"tokenizer  {tokenizer.describe()}")
             work = shards.Preparation(folder, tokenizer, given.deduplicate, planned, encoder)
             there, size = len(work.finished()), sum(shard.size for shard in planned)
+            earlier = f", {there} of them made by an earlier start" if there else ""
             _say(
-                f"input      {len(files):,} files, {size / 1e6:,.1f} MB, in {len(planned):,} "
-                f"shards{f', {there} of them made by an earlier start' if there else ''}"
+                f"input      {count(len(files), 'file')}, {size / 1e6:,.1f} MB, in "
+                f"{count(len(planned), 'shard')}{earlier}"
             )
             with _progress(size) as show:
                 manifest = preparation.make(work, given.workers, given.max_bad_records, show)

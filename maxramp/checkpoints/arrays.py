@@ -117,6 +117,12 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     Raises:
       ConfigError: names the first parameter that differs, and the keys that make it so.
     """
+    rank = checkpoint.config.get("lora_rank")
+    if rank and rank != values["lora_rank"]:
+        raise ConfigError(
+            f"lora_rank={values['lora_rank']}: the adapters of {checkpoint.path} were trained with "
+            f"lora_rank={rank}; give that, or another run_name"
+        )
     items = in_layer_order(abstract if isinstance(abstract, dict) else items_of(abstract))
     with _reading(checkpoint.path):
         stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata

@@ -237,7 +237,7 @@ def _of_data(keys: DataKeys) -> Relations:
     yield (
         keys.eval_interval > 0 and not held_out and keys.eval_fraction == 0,
         f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
-        "text out; use eval_fraction=0.02, or eval_interval=-1",
+        "text out; give a larger one, or eval_interval=-1",
     )
     factor = keys.expansion_factor_real_data
     yield (

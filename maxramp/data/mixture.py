@@ -173,6 +173,7 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
     opened = (_open(keys, entry, tokenizer, encoder) for entry in entries)
     items, hashes = zip(*opened, strict=True)
     cuts, others = [len(x) for x in items[: len(train)]], iter(items[len(train) :])
+    most = max(cuts[:first])
     held_out = {name: list(itertools.islice(others, len(of))) for name, of in evaluated.items()}
     if not held_out:  # the end of every part
         ends = [round(count * keys.eval_fraction) for count in cuts[:first]]
@@ -189,10 +190,12 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
             "data, or a smaller eval_fraction"
         )
     if keys.eval_interval > 0 and not held_count:
+        digits = len(str(most - 1))
+        least = -(-(10**digits) // most) / 10**digits  # of which the largest part holds one out
+        larger = f", eval_fraction={least:g}" if most > 1 else ""
         raise ConfigError(
             f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
-            f"{count} {noun} holds none out; give grain_eval_files, a larger eval_fraction, or "
-            "eval_interval=-1"
+            f"{count} {noun} holds none out; give grain_eval_files{larger}, or eval_interval=-1"
         )
     in_sets = f" in {', '.join(sorted(keys.eval_sets))}" if keys.eval_sets else ""
     parts = [

@@ -30,6 +30,23 @@ _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
     "eval_sets": "a mapping of names to files or splits, such as {wiki: FILES, code: FILES}",
 }
+# What TRL, PEFT and transformers call it: nothing is taken for it, which may differ in more.
+MEANT = {
+    "beta": "dpo_beta",
+    "dataset": "grain_train_files",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_targets",
+    "max_grad_norm": "gradient_clipping_threshold",
+    "max_length": "max_target_length",
+    "max_seq_length": "max_target_length",
+    "max_steps": "steps",
+    "model_name_or_path": "load_parameters_path",
+    "num_train_epochs": "num_epoch",
+    "output_dir": "base_output_directory",
+    "per_device_train_batch_size": "per_device_batch_size",
+    "train_file": "grain_train_files",
+    "warmup_ratio": "warmup_steps_fraction",
+}
 _MOST_WHOLE = 12  # keys with their values, in one line
 
 
@@ -130,6 +147,8 @@ def near(name: str) -> str | None:
     Most names of the keys share words, so a few equal letters prove nothing: word by word the name
     has to be the key's, but for a slip in each, and only words at the end may be missing.
     """
+    if name in MEANT:
+        return MEANT[name]
     for key in difflib.get_close_matches(name, base(), 5, 0.8):
         words, of_key = name.split("_"), key.split("_")
         if name.replace("_", "") == key.replace("_", ""):

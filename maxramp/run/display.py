@@ -40,6 +40,13 @@ def duration(seconds: float) -> str:
     return f"{s}s"
 
 
+def _of_pairs(record: Record) -> str:
+    if "rewards/margins" not in record:
+        return ""
+    accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
+    return f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
+
+
 class Display:
     """The progress of a run; a writer of records.
 
@@ -131,7 +138,7 @@ class Display:
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
             f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  "
+            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  {_of_pairs(record)}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:

@@ -1,6 +1,7 @@
 """What a prepared set holds, and its rows as the model sees them; what is learnt of chats."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +12,7 @@ from rich.text import Text
 from maxramp.commandline import count
 from maxramp.data import tokenizers
 from maxramp.data.batch import Batch, stack
+from maxramp.data.chats.messages import PAIR
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
@@ -44,14 +46,15 @@ def inspect(folder: str, keys: DataKeys) -> None:
     print(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
     print(
         f"holds      {prepared.contents(manifest)} "
-        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {len(files):,} shards"
+        f"({manifest['dtype']}, largest id {manifest['max_token']}) in {count(len(files), 'shard')}"
     )
     documents, length, console = Chain(files), keys.max_target_length, Console(highlight=False)
     for line in prepared.left_out(manifest):
         print(f"left out   {line}")
     if "chats" in manifest:
+        is_pair = manifest["chats"]["made_by"]["use_dpo"]
         for index in _spread(len(documents), _DOCUMENTS):
-            _show_chat(console, index, documents[index], tokenizer)
+            _show_prepared(console, index, documents[index], tokenizer, is_pair)
         return
     for index in _spread(len(documents), _DOCUMENTS):
         ids = documents[index]
@@ -69,7 +72,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """Prints some chats as the template makes them, with the parts to be learnt in brackets.
+    """Prints some chats or pairs as the template makes them, what is to be learnt in brackets.
 
     Args:
       files: as `grain_train_files` names them.
@@ -81,36 +84,51 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
     corpus = open_corpus(dataclasses.replace(keys, **whole, **no_model))
-    print(f"chats      {corpus.description.partition(' to train on')[0]}")
+    noun = "pairs" if keys.use_dpo else "chats"
+    print(f"{noun}      {corpus.description.partition(' to train on')[0]}")
     (part, *_), console = corpus.train, Console(highlight=False)
     for index in _spread(len(part.items), _DOCUMENTS):
-        document, (text, spans) = part.items[index], part.items.text(index)
-        console.print(Text(_described(index, document), "bold"))
-        shown, at = Text(), 0
-        for begin, end in spans:
-            shown.append(text[at:begin])
-            shown.append(f"[{text[begin:end]}]", "bold green")
-            at = end
-        console.print(shown.append(text[at:]), soft_wrap=True)
+        document, texts = part.items[index], part.items.texts(index)
+        console.print(Text(_described(index, document, keys.use_dpo), "bold"))
+        for number, (text, spans) in enumerate(texts):
+            shown, at = Text(), 0
+            for begin, end in spans:
+                shown.append(text[at:begin])
+                shown.append(f"[{text[begin:end]}]", "bold green")
+                at = end
+            _show_text(console, shown.append(text[at:]), number, keys.use_dpo)
 
 
-def _described(index: int, document: Document) -> str:
+def _described(index: int, document: Document, is_pair: bool) -> str:
     targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
     note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"
-    return f"chat {index:,}, {f'left out: {why}' if (why := document.left_out) else note}"
+    note = f"left out: {document.left_out}" if document.left_out else note
+    return f"{'pair' if is_pair else 'chat'} {index:,}, {note}"
 
 
-def _show_chat(console: Console, index: int, document: Document, tokenizer: Tokenizer) -> None:
-    """Prints a prepared chat, its targets in brackets."""
-    console.print(Text(_described(index, document), "bold"))
+def _show_text(console: Console, text: Text, number: int, is_pair: bool) -> None:
+    """Prints the text of a chat, or one of the two of a pair."""
+    if is_pair:
+        console.print(Text(f"{PAIR[number]}:", "bold"))
+    console.print(text, soft_wrap=True)
+
+
+def _show_prepared(
+    console: Console, index: int, document: Document, tokenizer: Tokenizer, is_pair: bool
+) -> None:
+    """Prints a prepared chat or pair, its targets in brackets."""
+    console.print(Text(_described(index, document, is_pair), "bold"))
     if document.left_out:
         return
-    is_target, shown = document.is_target, Text()
-    ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
-    for begin, end in zip([0, *ends], ends, strict=False):
-        text = tokenizer.decode(document.tokens[begin:end])
-        shown.append(*((f"[{text}]", "bold green") if is_target[begin] else (text,)))
-    console.print(shown, soft_wrap=True)
+    for number, (first, last) in enumerate(
+        itertools.pairwise((*document.begins, len(document.tokens)))
+    ):
+        is_target, shown = document.is_target[first:last], Text()
+        ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
+        for begin, end in itertools.pairwise((0, *ends)):
+            text = tokenizer.decode(document.tokens[first + begin : first + end])
+            shown.append(*((f"[{text}]", "bold green") if is_target[begin] else (text,)))
+        _show_text(console, shown, number, is_pair)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:

@@ -23,6 +23,7 @@ from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
+from maxramp.model.adapters import without
 from maxramp.model.decoder import num_parameters
 from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.parallel.mesh import mesh_of, shown
@@ -268,7 +269,9 @@ class Output:
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
-        weights = f"{num_parameters(state.model):,} weights, {keys.dtype}"
+        held, used = keys.weight_dtype, keys.dtype
+        dtype = f", {used}" if held == used else f" in {held}, computed in {used}"
+        weights = f"{num_parameters(without(state.model)):,} weights{dtype}"
         trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
         if trained < num_parameters(state.model):
             weights += f"; {trained:,} of {'adapters' if keys.lora_rank else 'them'} train"

@@ -10,6 +10,7 @@ from maxramp.commandline import take_flag, take_value
 from maxramp.config import load as loading
 from maxramp.errors import ConfigError
 from maxramp.keys import peers
+from maxramp.keys.base import MEANT
 
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
 
@@ -100,6 +101,7 @@ def test_all_unknown_keys_in_one_line(tmp_path):
         ("add_boss", "add_bos"),
         ("grain_train_file", "grain_train_files"),
         ("tokenizer_typ", "tokenizer_type"),
+        ("per_device_train_batch_size", "per_device_batch_size"),  # of another trainer
         # Names that share most of their letters with a key that means something else.
         ("checkpoint_period_hours", None),
         ("adam_b3", None),
@@ -276,6 +278,8 @@ def test_the_table_fits_the_keys():
         assert peers.ours(name, BASE_VALUES[name]) == (name, BASE_VALUES[name])
     for name, key in peers.RENAMED.items():
         assert name not in BASE_VALUES and key in BASE_VALUES, name
+    for name, key in MEANT.items():
+        assert name not in BASE_VALUES and key in BASE_VALUES and peers.refusal(name, 1) is None
     for key, values in peers.VALUES.items():
         for theirs, ours in values.items():
             *_, given = loading.read(BASE, [f"{key}={theirs}"], str)

@@ -320,6 +320,7 @@ def test_one_line(name, f):
     ("more", "names"),
     (
         (["eval_fraction=0.25"], ("eval_fraction=0.25", "2 documents")),
+        (["eval_fraction=0.05"], ("eval_fraction=0.05 of 8 documents", "eval_fraction=0.2, ")),
         (["grain_eval_files={f}/held.jsonl"], ("grain_eval_files=", "held.jsonl", "1 document ")),
         (["packing=False", "eval_fraction=0.25"], ("eval_fraction=0.25",)),
     ),
@@ -435,6 +436,7 @@ PREPARE = {
     ),
     "negative token": ("{f}/negative.bin --output {o}", ("{f}/negative.bin: document 0", "-3")),
     "inspected folder": ("--inspect {f}", ("{f}", "no prepared set")),
+    "inspected file": ("--inspect {f}/good.jsonl", ("good.jsonl is a file", "use_dpo=true")),
     "inspected torn set": ("--inspect {f}/set_short", ("shard-00000.bin", "torn")),
 }
 

@@ -89,7 +89,7 @@ def chats_of(folder, records, *arguments, template=""):
 def trained(folder, record, *arguments, template=""):
     """The parts of a chat's text that are trained on; the tokens say the same."""
     items = chats_of(folder, [record], *arguments, template=template)
-    text, spans = items.text(0)
+    ((text, spans),) = items.texts(0)
     tokens, is_target, left_out, _ = items[0]
     decode = items.encoder.tokenizer.decode
     if not left_out:
@@ -204,7 +204,7 @@ def test_in_another_process(folder):
     """Chats are read by worker processes, too."""
     items = chats_of(folder, [{"messages": TURNS}], template=THINKS)
     there = pickle.loads(pickle.dumps(items))
-    assert there.text(0) == items.text(0) and there[0].tokens.tolist() == items[0].tokens.tolist()
+    assert there.texts(0) == items.texts(0) and there[0].tokens.tolist() == items[0].tokens.tolist()
 
 
 def test_inspection(folder):

@@ -54,7 +54,7 @@ def test_forms(record):
 @pytest.mark.parametrize(
     "record, line",
     [
-        ({"messages": [*ASKED, GOOD]}, "is no pair: it has messages"),
+        ({"messages": [*ASKED, GOOD]}, "is not a pair: it has messages"),
         ({"chosen": "4", "rejected": "five"}, "chosen answers nothing; give the prompt"),
         ({"chosen": [*ASKED, GOOD], "rejected": ASKED}, "rejected ends with a message of the role"),
         ({"chosen": [*ASKED, GOOD], "rejected": [ASKED[1], BAD]}, "differ before their last"),

@@ -182,6 +182,7 @@ def test_inspection(folder):
         module="prepare",
     )
     assert "[yes 0<|im_end|>]" in lines.stdout and "[no<|im_end|>]" in lines.stdout, lines.stderr
+    assert "\npair 0, " in lines.stdout and "\nrejected:\n<|im_start|>user" in lines.stdout
 
 
 @pytest.mark.slow

@@ -206,6 +206,13 @@ def test_what_a_folder_says_of_keys(tmp_path):
     assert "dataset_type=text trains on bytes" in refused(tmp_path)
     nowhere = f"load_parameters_path={tmp_path / 'nowhere'}"
     assert "no config.json there" in refused(tmp_path, *data, nowhere)
+    checkpoint = tmp_path / "nowhere/checkpoints/4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").touch()
+    assert "nowhere --to FOLDER" in refused(tmp_path, *data, nowhere)
+    for step in (8, 12):
+        (tmp_path / f"nowhere/exported/{step}").mkdir(parents=True)
+    assert refused(tmp_path, *data, nowhere).endswith("nowhere/exported/12")
 
 
 @pytest.mark.slow

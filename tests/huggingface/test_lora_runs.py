@@ -52,6 +52,7 @@ def test_a_run_of_adapters(tmp_path):
     assert "not the weights that" in refused(*keys)
     write_file(base / "model.safetensors", tensors(CONFIGS["llama2"]))
     assert "lora_alpha=8.0 (now 4.0)" in refused(*keys, "lora_alpha=4")
+    assert "checkpoints/2 were trained with lora_rank=4;" in refused(*keys, "lora_rank=2")
     done = run(*keys)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "a") == before

@@ -50,13 +50,13 @@ class ChatEncoder:
             return Document(_NONE, left_out=MARKED)
         return Document(*self._encoded(*self._trained(chat)))
 
-    def text(self, record: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text of a chat, and what of it is trained on.
+    def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
+        """The text of a chat, and what of it is trained on; of a pair both.
 
         Raises:
           BadRecord: the record is no chat, or the template refuses it.
         """
-        return self._trained(messages.read(record))
+        return [self._trained(messages.read(record))]
 
     def _is_marked(self, chat: Chat) -> bool:
         """Whether a chat is left out because a mark is in its messages."""
@@ -106,18 +106,13 @@ class PairEncoder(ChatEncoder):
         ids, is_target = map(np.concatenate, zip(*parts, strict=True))
         return Document(ids, is_target, begins=(0, len(parts[0][0])))
 
-    def text(self, record: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The texts of both chats, a line between them, and their last answers.
+    def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
+        """The texts of both chats, and their last answers.
 
         Raises:
           BadRecord: the record is no pair, or the template refuses it.
         """
-        (chosen, of_chosen), (rejected, of_rejected) = map(
-            self._trained, messages.read_pair(record)
-        )
-        text = f"{chosen.rstrip()}\n"
-        shifted = [(len(text) + begin, len(text) + end) for begin, end in of_rejected]
-        return text + rejected, [*of_chosen, *shifted]
+        return [self._trained(chat) for chat in messages.read_pair(record)]
 
     def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
         text, spans = self._template.answers(chat)
@@ -141,13 +136,13 @@ class Chats(Chain):
     def _item(self, number: int) -> Document:
         return fitted(self._of(number, self.encoder.encode), self._length, self._cut)
 
-    def text(self, number: int) -> tuple[str, list[Span]]:
-        """The text of a chat, and what of it is trained on.
+    def texts(self, number: int) -> list[tuple[str, list[Span]]]:
+        """The text of a chat, and what of it is trained on; of a pair both.
 
         Raises:
           ConfigError: its record is no chat.
         """
-        return self._of(number, self.encoder.text)
+        return self._of(number, self.encoder.texts)
 
     def _of(self, number: int, make: Callable[[Any], Any]) -> Any:
         file, record = self._find(number)

@@ -81,7 +81,7 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
     there = {name: value for name, value in record.items() if value is not None}
     if not all(name in there for name in PAIR):
         found = ", ".join(list(there)[:8]) or "nothing"
-        raise BadRecord(f"is no pair: it has {found}, and pairs have chosen and rejected")
+        raise BadRecord(f"is not a pair: it has {found}, and pairs have chosen and rejected")
     chosen, rejected = (_half(there, name) for name in PAIR)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise BadRecord(
@@ -134,7 +134,8 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
         answer = {"role": ANSWERS, "content": record["output"]}
         return [*first, {"role": "user", "content": asked}, answer]
     there = ", ".join(list(record)[:8]) or "nothing"
-    raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}")
+    pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
+    raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}{pairs}")
 
 
 def _list(name: str, value: Any, what: str = "messages") -> list[Any]:
