@@ -64,10 +64,10 @@ def test_what_a_step_does_and_sends(case):
 
     tokens = passes * 2 * T / tensor  # of a device, in a step
     # Layers are recomputed: four products for each weight, but three for the last one, whose result
-    # no gradient needs. Of causal attention's, each of half of T x T, a kernel makes 2, twice, and
-    # backward 5 on GPUs and 4 + 3 on TPUs.
+    # no gradient needs. Of causal attention's a kernel makes 2, twice, and backward 5 on
+    # GPUs, each of half of T x T, and 4 + 3 on TPUs, where a row is one block, computed whole.
     dense = 4 * 2 * (2 * D * (H + K) * h + 3 * D * F) - 2 * D * F
-    attention = (9 if gpus else 11) * 2 * H * h * T / 2
+    attention = (9 / 2 if gpus else 11) * 2 * H * h * T
     head = 3 * 2 * D * V
     expected = tokens * (L * (dense + attention) * turns / (m * R) + head)
     assert stage["flops_per_device"] == pytest.approx(expected, rel=1e-3)
