@@ -28,6 +28,7 @@ from maxramp.errors import ConfigError, TrainingError, install
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scored
 from maxramp.evaluation.together import Rehearsal, Together
+from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.run.metrics import TASK
 
@@ -249,7 +250,8 @@ class Model(TemplateLM):
             prompts = [
                 self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
             ]
-            texts = self._together.write(prompts, most_tokens, self._sampling(kwargs), _SEED, until)
+            writing = Writing(most_tokens, self._sampling(kwargs), _SEED)
+            texts = self._together.write(prompts, writing, until)
             for number, text in zip(numbers, texts, strict=True):
                 found[number] = text
         return found

@@ -23,7 +23,6 @@ from maxramp.data.row import PADDING
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
-from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.parallel.keys import BATCH_AXES
@@ -130,9 +129,7 @@ class Scorer:
         self,
         model: Decoder,
         prompts: Sequence[Sequence[int]],
-        most_tokens: int,
-        sampling: Sampling,
-        seed: int,
+        writing: Writing,
         until: Sequence[str],
     ) -> list[str]:
         """The text that the model writes behind each prompt, up to any of some texts.
@@ -142,19 +139,17 @@ class Scorer:
         Args:
           model: the weights.
           prompts: token ids.
-          most_tokens: of an answer.
-          sampling: how tokens are drawn.
-          seed: of the draws.
+          writing: how; the ids that end an answer are the scorer's.
           until: texts that end an answer and are no part of it.
 
         Raises:
           ConfigError: an answer of so many tokens leaves no room for a prompt.
         """
         lengths = [len(prompt) for prompt in prompts]
-        passes = self.expect_answers(lengths, most_tokens, sampling, seed)
-        room = self.keys.max_target_length - most_tokens
+        passes = self.expect_answers(lengths, writing)
+        room = self.keys.max_target_length - writing.most_tokens
         prompts = [np.asarray(prompt[-room:], np.int32) for prompt in prompts]
-        generator = self._generator(most_tokens, sampling, seed)
+        generator = self._generator(writing)
         weights, texts = None, [""] * len(prompts)
         for programs, numbers in passes:
             for program in programs:
@@ -185,13 +180,13 @@ class Scorer:
         return passes
 
     def expect_answers(
-        self, lengths: Sequence[int], most_tokens: int, sampling: Sampling, seed: int
+        self, lengths: Sequence[int], writing: Writing
     ) -> list[tuple[list[Hashable], list[int]]]:
         """Has the programs compiled that answer prompts of some lengths.
 
         Args:
           lengths: tokens of each prompt.
-          most_tokens, sampling, seed: as those of `write`.
+          writing: as that of `write`.
 
         Returns:
           The programs of each pass, by what the compiler knows them by, and which prompts it has.
@@ -199,6 +194,7 @@ class Scorer:
         Raises:
           ConfigError: an answer of so many tokens leaves no room for a prompt.
         """
+        most_tokens = writing.most_tokens
         room = self.keys.max_target_length - most_tokens
         if room < 1:
             raise ConfigError(
@@ -207,7 +203,7 @@ class Scorer:
                 "ask for less (of maxramp.evaluate, --gen_kwargs max_gen_toks=N)"
             )
         lengths = [min(length, room) for length in lengths]
-        generator, found = self._generator(most_tokens, sampling, seed), []
+        generator, found = self._generator(writing), []
         # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
         for _, numbers in self._passes([length + most_tokens for length in lengths]):
             longest = max(lengths[n] for n in numbers)
@@ -248,8 +244,8 @@ class Scorer:
     def _key(self, B: int, T: int) -> Hashable:
         return "score", self._mesh, B, T
 
-    def _generator(self, most_tokens: int, sampling: Sampling, seed: int) -> Generator:
-        writing = Writing(most_tokens, sampling, seed, self._ends)
+    def _generator(self, writing: Writing) -> Generator:
+        writing = dataclasses.replace(writing, stops=self._ends)
         if writing not in self._generators:
             made = Generator(self.keys, self._abstract, writing, self._options)
             self._generators[writing] = made

@@ -6,13 +6,14 @@ trains, it goes through all of it once without a model, so that programs can be 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.evaluation.scorer import Scored, Scorer
+from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
 from maxramp.processes.agreement import from_first, led
@@ -37,16 +38,10 @@ class Together:
         return self._ask("score", [[row.tokens, row.count] for row in rows])
 
     def write(
-        self,
-        prompts: Sequence[Sequence[int]],
-        most_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        until: Sequence[str],
+        self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
         """`Scorer.write`; called by process 0."""
-        how = dataclasses.asdict(sampling)
-        return self._ask("write", [[*map(list, prompts)], most_tokens, how, seed, [*until]])
+        return self._ask("write", [[*map(list, prompts)], dataclasses.asdict(writing), [*until]])
 
     def run(self, lead: Callable[[], Any]) -> Any:
         """Has process 0 do what asks, and the others compute with it.
@@ -82,8 +77,8 @@ class Together:
     def _compute(self, what: str, about: list[Any]) -> Any:
         if what == "score":
             return self.scorer.score(self.model, [Scored(*row) for row in about])
-        prompts, most_tokens, how, seed, until = about
-        return self.scorer.write(self.model, prompts, most_tokens, Sampling(**how), seed, until)
+        prompts, writing, until = about
+        return self.scorer.write(self.model, prompts, _writing(writing), until)
 
 
 class Rehearsal:
@@ -104,16 +99,11 @@ class Rehearsal:
         return [(-1.0, False)] * len(rows)
 
     def write(
-        self,
-        prompts: Sequence[Sequence[int]],
-        most_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        until: Sequence[str],
+        self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
         """Answers as `Together.write`, with nothing."""
         lengths = [len(prompt) for prompt in prompts]
-        self.asked.append(["write", lengths, most_tokens, dataclasses.asdict(sampling), seed])
+        self.asked.append(["write", lengths, dataclasses.asdict(writing)])
         return [""] * len(prompts)
 
 
@@ -131,8 +121,11 @@ def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
         if what == "score":
             scorer.expect_scores(lengths)
         else:
-            most_tokens, sampling, seed = how
-            scorer.expect_answers(lengths, most_tokens, Sampling(**sampling), seed)
+            scorer.expect_answers(lengths, *map(_writing, how))
+
+
+def _writing(fields: Mapping[str, Any]) -> Writing:
+    return Writing(**{**fields, "sampling": Sampling(**fields["sampling"])})
 
 
 def _raise(error: Exception) -> None:

@@ -9,6 +9,7 @@ from maxramp.data import tokenizers
 from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.evaluation.together import Rehearsal, expect
+from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
 from maxramp.training.ahead import Ahead
@@ -70,8 +71,8 @@ def test_scores_are_those_of_the_logits(keys):
 def test_an_answer_that_leaves_no_room():
     scorer, model, _ = scorer_of()
     with pytest.raises(ConfigError, match="max_gen_toks=16 .* max_target_length=16"):
-        scorer.write(model, [[1]], 16, Sampling(0.0), 0, [])
+        scorer.write(model, [[1]], Writing(16, Sampling(0.0)), [])
     rehearsal = Rehearsal(16, lambda: None)  # of a run, which learns of it before the first step
-    assert rehearsal.write([[1]], 16, Sampling(0.0), 0, []) == [""]
+    assert rehearsal.write([[1]], Writing(16, Sampling(0.0)), []) == [""]
     with pytest.raises(ConfigError, match="max_gen_toks=16 .* max_target_length=16"):
         expect(scorer, rehearsal.asked)
