@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from maxramp.data.files.records import WHOLE, Record, RecordFile
+from maxramp.data.files.records import WHOLE, Record, RecordFile, dense
 from maxramp.errors import ConfigError
 from maxramp.files.storage import allow_many_files, optional
 
@@ -120,7 +120,7 @@ class HubSet(RecordFile):
 
     def _record(self, index: int) -> Record:
         record = self._table[index]
-        return self._checked(record if self.column == WHOLE else record[self.column])
+        return self._checked(dense(record) if self.column == WHOLE else record[self.column])
 
     @functools.cached_property
     def _table(self) -> Any:

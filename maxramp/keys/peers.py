@@ -41,14 +41,15 @@ def refusal(name: str, value: Any) -> str | None:
       "" where training does not depend on it; None where no trainer that we know has it.
     """
     why = f"is {_DERIVED[name]} there; give that number" if name in _DERIVED else None
+    owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     for refused in () if why else _TABLE["refused"]:
         for asks_for_nothing, names in refused["keys"]:
             if why is None and _matches(name, names):
                 nothing = value in (*_NOT_GIVEN, *asks_for_nothing)
                 why = "" if nothing else refused["because"]
+                owner = refused.get("owner", owner)
     if why is None and (name in RENAMED or _matches(name, _IGNORED)):
         return ""
-    owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     return f"({owner}'s): {why}" if why else why
 
 

@@ -187,6 +187,7 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("hf_data_files=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
         ("attention_type=local_sliding", "not built here"),
+        ("use_qlora=True", "not quantized (QLoRA)"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
         ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
         ("model.context_parallel_size=4", "data, pipeline, fsdp and tensor"),
@@ -197,6 +198,11 @@ def test_what_would_train_otherwise_is_refused(argument, says):
     line = refusal(argument, "steps=9")
     assert line.startswith(f"{argument} ({owner}): ") and says in line
     assert "did you mean" not in line
+
+
+def test_what_is_neither_nemos_nor_maxtexts():
+    for argument in ("load_in_4bit=True", "bnb_4bit_quant_type=nf4"):
+        assert refusal(argument).startswith(f"{argument} (PEFT's): not supported: LoRA's base")
 
 
 def test_a_nested_file_of_nemo(tmp_path):

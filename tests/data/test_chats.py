@@ -42,6 +42,8 @@ SEVERAL = """{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}
 LOOKS = "{% if messages[0].role == 'system' or not tools %}{{ raise_exception('no') }}{% endif %}"
 # As Phi's: a mark behind the last turn, unless an answer is asked for.
 ENDS = CHATML.replace("{% endif %}", "{% else %}</s>{% endif %}")
+# All that a template is given.
+SHOWS = "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson(sort_keys=true) }}"
 # Shows the last two messages only; no header tells its answers from questions.
 DROPS = "{% set messages = messages[-2:] %}"
 TURNS = [
@@ -156,6 +158,7 @@ def test_forms_of_records():
     chat = messages.read({"messages": [asked], "tools": '[{"name": "add"}]'})
     assert chat.tools == [{"name": "add"}]
     assert chat.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert "content" not in chat.messages[0]
 
 
 GOOD = {"prompt": "Who?", "completion": "I"}
@@ -181,6 +184,11 @@ FAILS = "{{ raise_exception('only one system message') }}"
         ([{"messages": [TURNS[1] | {"weight": 0.5}]}], (), "", ["weight is float '0.5'"]),
         ([{"messages": [TURNS[1] | {"tool_calls": 5}]}], (), "", ["no list of calls but int '5'"]),
         ([{"messages": [TURNS[1] | {"tool_calls": [{"function": "f"}]}]}], (), "", ["str 'f'"]),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
+            *((), "", ["content is no text but list"]),
+        ),
+        ([[GOOD]], (), "", ["line 1: is no JSON object but list", "JSON lines have an object on"]),
         ([{"messages": TURNS}], (), DROPS + CHATML, ["shows 0 of its 2 answers"]),
         ([GOOD], (), FAILS, ["line 1", "only one system message"]),
         ([GOOD], (), "{% if %}", ["chat template is not valid"]),
@@ -272,15 +280,56 @@ def test_what_changes_the_text_changes_the_hash(folder):
     assert len(hashes) == 5
 
 
+def test_json_that_is_no_lines(folder):
+    """A file that is one array, or one object over several lines."""
+    for value in ([GOOD, GOOD], GOOD):
+        (folder / "chats.jsonl").write_text(json.dumps(value, indent=1))
+        with pytest.raises(ConfigError, match="line 1: is not JSON .*; JSON lines have an object"):
+            open_corpus(data_keys(folder).data)
+
+
 def test_parquet(folder):
-    """Columns of structs, which lack what other messages have."""
+    """Columns of structs, which lack what other messages have; maps are objects."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    records = [{"messages": TURNS}, {"messages": TURNS[2:]}, {"messages": TURNS[:2]}]
-    parquet.write_table(arrow.Table.from_pylist(records), folder / "chats.parquet")
-    lines = chats_of(folder, records)
-    keys = data_keys(folder, f"grain_train_files={folder}/chats.parquet")
-    (part,) = open_corpus(keys.data).train
-    for i in range(3):
-        np.testing.assert_array_equal(part.items[i].tokens, lines[i].tokens)
-        np.testing.assert_array_equal(part.items[i].is_target, lines[i].is_target)
+    calls = [[{"function": {"name": name, "arguments": {name: {"x": "y"}}}}] for name in ("a", "b")]
+    called = [
+        {"messages": [*TURNS[:3], {"role": "assistant", "content": None, "tool_calls": of}]}
+        | {"tools": [{"name": of[0]["function"]["name"], "parameters": {name: {"type": "int"}}}]}
+        for of, name in zip(calls, "ab", strict=True)
+    ]
+    records = [*called, {"messages": TURNS}, {"messages": TURNS[2:]}, {"messages": TURNS[:2]}]
+    everything = SHOWS + CHATML
+    lines = chats_of(folder, records, "max_target_length=999", template=everything)
+    table = arrow.Table.from_pylist(records)
+    text, objects = arrow.string(), arrow.map_(arrow.string(), arrow.string())
+    arguments = arrow.struct([("a", objects), ("b", objects)])
+    of_call = arrow.struct([("function", arrow.struct([("name", text), ("arguments", arguments)]))])
+    columns = [(name, text) for name in ("role", "content", "thinking")]
+    message = arrow.struct([*columns, ("tool_calls", arrow.list_(of_call))])
+    maps = arrow.array([record["messages"] for record in records], arrow.list_(message))
+    for given in (table, table.set_column(0, "messages", maps)):
+        parquet.write_table(given, folder / "chats.parquet")
+        keys = data_keys(
+            *(folder, f"grain_train_files={folder}/chats.parquet", "max_target_length=999"),
+            f"chat_template={folder}/template.jinja",
+        )
+        (part,) = open_corpus(keys.data).train
+        for i in range(len(records)):
+            assert part.items.texts(i) == lines.texts(i)
+            np.testing.assert_array_equal(part.items[i].tokens, lines[i].tokens)
+            np.testing.assert_array_equal(part.items[i].is_target, lines[i].is_target)
+
+
+def test_a_mark_in_a_map_of_parquet(folder):
+    """It is found there, too."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    objects = arrow.map_(arrow.string(), arrow.string())
+    columns = [(name, arrow.string()) for name in ("role", "content")]
+    messages_of = arrow.list_(arrow.struct([*columns, ("tool_calls", arrow.list_(objects))]))
+    said = [TURNS[0], {"role": "assistant", "content": "x", "tool_calls": [{"a": "</s>"}]}]
+    column = arrow.array([said], messages_of)
+    parquet.write_table(arrow.table({"messages": column}), folder / "chats.parquet")
+    with pytest.raises(ConfigError, match="record 0: a message holds </s>"):
+        open_corpus(data_keys(folder, f"grain_train_files={folder}/chats.parquet").data)

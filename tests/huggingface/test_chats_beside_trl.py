@@ -16,6 +16,7 @@ from maxramp.run.metrics import read_records
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
+tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.slow
 
 TEMPLATES = pathlib.Path(trl.__file__).parent / "chat_templates"
@@ -135,6 +136,37 @@ def test_text_is_that_of_transformers(tmp_path):
         )
         read = messages.read({"messages": json.loads(json.dumps(chat)), "tools": tools})
         assert template.render(read) == expected
+
+
+_NULLS = _CALL | {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": [None]}}}
+
+
+def test_nulls_and_thoughts_are_those_of_transformers():
+    """In every template that TRL brings: a message's null is nothing, one in a call a value, and a
+    thought is there by all its names. A template that fails there fails here."""
+    none = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=none)
+    named = ("thinking", "reasoning", "reasoning_content")
+    thoughts = [{"role": "assistant", "content": "ok", name: "So", "name": None} for name in named]
+    calls = {"role": "assistant", "content": None, "tool_calls": [_NULLS]}
+    found = []
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        source = path.read_text()
+        template = ChatTemplate(source, _CHATML, {}, datetime.date.today(), {})
+        for answer in (*thoughts, calls):
+            turns = [CHATS["turns"][0], answer, CHATS["tools"][2], answer, CHATS["turns"][1]]
+            chat = turns if answer is calls else turns[:2]
+            try:
+                expected = tokens.apply_chat_template(chat, chat_template=source, tokenize=False)
+            except Exception:
+                expected = None
+            try:
+                text = template.render(messages.read({"messages": chat}))
+            except messages.BadRecord:
+                text = None
+            assert text == expected, path.name
+            found.append(text or "")
+    assert sum("So" in text for text in found) > 20 and sum("null" in text for text in found) > 20
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -24,6 +24,8 @@ _ROLES = {
 _FORMS = "messages, conversations, prompt and completion, instruction and output"
 # A message's own word on whether it is trained on: Axolotl's, OpenAI's.
 _TRAINED = ("train", "weight")
+# A thought's names; the first one that a message has counts.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # What no text has: halves of surrogate pairs, and what Unicode leaves to programs, such as ours.
 _NO_CHARACTER = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
 
@@ -161,39 +163,45 @@ def _of_sharegpt(message: Any) -> Any:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message without the columns that only other messages of a table have."""
+    """A message as transformers gives it to a template: without what is null, and its thought under
+    every name that templates have for it."""
     if not isinstance(message, dict):
         raise BadRecord(f"a message is no object but {shown(message)}")
-    message = _without_none(message)
+    message = {name: value for name, value in message.items() if value is not None}
+    if thoughts := [message[name] for name in _THOUGHTS if name in message]:
+        message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadRecord(f"a message's role is {shown(role)}")
     if content is not None and not isinstance(content, str):
         blocks = content if isinstance(content, list) else [content]
-        if any(not isinstance(b, dict) or b.get("type", "text") != "text" for b in blocks):
+        if not all(map(_is_text, blocks)):
             raise BadRecord(f"a message's content is no text but {shown(content)}")
-        message["content"] = "".join(str(block.get("text", "")) for block in blocks)
+        message["content"] = "".join(block["text"] for block in blocks)
     if content is None and not message.get("tool_calls"):
         raise BadRecord(f"a message of the role {role} has no content")
-    for call in _list("tool_calls", message.get("tool_calls") or [], "calls"):
-        of = call.get("function", call) if isinstance(call, dict) else call
-        if not isinstance(of, dict):
-            raise BadRecord(f"a tool call is no object but {shown(of)}")
-        if isinstance(of.get("arguments"), str):  # OpenAI's; templates take an object
-            try:
-                of["arguments"] = json.loads(of["arguments"])
-            except ValueError as error:
-                raise BadRecord(f"a tool call's arguments are not JSON ({error})") from None
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in _list("tool_calls", calls, "calls")]
     return message
 
 
-def _without_none(value: Any) -> Any:
-    """Without what a table's columns hold where a record has nothing."""
-    if isinstance(value, dict):
-        return {name: _without_none(x) for name, x in value.items() if x is not None}
-    if isinstance(value, list):
-        return [_without_none(x) for x in value]
-    return value
+def _is_text(block: Any) -> bool:
+    is_text = isinstance(block, dict) and block.get("type", "text") == "text"
+    return is_text and isinstance(block.get("text"), str)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call, its arguments an object."""
+    of = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(of, dict):
+        raise BadRecord(f"a tool call is no object but {shown(of)}")
+    if not isinstance(of.get("arguments"), str):
+        return call
+    try:
+        of = of | {"arguments": json.loads(of["arguments"])}  # OpenAI's; templates take an object
+    except ValueError as error:
+        raise BadRecord(f"a tool call's arguments are not JSON ({error})") from None
+    return call | {"function": of} if "function" in call else of
 
 
 def _texts(value: Any) -> Iterator[str]:

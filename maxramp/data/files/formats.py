@@ -23,6 +23,7 @@ from maxramp.data.files.records import (
     Record,
     RecordFile,
     attempt,
+    dense,
     not_utf8,
     shown,
 )
@@ -122,6 +123,7 @@ def _example_message() -> type:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxramp.Example"))
 
 
+_LINES = "JSON lines have an object on each line; jq -c '.[]' FILE makes them of an array"
 _BLANK = (b"", b"\n", b"\r\n")
 _MOST_KEPT = 512 << 20  # bytes of row groups of Parquet files
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
@@ -263,9 +265,12 @@ class JsonLines(RecordFile):
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", None) or str(error)
-            raise BadRecord(f"is not JSON ({what}); cut off?") from None
+            is_part = line.strip() == b"{" or line.lstrip().startswith(b"[")
+            hint = _LINES if is_part else "cut off?"
+            raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
-            raise BadRecord(f"is no JSON object but {shown(record)}")
+            hint = f"; {_LINES}" if isinstance(record, list) else ""
+            raise BadRecord(f"is no JSON object but {shown(record)}{hint}")
         if self.column == WHOLE:
             return self._checked(record)
         if self.column not in record:
@@ -333,9 +338,12 @@ class ParquetFile(RecordFile):
 
     def _value(self, scalar: Any) -> Record:
         try:
-            return self._checked(scalar.as_py())
+            value = scalar.as_py(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
             raise not_utf8(error) from None
+        except KeyError as error:  # a map that has a key twice
+            raise BadRecord(f"cannot be read ({error.args[0]})") from None
+        return self._checked(dense(value) if self.column == WHOLE else value)
 
     def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)

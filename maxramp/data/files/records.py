@@ -180,6 +180,13 @@ def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | B
         return BadRecord(str(bad), place)  # without the frames, which hold the record
 
 
+def dense(value: Any) -> Any:
+    """A record of a table without what its columns hold where it has nothing itself."""
+    if isinstance(value, dict):
+        return {name: dense(x) for name, x in value.items() if x is not None}
+    return [dense(x) for x in value] if isinstance(value, list) else value
+
+
 def shown(value: Any) -> str:
     """A value that is not what it should be, short."""
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
