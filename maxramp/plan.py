@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take a second
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxramp.commandline import (
@@ -41,7 +41,8 @@ from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
 from maxramp.planning.trainers import compare, side_by_side
-from maxramp.rampup.numbers import parse_count
+from maxramp.rampup.numbers import parse_count, show
+from maxramp.rampup.spec import SIGHT_KEYS
 
 
 @command
@@ -113,6 +114,11 @@ def print_plan(plan: dict[str, Any]) -> None:
         cost, time = s["node_hours_against_all_nodes"], s["hours_against_all_nodes"]
         return "-" if s["nodes"] == plan["num_nodes"] else f"{cost:.2f}x, {time:.2f}x"
 
+    def of_sight(name: str) -> tuple[bool, str, Callable[[dict[str, Any]], str]]:
+        changes = len({s[name] for s in plan["stages"]}) > 1
+        head = "\n".join(name.replace("_", " ").rsplit(" ", 1))
+        return changes, head, lambda s: s[name] if name == "rope_type" else show(s[name])
+
     columns = [  # those that say the same of every plan are not shown
         (True, "stage", lambda s: str(s["index"])),
         (True, "first\nstep", lambda s: f"{s['first_step']:,}"),
@@ -121,6 +127,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (True, "tokens", lambda s: short(s["run_tokens"])),
         (True, "global\nbatch", lambda s: f"{s['global_batch_size']:,}"),
         (short_rows, "row\nlength", lambda s: f"{s['row_length']:,}"),
+        *map(of_sight, SIGHT_KEYS),
         (passes, "per\ndevice", lambda s: f"{s['per_device_batch_size']:g}"),
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),

@@ -51,7 +51,7 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import Fields, text_fields
+from maxramp.rampup.spec import Fields, SightKeys, text_fields
 from maxramp.rl import first_weights
 from maxramp.run.metrics import Record, Taken, of_sums
 from maxramp.training.device_memory import device_memory
@@ -150,7 +150,7 @@ class Pretrainer:
         """
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
-        self._model = config.model
+        self._recipe = config.recipe
         self._programs = Programs(
             config.recipe,
             loader.expansion,
@@ -194,7 +194,8 @@ class Pretrainer:
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, sample = end - begin, stage.spec.tokens
             tokens, row = stage.global_batch_size * sample, stage.spec.row_length
-            flops = tokens * training_flops_per_token(self._model, row) / stage.devices
+            model = self._recipe.of(stage.spec).model
+            flops = tokens * training_flops_per_token(model, row) / stage.devices
             targets = int(read["target_tokens"])
             high, low = (int(word) for word in read["batch_fingerprint"])
             return {
@@ -222,13 +223,16 @@ class Pretrainer:
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
         return of_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 
-    def evaluate_tasks(self) -> Taken | None:
+    def evaluate_tasks(self, sight: SightKeys) -> Taken | None:
         """Evaluates the state on the tasks of the run, which has some, and returns when it is done.
+
+        Args:
+          sight: what tokens saw in the step before.
 
         Returns:
           Its numbers; None if it was given up because somebody asks for the end.
         """
-        return self._tasks.evaluate(self._programs, self.state)
+        return self._tasks.evaluate(self._programs, self.state, sight)
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

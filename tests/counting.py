@@ -5,13 +5,17 @@ import jax.numpy as jnp
 
 from maxramp.model.families.family import Family
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.layers import Layer, Pattern
+from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.rotary import Rope
 
 ROPE = Rope(10_000.0)
-LAYER = {"rope": ROPE, "sums": ("square", "size"), "counts": (("signs", (2,)),)}
+LAYER = {
+    "sight": lambda keys: Sight(ROPE),
+    "sums": ("square", "size"),
+    "counts": (("signs", (2,)),),
+}
 WEIGHT = 0.5  # of what is minimized: large enough to bend the gradient
 
 

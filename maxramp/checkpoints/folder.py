@@ -25,6 +25,7 @@ from maxramp.files.place import Place, is_near, move_tree, place, remove_tree, s
 from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.spec import SightKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"
@@ -72,6 +73,13 @@ class Checkpoint:
     def stage(self) -> dict[str, Any]:
         """The stage of the next step; after the last, that one's."""
         return [stage for stage in self.stages_of_run() if stage["first_step"] <= self.step][-1]
+
+    @property
+    def sight(self) -> SightKeys:
+        """What tokens saw in the stage of the last step; before the first, of that."""
+        trained = [stage for stage in self.stages[1:] if stage["first_step"] < self.step]
+        stage = [self.stages[0], *trained][-1]
+        return BatchKeys.of(base.base() | self.config).at(stage["first_sample"]).sight
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys that the checkpoint and `values` both have with different values: (there, here)."""

@@ -25,6 +25,7 @@ from maxramp.processes.keys import BackendKeys
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.phases import MESH_KEYS, MIXTURE
+from maxramp.rampup.spec import SIGHT_KEYS
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
 from maxramp.training.keys import (
@@ -422,8 +423,9 @@ def _of_all(config: "Config") -> Relations:
             f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
             "as a whole; leave it out (-1)",
         )
-    fixed = dict.fromkeys((MIXTURE,), "use_dpo=True") if config.data.use_dpo else {}
-    fixed |= dict.fromkeys((*MESH_KEYS, MIXTURE), "grpo") if config.run.program == "grpo" else {}
+    once = (*SIGHT_KEYS, MIXTURE)
+    fixed = dict.fromkeys(once, "use_dpo=True") if config.data.use_dpo else {}
+    fixed |= dict.fromkeys((*MESH_KEYS, *once), "grpo") if config.run.program == "grpo" else {}
     for name, reader in fixed.items():
         given = [f"{phase}.{name}" for phase in config.batch.changing(name)]
         yield given, f"{''.join(given[:1])}: {reader} takes one for the whole run; leave it out"

@@ -1,5 +1,6 @@
 """Tasks that a run is evaluated on while it trains."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from maxramp.job.start import Job
 from maxramp.parallel.mesh import mesh_of, on_mesh, reshaped
 from maxramp.processes.agreement import from_first, led
 from maxramp.rampup.schedule import Stage
+from maxramp.rampup.spec import SightKeys
 from maxramp.run.metrics import Record, Taken
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
@@ -41,7 +43,7 @@ class RunTasks:
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
         self._tokenizer = tokenizer_of(data, checkpoints.load_parameters_path)
-        self._scorers: dict[Mesh, Scorer] = {}
+        self._scorers: dict[tuple[Mesh, SightKeys], Scorer] = {}
         longest = config.model.max_target_length
 
         def load() -> tuple[Any, list[Any]]:
@@ -63,11 +65,12 @@ class RunTasks:
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
         if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):
-            expect(self._scorer(ahead, reshaped(self._job.mesh, stage.spec.mesh)), self._asked)
+            mesh = reshaped(self._job.mesh, stage.spec.mesh)
+            expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
 
-    def evaluate(self, ahead: Ahead, state: TrainState) -> Taken | None:
-        """Evaluates a state; None where somebody asks for the end meanwhile."""
-        scorer = self._scorer(ahead, mesh_of(state))
+    def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Taken | None:
+        """Evaluates a state as it was trained; None where somebody asks for the end meanwhile."""
+        scorer = self._scorer(ahead, mesh_of(state), sight)
         together = Together(scorer, state.model, self._beat)
         try:
             found = together.run(lambda: self._numbers(self._tasks, together))
@@ -81,11 +84,11 @@ class RunTasks:
         model = harness.Model(asked, self._tokenizer.tokenizer, self._job.config.data)
         return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
 
-    def _scorer(self, ahead: Ahead, mesh: Mesh) -> Scorer:
-        config = self._job.config
-        if mesh not in self._scorers:
-            self._scorers[mesh] = Scorer(
-                config.model,
+    def _scorer(self, ahead: Ahead, mesh: Mesh, sight: SightKeys) -> Scorer:
+        config, key = self._job.config, (mesh, sight)
+        if key not in self._scorers:
+            self._scorers[key] = Scorer(
+                dataclasses.replace(config.model, **vars(sight)),
                 config.objective.loss_block_tokens,
                 on_mesh(self._abstract.model, mesh),
                 self._tokenizer.tokenizer,
@@ -94,7 +97,7 @@ class RunTasks:
                 ahead,
                 beat=self._pause,
             )
-        return self._scorers[mesh]
+        return self._scorers[key]
 
     def _pause(self) -> None:
         """Between two passes, on all processes: a signal may ask for the end."""

@@ -217,7 +217,7 @@ class Scorer:
             traced = generator.traced(self._abstract, count, longest)
             keys = []
             for what, trace in traced.items():
-                key, name = (what, self._mesh, generator.writing), what
+                key, name = (what, self, generator.writing), what
                 if what != "preparing weights":
                     key = *key, shape
                     name = f"{what}, {B} rows of {P} tokens and up to {S - P} more"
@@ -242,7 +242,7 @@ class Scorer:
         self._ahead.announce(key, name, self._mesh, lambda: trace().lower())
 
     def _key(self, B: int, T: int) -> Hashable:
-        return "score", self._mesh, B, T
+        return "score", self, B, T  # another scorer's model may see otherwise, on the same mesh
 
     def _generator(self, writing: Writing) -> Generator:
         writing = dataclasses.replace(writing, stops=self._ends)

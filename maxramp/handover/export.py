@@ -114,8 +114,8 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
 def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
     if not opened.adapted:
         raise ConfigError(
-            f"{opened.path} adapts a run, which PEFT does not open; give --merge, which writes the "
-            "whole model"
+            f"{opened.path} adapts a run, or sees by other positions or windows than its base, "
+            "which PEFT does not open; give --merge, which writes the whole model"
         )
     keys, beside = opened.config.model, dict(opened.released.beside if opened.released else {})
     for name in ("config.json", "generation_config.json"):

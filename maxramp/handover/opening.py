@@ -36,6 +36,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.keys import MeshKeys
 from maxramp.processes.keys import BackendKeys
+from maxramp.rampup.spec import SIGHT_KEYS
 from maxramp.training.state import abstract_state
 
 # Keys of a run that say how it was computed and not what: they take their defaults.
@@ -222,12 +223,15 @@ class TrainedRun(Opened):
           ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
         """
         self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
-        there, self.path = self.checkpoint.config, str(self.checkpoint.path)
+        there = self.checkpoint.config | vars(self.checkpoint.sight)
+        self.path = str(self.checkpoint.path)
         self.released = beside(self.path)
         below = there.get("load_parameters_path", "")
         if there.get("lora_rank"):
             kept = f"{self.checkpoint.path.parent.parent}/{KEPT_IN}"
-            if found := find_or_kept("load_parameters_path", below, kept):
+            found = find_or_kept("load_parameters_path", below, kept)
+            # What adapts them sees as they came, and a phase may have changed that.
+            if found and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS):
                 self.adapted = _named(found.adapter.base if found.adapter else below)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         names.add("trainable_layers")  # of adapters, those that there are

@@ -169,15 +169,14 @@ def of_keys(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str
     }
     values.pop("dtype", None)  # as transformers 5 calls it; both read the other
     if not came_in:
-        values |= {
-            "hidden_act": _ACTIVATIONS[gate],
-            "rope_theta": keys.rope_max_timescale,
-            "rope_scaling": None,
-            "use_cache": True,
-        }
+        values |= {"hidden_act": _ACTIVATIONS[gate], "use_cache": True}
+    said = _rope_keys(came_in, "") if came_in else {}
+    if not said or any(getattr(keys, name) != value for name, value in said.items()):
+        values.pop("rope_parameters", None)
+        values |= {"rope_theta": keys.rope_max_timescale, "rope_scaling": None}
         if keys.rope_type == "llama3.1":
             scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}
             values["rope_scaling"] = {"rope_type": "llama3", **scaling}
-        if keys.decoder_block == "mistral":
-            values["sliding_window"] = keys.sliding_window_size or None
+    if keys.decoder_block == "mistral":
+        values["sliding_window"] = keys.sliding_window_size or None
     return values

@@ -9,6 +9,7 @@ from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
 from maxramp.parallel import cpu
 from maxramp.rampup.schedule import Stage
+from maxramp.rampup.spec import SightKeys
 from maxramp.run.growth import Growth
 from maxramp.run.metrics import LastEvaluation, MetricsLog, Taken
 from maxramp.run.profiling import Profiler
@@ -41,8 +42,11 @@ class Trainer(Protocol):
         """Hands an evaluation of the state to the devices, with the programs of a stage."""
         ...
 
-    def evaluate_tasks(self) -> Taken | None:
+    def evaluate_tasks(self, sight: SightKeys) -> Taken | None:
         """Evaluates the state on tasks, of a run that has some, and returns when it is done.
+
+        Args:
+          sight: what tokens saw in the step before.
 
         Returns:
           Its numbers; None if it was given up because somebody asks for the end.
@@ -91,10 +95,10 @@ def train(job: Job, trainer: Trainer) -> int:
         checkpoints.save(done, trainer.state, consumed, stages, flush, last, numbers, owes_tasks)
         log.restart_clock()
 
-    def evaluate_tasks(step: int, consumed: int) -> bool:
+    def evaluate_tasks(step: int, consumed: int, sight: SightKeys) -> bool:
         log.flush()
         log.restart_clock()
-        if taken := trainer.evaluate_tasks():
+        if taken := trainer.evaluate_tasks(sight):
             log.log_eval(step, consumed, taken)
         return taken is not None
 
@@ -104,7 +108,7 @@ def train(job: Job, trainer: Trainer) -> int:
 
     if job.owes_tasks:
         step, consumed = first_step - 1, span.position.consumed_samples
-        if not evaluate_tasks(step, consumed):
+        if not evaluate_tasks(step, consumed, span.position.sight):
             output.say_stopped(None)
             return EXIT_PREEMPTED
         log.flush()
@@ -136,7 +140,7 @@ def train(job: Job, trainer: Trainer) -> int:
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
         is_last, owes_tasks = done == ramp.total_steps, False
         if config.evaluation.tasks_are_due(first_sample, consumed, is_last):
-            owes_tasks = not evaluate_tasks(step, consumed)
+            owes_tasks = not evaluate_tasks(step, consumed, stage.spec.sight)
             evaluated = True
 
         stopping = owes_tasks or job.check()

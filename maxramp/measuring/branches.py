@@ -34,13 +34,15 @@ from maxramp.measuring.noise import KINDS, blocks_of, student
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.spec import SIGHT_KEYS
 from maxramp.run.metrics import as_json, read_records
 from maxramp.training.learning_rate import LearningRate
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
 # Keys of a phase that a branch trains with.
-_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size", *MESH_KEYS)
+_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size")
+_OF_PASSES += (*MESH_KEYS, *SIGHT_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)

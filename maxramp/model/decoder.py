@@ -110,13 +110,14 @@ class Decoder(nnx.Module):
         """
         _, tokens = tokens_BT.shape
         positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
-        angles = layers.angles(self.pattern, positions_BT, self.head_dim)
+        angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
         caches = jax.tree.map(lambda x: x, tuple(caches))  # of this pass, which changes them
         x_BTD = self._embedded(tokens_BT, execution.dtype)
         blocks = self.one_by_one().layers
         for layer, block, cache in zip(self.pattern, blocks, caches, strict=True):
-            rule = Rule(window=layer.window)
-            x_BTD, _ = block(x_BTD, angles[layer.rope], rule, execution.attention, cache)
+            rope, window = layer.sight(execution)
+            rule = Rule(window=window)
+            x_BTD, _ = block(x_BTD, angles[rope], rule, execution.attention, cache)
             cache.positions_B += tokens
         return jax.reshard(self.norm(x_BTD), X_BTD), caches
 

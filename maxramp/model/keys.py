@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, positive_or_open
+from maxramp.keys.section import above_zero, at_least, below_one, one_of, positive_or_open
+from maxramp.rampup.spec import SIGHT_KEYS, SightKeys
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
@@ -27,18 +28,7 @@ SHAPE_KEYS = (
 LORA_KEYS = ("lora_rank", "lora_alpha", "use_rslora", "lora_targets")
 
 # Keys that decide what weights mean.
-MODEL_KEYS = (
-    *SHAPE_KEYS,
-    "mlp_activations",
-    "normalization_layer_epsilon",
-    "rope_max_timescale",
-    "rope_type",
-    "rope_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "original_max_position_embeddings",
-    "sliding_window_size",
-)
+MODEL_KEYS = (*SHAPE_KEYS, "mlp_activations", "normalization_layer_epsilon", *SIGHT_KEYS)
 
 # What families do not share, by `decoder_block`; the others take 0 and False.
 FAMILY_KEYS = {
@@ -68,9 +58,11 @@ def dtype_of(*unset: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution(Keys):
-    """How a pass is computed. The same weights run under any of these keys."""
+class Execution(SightKeys):
+    """How a pass is computed, and what a token sees in it. The same weights run under any of these
+    keys."""
 
+    rope_type: str = one_of("default", "llama3.1")
     dtype: str = dtype_of()
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     scan_layers: bool
@@ -98,13 +90,6 @@ class ModelKeys(Execution):
     attention_bias: bool
     use_qk_norm: bool
     normalization_layer_epsilon: float = at_least(0)
-    rope_max_timescale: float = above_zero()
-    rope_type: str = one_of("default", "llama3.1")
-    rope_factor: float = at_least(1)
-    rope_low_freq_factor: float = above_zero()
-    rope_high_freq_factor: float = above_zero()
-    original_max_position_embeddings: int = at_least(1)
-    sliding_window_size: int = at_least(0)
     max_target_length: int = at_least(1)
     weight_dtype: str = dtype_of()
     lora_rank: int = at_least(0)

@@ -4,8 +4,8 @@ Shapes: B rows, T tokens, D model width, L layers of a stack, l layers that run 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,14 @@ from maxramp.model.parts.aux import Aux, joined
 from maxramp.model.parts.rotary import Rope
 from maxramp.model.parts.weights import STAGE_PRODUCTS
 from maxramp.parallel.sharding import X_BTD
+from maxramp.rampup.spec import SightKeys
+
+
+class Sight(NamedTuple):
+    """What the tokens of a layer see in a pass."""
+
+    rope: Rope  # how queries and keys turn
+    window: int = 0  # tokens that each token sees, itself included; 0 = all before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +32,7 @@ class Layer:
     """What a layer is."""
 
     kind: str  # of its weights: layers of one kind are one stack
-    rope: Rope  # how its queries and keys turn
-    window: int = 0  # tokens that each token sees, itself included; 0 = all before it
+    sight: Callable[[SightKeys], Sight]  # by the keys of a pass, which a run may change
     sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
     # names and shapes of what its block counts of a row
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -123,15 +130,16 @@ def run(
       [B], counts of each layer [l, B, ...], in the pattern's order.
     """
     positions_T = jnp.arange(x_BTD.shape[1])
-    turned = angles(pattern, positions_T, head_dim)
+    turned = angles(pattern, execution, positions_T, head_dim)
     if segments_BT is not None:
         positions_BT = positions_T - starts(segments_BT)
         turned = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), turned)
 
     def through(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
-            rule = Rule(segments_BT, window=layer.window)
-            return block(x_BTD, turned[layer.rope], rule, execution.attention)
+            rope, window = layer.sight(execution)
+            rule = Rule(segments_BT, window=window)
+            return block(x_BTD, turned[rope], rule, execution.attention)
 
         if execution.remat_policy != "none":
             # A loop's backward pass is another loop. Only outside of one could the compiler find
@@ -176,9 +184,11 @@ def run(
     return x_BTD, joined(found)
 
 
-def angles(pattern: Pattern, positions_T: jax.Array, head_dim: int) -> dict[Rope, tuple]:
+def angles(
+    pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
+) -> dict[Rope, tuple]:
     """Of every way in which queries and keys of these layers turn (`Rope.angles`)."""
-    ropes = dict.fromkeys(layer.rope for layer in pattern)
+    ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
     return {rope: rope.angles(positions_T, head_dim) for rope in ropes}
 
 

@@ -12,7 +12,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.pod import Pod, least_rows
 from maxramp.planning.stages import price
-from maxramp.rampup.spec import StageSpec
+from maxramp.rampup.spec import SIGHT_KEYS, StageSpec
 
 
 def compile_stages(
@@ -120,12 +120,13 @@ def _over_the_run(
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(pod.machine.devices), pod.config
+    model = config.recipe.of(spec).model
     rate = entry["global_batch_size"] * spec.tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600
     return {
         "tokens_per_second": rate,
-        "mfu": rate * training_flops_per_token(config.model, spec.row_length) / peak,
+        "mfu": rate * training_flops_per_token(model, spec.row_length) / peak,
         "hours": hours,
         "device_hours": hours * devices,
         "price": price(config.planning, hours * devices),
@@ -173,4 +174,5 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:
     names = ("global_batch_size", "gradient_accumulation_steps", "devices", "row_length")
+    names += SIGHT_KEYS
     return (*(entry[name] for name in names), *entry["mesh"].values(), length)

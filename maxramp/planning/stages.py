@@ -149,10 +149,10 @@ class PlannedRun:
         return passes * self.cost.of(float(stage.per_device_batch_size)) * self._share(stage)
 
     def _share(self, stage: Stage) -> float:
-        """Of the arithmetic of whole samples, what the rows of a stage need."""
-        model, spec = self.config.model, stage.spec
-        row, sample = (training_flops_per_token(model, n) for n in (spec.row_length, spec.tokens))
-        return row / sample
+        """Of the arithmetic of whole samples, as the keys begin, what the rows of a stage need."""
+        model, spec = self.config.recipe.of(stage.spec).model, stage.spec
+        of_stage = training_flops_per_token(model, spec.row_length)
+        return of_stage / training_flops_per_token(self.config.model, spec.tokens)
 
     @functools.cached_property
     def node_time(self) -> float:

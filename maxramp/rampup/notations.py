@@ -20,6 +20,10 @@ from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
 from maxramp.rampup.phases import Phase
 
+# What only rope_type=llama3.1 reads.
+_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
+_SCALING += ("original_max_position_embeddings",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
@@ -117,6 +121,12 @@ def _of_phase(keys: BatchKeys, phase: Phase) -> Relations:
             is_ramp and name in phase.given,
             f"{name}={phase.given.get(name)}: {ramp} gives the batch; leave one of them out (the "
             "phases alone are a ramp: give the first batch as global_batch_size)",
+        )
+    for name in _SCALING:
+        yield (
+            name in phase.given and phase.keys.rope_type == "default",
+            f"{name}={phase.given.get(name)} is part of rope_type=llama3.1, and rope_type=default "
+            "holds here; give rope_type too, or leave it out",
         )
     warmup = phase.given.get("warmup_steps_fraction")
     yield (

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup.numbers import parse_count
+from maxramp.rampup.spec import SIGHT_KEYS
 
 KeysT = TypeVar("KeysT")
 
@@ -37,6 +38,7 @@ KEYS = (
     "learning_rate",
     "warmup_steps_fraction",
     *MESH_KEYS,
+    *SIGHT_KEYS,
     MIXTURE,
 )
 # Why it cannot change others that ask for it.
@@ -48,11 +50,6 @@ _REFUSED = {
     **dict.fromkeys(
         (f"dcn_{axis}_parallelism" for axis in ("data", "pipeline", "fsdp", "tensor")),
         "the state moves to another mesh inside its slices",
-    ),
-    **dict.fromkeys(
-        ("rope_max_timescale", "rope_type", "rope_factor", "sliding_window_size"),
-        "a run and its evaluations are of one model; end this run there, and begin another with "
-        "load_parameters_path",
     ),
 }
 _NAME = "phases"

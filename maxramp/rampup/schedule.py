@@ -172,7 +172,7 @@ class Stage:
         """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
         found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
-        found["mesh"] = self.spec.mesh and self.spec.mesh.sizes
+        found |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
         return {name: value for name, value in found.items() if name != "spec"}
 
 

@@ -1,4 +1,5 @@
-"""What a stage is: the shape of its steps, the mesh they run on, how their passes are computed.
+"""What a stage is: the shape of its steps, the mesh they run on, how their passes are computed,
+what their tokens see.
 
 Shapes: A gradient accumulation steps, B samples of a pass over all devices, T tokens of a sample.
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import at_least, positive_or_open
+from maxramp.keys.section import Keys, above_zero, at_least, positive_or_open
 from maxramp.parallel.keys import BATCH_AXES, MeshKeys
 
 
@@ -46,7 +47,23 @@ def pair_fields(tokens: int) -> tuple[Field, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapeKeys(MeshKeys):
+class SightKeys(Keys):
+    """How a token sees those before it: by which positions, and how far back."""
+
+    rope_max_timescale: float = above_zero()
+    rope_type: str  # `Execution` checks it: MaxText's configuration has others
+    rope_factor: float = at_least(1)
+    rope_low_freq_factor: float = above_zero()
+    rope_high_freq_factor: float = above_zero()
+    original_max_position_embeddings: int = at_least(1)
+    sliding_window_size: int = at_least(0)
+
+
+SIGHT_KEYS = tuple(field.name for field in dataclasses.fields(SightKeys))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeKeys(MeshKeys, SightKeys):
     """The keys that give a step its shape, but for the number of its rows."""
 
     max_target_length: int = at_least(1)
@@ -118,6 +135,11 @@ class ShapeKeys(MeshKeys):
         with contextlib.suppress(ConfigError):
             return self.on(num_devices)
 
+    @property
+    def sight(self) -> SightKeys:
+        """What of these keys tokens see by."""
+        return SightKeys.of(vars(self))
+
     def spec(
         self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
     ) -> "StageSpec":
@@ -130,6 +152,7 @@ class ShapeKeys(MeshKeys):
             mesh,
             self.remat_policy,
             self.num_pipeline_microbatches,
+            self.sight,
             self.rows_of_sample,
         )
 
@@ -146,6 +169,7 @@ class StageSpec:
     mesh: MeshKeys | None
     remat_policy: str  # what a layer keeps for its backward pass
     pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
+    sight: SightKeys  # what a token sees
     rows_of_sample: int = 1  # into how many rows a step cuts a sample
 
     def __hash__(self) -> int:

@@ -14,16 +14,25 @@ _HELD_OUT = {"eval_loss": "held-out text", "eval_reward": "held-out prompts"}
 _TEXTS = ("prompt", "answer")
 
 
-def describe_stage(stage: Stage, last: int, steps: int) -> str:
-    """A stage in one line; `last` is the number of the run's last, `steps` its own in the run."""
+def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
+    """A stage in one line, with what its tokens see otherwise than those of the stage before.
+
+    Args:
+      stage, before: itself, where it is the first.
+      last: the number of the run's last.
+      steps: its own in the run.
+    """
     per_device = plain_number(stage.per_device_batch_size)
-    cut = stage.spec.rows_of_sample > 1
+    cut, sight = stage.spec.rows_of_sample > 1, vars(before.spec.sight)
+    changed = [f"{n}={x}" for n, x in vars(stage.spec.sight).items() if x != sight[n]]
     return (
         f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
         f"{stage.global_batch_size} = "
         f"{per_device} per device x {count(stage.devices, 'device')} x "
         f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} for "
-        f"{count(steps, 'step')}" + (f", in rows of {stage.spec.row_length} tokens" if cut else "")
+        f"{count(steps, 'step')}"
+        + (f", in rows of {stage.spec.row_length} tokens" if cut else "")
+        + "".join(f", {key}" for key in changed)
     )
 
 
@@ -121,7 +130,9 @@ class Display:
         stage = self._ramp.stage_at_step(record["step"])
         if stage.index != self._stage_index:
             self._stage_index = stage.index
-            self.say(describe_stage(stage, self._last_stage, self._ramp.run_steps(stage)))
+            ramp = self._ramp
+            before = ramp.stage_at_step(max(stage.first_step - 1, ramp.stages[0].first_step))
+            self.say(describe_stage(stage, before, self._last_stage, ramp.run_steps(stage)))
         tokens = round(record["tokens_per_second"] * record["step_seconds"])
         name = "reward" if "reward" in record else "loss"
         self._last = record[name]

@@ -98,6 +98,7 @@ class Recipe:
     def of(self, spec: StageSpec) -> Self:
         """The same for the steps of a stage, which says how its passes are computed."""
         execution = {
+            **vars(spec.sight),
             "max_target_length": spec.row_length,
             "remat_policy": spec.remat_policy,
             "num_pipeline_microbatches": spec.pipeline_microbatches,

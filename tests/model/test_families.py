@@ -12,7 +12,7 @@ from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.family import Family
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.layers import Layer, Pattern
+from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.rotary import Rope
@@ -119,8 +119,8 @@ def test_logits_are_those_of_transformers(keys):
 
 
 ROPE = Rope(10_000.0)
-ALL, NEAR = Layer("dense", ROPE), Layer("dense", ROPE, window=3)
-OTHER = Layer("other", ROPE, window=2)
+ALL, NEAR = Layer("dense", lambda keys: Sight(ROPE)), Layer("dense", lambda keys: Sight(ROPE, 3))
+OTHER = Layer("other", lambda keys: Sight(ROPE, 2))
 PATTERNS = {
     "alternating windows": Pattern((NEAR, ALL), 2),
     "two kinds, and layers around the loop": Pattern((NEAR, OTHER), 2, (ALL,), (OTHER, NEAR)),
@@ -142,7 +142,8 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         x_BTD = look_up(model.embedding_VD[...], tokens_BT)
         angles = ROPE.angles(jnp.arange(24), 16)
         for layer, block in zip(pattern, model.one_by_one().layers, strict=True):
-            x_BTD, _ = block(x_BTD, angles, Rule(window=layer.window), "dot_product")
+            rule = Rule(window=layer.sight(config.model).window)
+            x_BTD, _ = block(x_BTD, angles, rule, "dot_product")
         return model.logits(model.norm(x_BTD))
 
     with jax.set_mesh(make_mesh(config)):

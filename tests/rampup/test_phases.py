@@ -158,9 +158,32 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
     ("given", "named"),
     [
         (("phases.10K.vocab_size=8",), "phases.10K.vocab_size=8: no phase can change it"),
+        (("phases.10K.rope_factor=0.5",), "phases.10K: rope_factor=0.5 must be 1 or more"),
         (
-            ("phases.10K.rope_max_timescale=1e6",),
-            "no phase can change it, as a run and its evaluations are of one model",
+            ("phases.10K.rope_factor=4",),
+            "phases.10K: rope_factor=4.0 is part of rope_type=llama3.1, and rope_type=default "
+            "holds here; give rope_type too, or leave it out",
+        ),
+        (
+            ("phases.10K.rope_type=yarn",),
+            "phases.10K: rope_type=yarn is not one of default, llama3.1",
+        ),
+        (
+            ("phases.10K={rope_type: llama3.1, rope_low_freq_factor: 4}",),
+            "phases.10K: rope_high_freq_factor=4.0 must be above rope_low_freq_factor=4.0",
+        ),
+        (
+            ("phases.10K.sliding_window_size=64",),
+            "phases.10K: sliding_window_size=64 is no part of decoder_block=llama2; use "
+            "decoder_block=mistral, or leave it out",
+        ),
+        (
+            ("program=grpo", "phases.10K.rope_max_timescale=1e6"),
+            "phases.10K.rope_max_timescale: grpo takes one for the whole run; leave it out",
+        ),
+        (
+            ("use_dpo=True", "phases.10K.rope_max_timescale=1e6", *CHATS),
+            "phases.10K.rope_max_timescale: use_dpo=True takes one for the whole run; leave it out",
         ),
         (("phases.10K.max_target_length=256",), "give the longest, and row_length to the phases"),
         (("phases.10K.row_lenght=8",), "phases.10K.row_lenght=8: is not a known key"),

@@ -98,8 +98,9 @@ def test_what_is_lost():
 PHASES = {
     "0": {"global_batch_size": 4, "row_length": 8},
     "40": {"global_batch_size": 8},
-    "80": {"row_length": 16, "micro_batch_size": 2, "learning_rate": 5e-3},
-    "120": {"row_length": 32, "global_batch_size": 4, "warmup_steps_fraction": 0.1},
+    "80": {"row_length": 16, "micro_batch_size": 2, "learning_rate": 5e-3, "rope_type": "llama3.1"},
+    "120": {"row_length": 32, "global_batch_size": 4, "warmup_steps_fraction": 0.1}
+    | {"rope_max_timescale": 100.0},
 }
 EXACT = ("stage", "global_batch_size", "row_length", "consumed_samples", "consumed_tokens")
 EXACT += ("target_tokens", "loss", "grad_norm", "learning_rate", "batch_fingerprint")

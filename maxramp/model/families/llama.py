@@ -6,13 +6,18 @@ whose head is its embedding (arXiv 2502.02737).
 
 from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
-from maxramp.model.layers import Layer, Pattern
+from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.rotary import Rope
+from maxramp.rampup.spec import SightKeys
+
+
+def _all_before(keys: SightKeys) -> Sight:
+    return Sight(Rope.of(keys))
 
 
 def _all_alike(keys: ModelKeys) -> Pattern:
-    return Pattern((Layer("dense", Rope.of(keys)),), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", _all_before),), keys.base_num_decoder_layers)
 
 
 _LAYER = "model.layers.{}"

@@ -2,13 +2,17 @@
 
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.keys import ModelKeys
-from maxramp.model.layers import Layer, Pattern
+from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.rotary import Rope
+from maxramp.rampup.spec import SightKeys
+
+
+def _window(keys: SightKeys) -> Sight:
+    return Sight(Rope.of(keys), keys.sliding_window_size)
 
 
 def _with_windows(keys: ModelKeys) -> Pattern:
-    layer = Layer("dense", Rope.of(keys), keys.sliding_window_size)
-    return Pattern((layer,), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", _window),), keys.base_num_decoder_layers)
 
 
 MISTRAL = LLAMA._replace(pattern=_with_windows)

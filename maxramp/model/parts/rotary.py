@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.keys import ModelKeys
+from maxramp.rampup.spec import SightKeys
 
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
@@ -26,7 +26,7 @@ class Rope:
     length: int = 1  # tokens of the texts that a model read before it was given longer ones
 
     @classmethod
-    def of(cls, keys: ModelKeys) -> "Rope":
+    def of(cls, keys: SightKeys) -> "Rope":
         """What the keys say: under rope_type=llama3.1 with its scaling."""
         if keys.rope_type == "default":
             return cls(keys.rope_max_timescale)

@@ -1,0 +1,145 @@
+"""Phases with positions and windows of their own, beside runs that have them from their start on."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, make_config, run
+
+from maxramp import convert
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.errors import EXIT_STAGE_END
+from maxramp.files.place import place
+from maxramp.handover.opening import open_model
+from maxramp.model.size import training_flops_per_token
+from maxramp.planning.plan import make_plan
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.metrics import read_records
+
+FAMILY = ("decoder_block=mistral", "max_target_length=32", "sliding_window_size=16")
+PHASES = {
+    "40": {"rope_max_timescale": 100.0, "sliding_window_size": 4},
+    "60": {"rope_type": "llama3.1", "rope_factor": 4.0, "original_max_position_embeddings": 8},
+    "80": {"rope_type": "default", "rope_max_timescale": 10000.0, "sliding_window_size": 16},
+}
+# What holds in each of them, of keys that stand alone.
+FLAT = (
+    (),
+    ("rope_max_timescale=100.0", "sliding_window_size=4"),
+    ("rope_max_timescale=100.0", "sliding_window_size=4", "rope_type=llama3.1", "rope_factor=4.0")
+    + ("original_max_position_embeddings=8",),
+    ("rope_factor=4.0", "original_max_position_embeddings=8"),
+)
+SHORT = ("total_samples=80",)  # the first three
+RUN = ("global_batch_size=4", "total_samples=100", "phases_unit=samples")
+
+
+def phased(phases, *more, devices=8):
+    return make_config(*FAMILY, *RUN, f"phases={json.dumps(phases)}", *more, devices=devices)
+
+
+def test_a_stage_is_the_model_of_its_keys():
+    """Each keeps what the phases before it gave; what a stage returns to shares its program."""
+    config = phased(PHASES)
+    stages = RampupBatchManager(config.batch, 8).stages
+    for stage, keys in zip(stages, FLAT, strict=True):
+        flat = make_config(*FAMILY, *RUN, *keys)
+        assert config.recipe.of(stage.spec) == flat.recipe.of(stage.spec)
+        assert stage.to_json()["sliding_window_size"] == flat.model.sliding_window_size
+    assert len({stage.spec for stage in stages}) == 4
+    first, _, second = RampupBatchManager(
+        phased({"40": {"sliding_window_size": 4}, "80": {"sliding_window_size": 16}}).batch, 8
+    ).stages
+    assert first.spec == second.spec
+
+
+def test_a_plan_counts_the_window_of_each_stage():
+    keys = ("max_target_length=4096", "sliding_window_size=0", "planned_tflops_per_device=1")
+    config = phased({"40": {"sliding_window_size": 256}}, *keys, "devices_per_node=1", devices=1)
+    before, after = make_plan(config)["stages"]
+    flops = [
+        training_flops_per_token(
+            dataclasses.replace(config.model, sliding_window_size=window), 4096
+        )
+        for window in (0, 256)
+    ]
+    per_step = [stage["hours"] / stage["run_steps"] for stage in (before, after)]
+    assert per_step[1] / per_step[0] == pytest.approx(flops[1] / flops[0]) and flops[1] < flops[0]
+
+
+def test_a_checkpoint_sees_as_in_its_last_step():
+    """At a border that is the stage before it."""
+    config = phased(PHASES)
+    stages = RampupBatchManager(config.batch, 8).to_json()["stages"]
+    seen = {
+        step: Checkpoint(place("c"), step, 4 * step, stages, "", dict(config.values), {}).sight
+        for step in (0, 1, 10, 11, 15, 16, 20, 21)
+    }
+    windows = {step: sight.sliding_window_size for step, sight in seen.items()}
+    assert windows == {0: 16, 1: 16, 10: 16, 11: 4, 15: 4, 16: 4, 20: 4, 21: 16}
+    assert (seen[15].rope_type, seen[16].rope_type) == ("default", "llama3.1")
+
+
+def given(folder, cache_dir, phases, *more):
+    keys = [*TINY, *FAMILY, *RUN, "eval_interval=5", "eval_steps=2", "checkpoint_period=5"]
+    keys += [f"phases={json.dumps(phases)}", f"jax_cache_dir={cache_dir}"]
+    keys += [f"base_output_directory={folder}", "run_name=r", "vocab_size=320", *more]
+    merged = dict(key.split("=", 1) for key in keys)
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def numbers(folder):
+    """Of every step and evaluation what does not depend on time."""
+    names = ("step", "loss", "grad_norm", "eval_loss", "batch_fingerprint", "global_batch_size")
+    records = read_records(folder / "r" / "metrics.jsonl")
+    return [{name: r[name] for name in names if name in r} for r in records]
+
+
+@pytest.mark.slow
+def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
+    """To the last bit, evaluations too; and each checkpoint is handed over as it was trained."""
+    done = run(*given(tmp_path / "one", cache_dir, PHASES, *SHORT, "export_huggingface=True"))
+    assert done.returncode == 0, done.stderr
+    assert "rope_max_timescale=100.0, sliding_window_size=4\n" in done.stdout
+    same = {name: {"learning_rate": 1e-2} for name in PHASES}  # where each of these runs ends
+    for keys in FLAT[:3]:
+        keys = (*SHORT, *keys, "stop_at_stage_end=True")
+        hand = run(*given(tmp_path / "hand", cache_dir, same, *keys))
+        assert hand.returncode in (0, EXIT_STAGE_END), hand.stderr
+    wanted = numbers(tmp_path / "hand")
+    assert numbers(tmp_path / "one") == wanted and len(wanted) == 24
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    tokens = np.arange(32)[None] * 7 % 300
+    windows = {"10": 16, "15": 4, "20": 4}
+    for step, window in windows.items():
+        folder = tmp_path / "one" / "r" / "exported" / step
+        if step != "20":  # what the run itself handed over
+            folder = tmp_path / step
+            assert convert.main([f"{tmp_path}/one/r/checkpoints/{step}", "--to", str(folder)]) == 0
+        said = json.loads((folder / "config.json").read_text())
+        assert said["sliding_window"] == window
+        assert said["rope_theta"] == (100.0 if window == 4 else 10000.0)
+        assert bool(said["rope_scaling"]) == (step == "20")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        opened = open_model(f"{tmp_path}/one/r/checkpoints/{step}", ["ici_fsdp_parallelism=8"])
+        with torch.no_grad():
+            wanted = theirs(torch.tensor(tokens)).logits.numpy()
+        rows = np.broadcast_to(tokens, (8, 32)).astype(np.int32)
+        np.testing.assert_allclose(logits(opened, rows)[:1], wanted, atol=2e-5)
+
+
+def logits(opened, tokens_BT):
+    import jax
+
+    from maxramp.model.decoder import Decoder
+    from maxramp.parallel.mesh import mesh_of
+
+    model = opened.load()
+    with jax.set_mesh(mesh_of(model)):
+        forward = jax.jit(
+            lambda model, tokens: Decoder.__call__(model, tokens, opened.config.model)
+        )
+        return np.asarray(forward(model, tokens_BT))
