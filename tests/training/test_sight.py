@@ -1,8 +1,10 @@
-"""Phases with positions and windows of their own, beside runs that have them from their start on."""
+"""Phases with positions and windows of their own, beside runs that have them from the start."""
 
 import dataclasses
+import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
@@ -12,7 +14,9 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.files.place import place
 from maxramp.handover.opening import open_model
+from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
+from maxramp.parallel.mesh import mesh_of
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -59,10 +63,8 @@ def test_a_plan_counts_the_window_of_each_stage():
     config = phased({"40": {"sliding_window_size": 256}}, *keys, "devices_per_node=1", devices=1)
     before, after = make_plan(config)["stages"]
     flops = [
-        training_flops_per_token(
-            dataclasses.replace(config.model, sliding_window_size=window), 4096
-        )
-        for window in (0, 256)
+        training_flops_per_token(dataclasses.replace(config.model, sliding_window_size=n), 4096)
+        for n in (0, 256)
     ]
     per_step = [stage["hours"] / stage["run_steps"] for stage in (before, after)]
     assert per_step[1] / per_step[0] == pytest.approx(flops[1] / flops[0]) and flops[1] < flops[0]
@@ -109,9 +111,7 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
         assert hand.returncode in (0, EXIT_STAGE_END), hand.stderr
     wanted = numbers(tmp_path / "hand")
     assert numbers(tmp_path / "one") == wanted and len(wanted) == 24
-    transformers = pytest.importorskip("transformers")
-    import torch
-
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     tokens = np.arange(32)[None] * 7 % 300
     windows = {"10": 16, "15": 4, "20": 4}
     for step, window in windows.items():
@@ -132,14 +132,7 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
 
 
 def logits(opened, tokens_BT):
-    import jax
-
-    from maxramp.model.decoder import Decoder
-    from maxramp.parallel.mesh import mesh_of
-
     model = opened.load()
     with jax.set_mesh(mesh_of(model)):
-        forward = jax.jit(
-            lambda model, tokens: Decoder.__call__(model, tokens, opened.config.model)
-        )
-        return np.asarray(forward(model, tokens_BT))
+        forward = functools.partial(Decoder.__call__, execution=opened.config.model)
+        return np.asarray(jax.jit(forward)(model, tokens_BT))
