@@ -1,5 +1,6 @@
 """Folders in, and out again: logits of transformers 5.23.0, and bits that nothing changes."""
 
+import dataclasses
 import json
 import os
 
@@ -135,6 +136,17 @@ def test_config_json_says_the_same_again(tmp_path, name):
     for came_in in ({}, CONFIGS[name]):
         values = config_json.of_keys(config_of(folder).model, came_in, "float32")
         assert config_json.keys_of(values, "") == keys
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json_says_what_was_changed(tmp_path, name):
+    """Positions and windows may be others than those that the weights came with."""
+    sight = {"rope_max_timescale": 500.0, "rope_type": "llama3.1", "rope_factor": 4.0}
+    sight |= {"sliding_window_size": 7} if name == "mistral" else {}
+    keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **sight)
+    for came_in in ({}, CONFIGS[name]):
+        said = config_json.keys_of(config_json.of_keys(keys, came_in, "float32"), "")
+        assert {key: said[key] for key in sight} == sight
 
 
 @pytest.mark.parametrize("mesh", ["one", "all axes"])
