@@ -22,14 +22,14 @@ ROWS = [
 ]
 
 
-def scorer_of(*keys: str):
+def scorer_of(*keys: str, ahead: Ahead | None = None):
     config = make_config(*keys)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
     bytes_ = tokenizers.load("bytes", "", True, True)
     abstract = abstract_state(config.recipe, mesh).model
-    ahead = Ahead(0, lambda line: None, lambda: None)
+    ahead = ahead or Ahead(0, lambda line: None, lambda: None)
     return Scorer(config.model, 7, abstract, bytes_, [257], {}, ahead), model, config
 
 
@@ -66,6 +66,18 @@ def test_scores_are_those_of_the_logits(keys):
         assert found[b][0] == pytest.approx(expected, abs=1e-4)
         assert found[b][1] == all(log_p[b, i].argmax() == row.tokens[i + 1] for i in at)
     assert found[-1][1] and found[-1][0] == pytest.approx(log_p[0, 15].max(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_scorers_of_other_positions_share_a_compiler():
+    """As those of a run do whose phases change what a token sees: each has programs of its own."""
+    ahead = Ahead(0, lambda line: None, lambda: None)
+    first, model, _ = scorer_of(ahead=ahead)
+    keys = ("rope_max_timescale=10.0", "decoder_block=mistral", "sliding_window_size=3")
+    second, *_ = scorer_of(*keys, ahead=ahead)
+    alone, *_ = scorer_of(*keys)
+    here, there, wanted = (scorer.score(model, ROWS) for scorer in (first, second, alone))
+    assert there == wanted and here != wanted
 
 
 def test_an_answer_that_leaves_no_room():
