@@ -100,14 +100,16 @@ def open_rows(
     def in_rows(part: Part, counted: np.ndarray) -> Part:
         length = data.max_target_length
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
-        return dataclasses.replace(part, items=rows)
+        known = part.hash and _hash(part.hash, [counted])
+        return dataclasses.replace(part, items=rows, hash=known)
 
     train = list(map(in_rows, corpus.train, counted))
     refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
-    held_out = [
-        in_rows(part, _count(reading, part.items, list(read), beat))
-        for part in (corpus.held_out if data.eval_interval > 0 else ())
-    ]
+    # Also where none is evaluated: the hash of the data does not depend on that.
+    counted_held_out = [_count(reading, x.items, list(read), beat) for x in corpus.held_out]
+    held_out = []
+    if data.eval_interval > 0:
+        held_out = list(map(in_rows, corpus.held_out, counted_held_out))
     refuse(
         (
             not len(part.items),
@@ -122,8 +124,10 @@ def open_rows(
     if data.reads_chats:
         tokens, targets = np.concatenate(counted)[:, :2].sum(0, dtype=np.int64)
         shown = f", {targets / tokens:.1%} of the tokens are targets{shown}"
+    of_first = [of for of, part in zip(counted, train, strict=True) if part.weight]
     return dataclasses.replace(
         corpus,
+        hash=_hash(corpus.hash, [*of_first, *counted_held_out]),
         train=tuple(train),
         held_out=tuple(held_out),
         documents=False,
@@ -143,7 +147,7 @@ def _source(data: DataKeys, held_out: str) -> str:
 
 class _Counts:
     """Element n: what there is to know of the n-th block of documents for their layout, int32
-    [documents, 3]: tokens, targets among them, and the number in LEFT_OUT."""
+    [documents, 4]: tokens, targets among them, the number in LEFT_OUT, and a hash of it all."""
 
     def __init__(self, documents: Sequence[Document]):
         self._documents = documents
@@ -160,10 +164,21 @@ class _Counts:
         return f"{self._documents}: block of {_BLOCK} documents"
 
 
-def _counted(document: Document) -> tuple[int, int, int]:
-    tokens, is_target = document.tokens, document.is_target
+def _counted(document: Document) -> tuple[int, int, int, int]:
+    tokens, is_target, left_out, begins = document
     targets = len(tokens) - 1 if is_target is None else int(is_target[1:].sum())
-    return len(tokens), targets, LEFT_OUT.index(document.left_out)
+    digest = hashlib.blake2b(f"{begins}".encode() + tokens.tobytes(), digest_size=4)
+    digest.update(b"" if is_target is None else is_target.tobytes())
+    found = int.from_bytes(digest.digest(), "little", signed=True)
+    return len(tokens), targets, LEFT_OUT.index(left_out), found
+
+
+def _hash(value: str, counted: Sequence[np.ndarray]) -> str:
+    """A hash of what was known by one, and of all documents of the parts, in their order."""
+    digest = hashlib.blake2b(value.encode(), digest_size=8)
+    for part in counted:
+        digest.update(f" {len(part)} ".encode() + part.tobytes())
+    return digest.hexdigest()
 
 
 def _count(
@@ -176,7 +191,7 @@ def _count(
 
     Works in rounds, so that every process learns that the others get on, or that one has failed.
     """
-    nothing = np.empty((0, 3), np.int32)
+    nothing = np.empty((0, 4), np.int32)
     if not len(documents):
         return nothing
     blocks, me = _Counts(documents), jax.process_index()

@@ -182,6 +182,12 @@ FAILS = "{{ raise_exception('only one system message') }}"
         ),
         ([{"messages": [TURNS[1] | {"train": "false"}]}], (), "", ["train is str 'false'"]),
         ([{"messages": [TURNS[1] | {"weight": 0.5}]}], (), "", ["weight is float '0.5'"]),
+        (
+            [{"messages": [{"role": role, "content": "x"} for role in ("human", "gpt")]}],
+            (),
+            "",
+            ["line 1", "no message of the role assistant", "some of human, gpt"],
+        ),
         ([{"messages": [TURNS[1] | {"tool_calls": 5}]}], (), "", ["no list of calls but int '5'"]),
         ([{"messages": [TURNS[1] | {"tool_calls": [{"function": "f"}]}]}], (), "", ["str 'f'"]),
         (

@@ -66,6 +66,18 @@ def test_what_is_no_pair(tmp_path, record, line):
         opened(tmp_path, [*pairs(6), record])
 
 
+def test_the_hash_is_of_every_pair_in_its_place(tmp_path):
+    """What a run says of a row, by its number, belongs to it alone."""
+    records = pairs(200)
+    swapped = [*records[:33], records[34], records[33], *records[35:]]
+    turned = [*records]
+    turned[33] = {"chosen": records[33]["rejected"], "rejected": records[33]["chosen"]}
+    found = [opened(tmp_path, x)[0].hash for x in (records, records, swapped, turned)]
+    assert found[0] == found[1] and len({*found}) == 3
+    both = [opened(tmp_path, records, "eval_fraction=0.1", f"eval_interval={n}") for n in (-1, 8)]
+    assert both[0][0].hash == both[1][0].hash
+
+
 def test_a_row_is_a_pair(tmp_path):
     """Both chats whole, apart, the last answers alone their targets; a longer pair is counted."""
     turns = [ASKED[1], BAD, {"role": "user", "content": "No."}]

@@ -82,6 +82,7 @@ class ChatEncoder:
         if not self._keys.sft_train_on_completion_only:
             text = self._template.render(chat)
             return text, [(0, len(text))]
+        chat.check_answers()
         text, spans = self._template.answers(chat)
         spans = [span for span, is_trained in zip(spans, chat.trained, strict=True) if is_trained]
         return text, spans[-1:] if self._keys.sft_train_on_last_answer_only else spans

@@ -42,6 +42,21 @@ class Chat:
         """Every text in it."""
         return _texts([self.messages, self.tools])
 
+    def check_answers(self) -> None:
+        """Refuses a chat without an answer but with messages that seem to be some.
+
+        Raises:
+          BadRecord: names their roles.
+        """
+        roles = dict.fromkeys(message["role"] for message in self.messages)
+        if ANSWERS in roles:
+            return
+        if others := [role for role in roles if _ROLES.get(role) != role and role != "developer"]:
+            raise BadRecord(
+                f"has no message of the role {ANSWERS} to train on, but some of {', '.join(others)}"
+                f"; call answers {ANSWERS}, or leave the chat out"
+            )
+
 
 def read(record: Mapping[str, Any]) -> Chat:
     """The chat of a record.
