@@ -6,6 +6,7 @@ import itertools
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -83,6 +84,20 @@ def take_value(arguments: list[str], flag: str) -> str | None:
 def print_progress(line: str) -> None:
     """Prints how far something is that takes minutes, on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+class Seldom:
+    """Says how far something is that takes minutes, every 30 seconds."""
+
+    def __init__(self, say: Callable[[str], None] = print_progress):
+        """`say` takes the lines."""
+        self._say, self._said = say, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        """Says a line if the last one is long enough ago."""
+        if time.monotonic() - self._said >= 30:
+            self._said = time.monotonic()
+            self._say(line)
 
 
 def quoted(words: Iterable[Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import yaml
 
-from maxramp.commandline import OneLineParser, command
+from maxramp.commandline import OneLineParser, Seldom, command, print_progress
 from maxramp.config.load import list_keys
 from maxramp.errors import ConfigError
 from maxramp.evaluation.asking import Asking
@@ -103,6 +103,12 @@ def _named(text: str) -> dict[str, Any]:
     return found
 
 
+def _shown(given: argparse.Namespace) -> str:
+    """What else the numbers of a table depend on, as lm-eval writes it."""
+    names = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
+    return ", ".join(f"{name}: {getattr(given, name) or None}" for name in names)
+
+
 def _check_output(path: str) -> None:
     """Looks whether results can be written, before hours go into them.
 
@@ -149,7 +155,13 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
     watchdog.beat()
     model = opened.load()
     watchdog.beat()
-    config = opened.config
+    config, is_first = opened.config, jax.process_index() == 0
+    tell = Seldom(print_progress if is_first else lambda line: None)
+
+    def beat(line: str) -> None:
+        watchdog.beat()
+        tell(line)
+
     scorer = Scorer(
         config.model,
         config.objective.loss_block_tokens,
@@ -157,9 +169,9 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
         tokenizer.tokenizer,
         tokenizer.ends,
         compiler_options(jax.default_backend()),
-        Ahead(0, lambda line: None, lambda: None),
+        Ahead(0, tell, lambda: None),
         given.batch_size or 0,
-        watchdog.beat,
+        beat,
     )
     together = Together(scorer, model, watchdog.beat)
 
@@ -182,6 +194,7 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
                 write_whole(place(given.output_path), text.encode())
         finally:
+            print(f"{opened.path}: {_shown(given)}")
             print(harness.table(results))
         seconds = time.perf_counter() - start
         print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxramp.commandline import Seldom
 from maxramp.data.keys import EvalKeys
 from maxramp.errors import TrainingError
 from maxramp.evaluation.asking import Asking
@@ -42,6 +43,7 @@ class RunTasks:
         keys: EvalKeys = config.evaluation
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
+        self._tell = Seldom(job.output.say)
         self._tokenizer = tokenizer_of(data, checkpoints.load_parameters_path)
         self._scorers: dict[tuple[Mesh, SightKeys], Scorer] = {}
         longest = config.model.max_target_length
@@ -99,9 +101,10 @@ class RunTasks:
             )
         return self._scorers[key]
 
-    def _pause(self) -> None:
+    def _pause(self, line: str) -> None:
         """Between two passes, on all processes: a signal may ask for the end."""
         self._beat()
+        self._tell(line)
         if self._job.is_asked_to_stop():
             raise _StoppedError("somebody asks for the end")
 

@@ -58,7 +58,7 @@ class Scorer:
         options: Mapping[str, Any],
         ahead: Ahead,
         batch_size: int = 0,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[str], None] = lambda line: None,
     ):
         """
         Args:
@@ -70,8 +70,8 @@ class Scorer:
           options: the compiler's.
           ahead: compiles the programs.
           batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
-          beat: called when a pass or a part of one is done, on all processes after the same part;
-            what it raises ends the work.
+          beat: called when a pass or a part of one is done, with how far the work is, on all
+            processes after the same part; what it raises ends the work.
         """
         self.keys, self._tokenizer, self._ends = keys, tokenizer, tuple(ends)
         self._mesh, self._batch_size, self._beat = mesh_of(model), batch_size, beat
@@ -98,8 +98,10 @@ class Scorer:
         """
         found: list[Any] = [None] * len(rows)
         waiting: collections.deque[tuple[list[int], Any]] = collections.deque()
+        done = 0
 
         def read() -> None:
+            nonlocal done
             numbers, results = waiting.popleft()
             log_p_BT, is_first_BT = jax.device_get(results)
             for b, number in enumerate(numbers):
@@ -111,7 +113,8 @@ class Scorer:
                         "the weights give logits that are not numbers; take another checkpoint"
                     )
                 found[number] = total, bool(is_first_BT[at].all())
-            self._beat()
+            done += len(numbers)
+            self._beat(f"tasks    {done:,} of {len(rows):,} rows have their likelihoods")
 
         for (B, T), numbers in self.expect_scores([len(row.tokens) - 1 for row in rows]):
             program, _ = self._ahead.get(self._key(B, T))
@@ -150,7 +153,7 @@ class Scorer:
         room = self.keys.max_target_length - writing.most_tokens
         prompts = [np.asarray(prompt[-room:], np.int32) for prompt in prompts]
         generator = self._generator(writing)
-        weights, texts = None, [""] * len(prompts)
+        weights, texts, done = None, [""] * len(prompts), 0
         for programs, numbers in passes:
             for program in programs:
                 self._ahead.get(program)
@@ -158,12 +161,13 @@ class Scorer:
             self._ahead.lower()
             of_pass = [prompts[n] for n in numbers]
             for answers in generator.stream(weights, of_pass, numbers, every=_SELDOM):
-                self._beat()
+                self._beat(f"tasks    {done:,} of {len(prompts):,} prompts have their answers")
                 found = [self._text(answer, until) for answer in answers]
                 if all(is_whole for _, is_whole in found):
                     break
             for number, (text, _) in zip(numbers, found, strict=True):
                 texts[number] = text
+            done += len(numbers)
         return texts
 
     def expect_scores(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import load_parameters
-from maxramp.commandline import count
+from maxramp.commandline import Seldom, count
 from maxramp.data.batch import Batch
 from maxramp.data.order import EvalBatches
 from maxramp.data.prefetch import ReadAhead
@@ -110,12 +110,13 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
             known = _Known({}, known.log_probs_N2[:0], 0)
             done_N2 = known.log_probs_N2
         head = dict(zip(_HEAD, (found, path, corpus.hash), strict=True))
-        made = [done_N2]
+        made, tell = [done_N2], Seldom(job.output.say)
         with contextlib.ExitStack() as closing:
             write = closing.enter_context(_writing(job, head, known.size))
             for new_n2 in _log_probs(job, sequences, len(done_N2), model, expansion):
                 write(sum(map(len, made)), new_n2)
                 made.append(new_n2)
+                tell(f"pairs    {sum(map(len, made)):,} of {total:,} have their log-probabilities")
                 job.watchdog.beat()
                 if job.is_asked_to_stop():
                     job.output.say_stopped(None)

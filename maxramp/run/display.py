@@ -175,9 +175,11 @@ class Display:
         """The closing line: what this start of the run did, and whether the run is done."""
         if not self._steps_done:
             return "so far   no step was done"
-        end = "done     "
+        end, steps = "done     ", count(self._ramp.total_steps, "step")
         if (done := self._last_step + 1) < self._ramp.total_steps:
-            end = f"so far   {done:,} of {count(self._ramp.total_steps, 'step')}; this start: "
+            end = f"so far   {done:,} of {steps}; this start: "
+        elif self._steps_done < done:
+            end = f"done     {steps}; this start: "
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
             f"{end}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "

@@ -35,13 +35,13 @@ from maxramp.evaluation.in_run import RunTasks
 from maxramp.processes.ending import Preemption, end_process
 number, last, process, passes = *map(int, sys.argv[1:4]), [0]
 between = RunTasks._pause
-def pause(self):
+def pause(self, line):
     passes[0] += 1
     if passes[0] == last and jax.process_index() == process:
         os.kill(os.getpid(), number)
         while number == 15 and jax.process_count() == 1 and not self._job.preemption._asked:
             pass
-    between(self)
+    between(self, line)
 RunTasks._pause = pause
 end_process(train.main(sys.argv[4:], Preemption()))
 """
