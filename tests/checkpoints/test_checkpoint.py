@@ -128,6 +128,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", STAGES)
 def test_layers_are_stored_in_their_own_order(tmp_path, stages):
     """What was saved without a pipeline goes on in stages and the other way, to the same bits."""

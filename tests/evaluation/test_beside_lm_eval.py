@@ -91,6 +91,7 @@ def test_small_models(kind, begins, options, longest, tmp_path):
     assert compare(found, theirs(model, tasks, longest=longest, **options)) == 72
 
 
+@pytest.mark.long
 def test_a_released_model(smollm2, tmp_path):
     """Beside float64: in float32 the other one errs more than we do, by up to 2e-3."""
     tasks = write_tasks(tmp_path / "tasks")
@@ -99,8 +100,9 @@ def test_a_released_model(smollm2, tmp_path):
     assert compare(found, theirs(smollm2, tasks, "float64", limit=2), tolerance=3e-4) == 12
 
 
-def test_two_processes_and_a_pipeline(tmp_path):
-    """Process 0 talks to lm-eval; a pipeline's likelihoods are the same, and it writes nothing."""
+@pytest.mark.long
+def test_two_processes(tmp_path):
+    """Process 0 talks to lm-eval, the other computes with it."""
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     expected = ours(model, tasks, tmp_path / "one.json")
     likelihoods = ("--include_path", str(tasks), "--log_samples", "--output_path")
@@ -110,6 +112,10 @@ def test_two_processes_and_a_pipeline(tmp_path):
     assert (first, second) == (0, 0) and "|made_choices|" in out and "|" not in silent
     assert compare(json.loads((tmp_path / "two.json").read_text())["samples"], expected) == 72
 
+
+def test_a_pipeline(tmp_path):
+    """It has likelihoods, and writes nothing."""
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     stages = (str(model), "ici_pipeline_parallelism=2", "--include_path", str(tasks), "--tasks")
     done = run(*stages, "made_choices", devices=2, module="evaluate")
     assert done.returncode == 0 and "|made_choices|" in done.stdout, done.stderr

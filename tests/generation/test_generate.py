@@ -89,6 +89,7 @@ def test_a_folder_that_is_no_run(tmp_path, capsys):
     assert "no checkpoint there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_answers(trained, cache_dir, tmp_path):
     """Before the text, wherever tokens are cut; prompts of a file are those of the command line."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')

@@ -51,6 +51,7 @@ def test_logits_and_greedy_text(smollm2):
     assert written == ids[prompt["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.long
 def test_continued_training_and_out_again(smollm2, tmp_path):
     """40 steps of a ramp; transformers finds the loss of what comes out to be ours."""
     paragraphs = [

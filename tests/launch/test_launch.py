@@ -146,7 +146,7 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
     """Two stages on the devices of one node, then on two nodes, of which one is killed. They have
     other meshes from there on, and once more later."""
@@ -412,6 +412,7 @@ def test_nobody_at_the_coordinator(tmp_path, cache_dir):
     one_line(process, 1, f"127.0.0.1:{port}", "process 1", "refused")
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_exist(tmp_path, cache_dir):
     process = start(tmp_path, cache_dir, 1, 2, 1234, host="nowhere.invalid")
     one_line(process, 1, "nowhere.invalid:1234", "process 1")
@@ -573,7 +574,7 @@ def test_the_program_that_a_config_is_for(tmp_path, capsys):
     assert "only the steps of maxramp.train are compiled" in fitted.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reinforcement_learning_on_growing_nodes(tmp_path, cache_dir):
     """Prompts, answers and losses of a chain on 1 and then 2 nodes are those of its batches."""
     keys = [*TINY, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]

@@ -16,6 +16,9 @@ LENGTHS = 16, 64
 LADDER = ["rampup_policy=noise", "rampup_ladder=[8,16]", "warmup_steps_fraction=0"]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory, cache_dir):
     """The folders of two runs on the same documents, one of which each row holds."""

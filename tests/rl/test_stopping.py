@@ -27,7 +27,7 @@ def length(prompts, answers, truths):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
     """What was done before it is saved, and the restart is the same run."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -193,9 +193,8 @@ def test_a_signal_in_a_later_compile_saves_on_both(tmp_path):
         assert_all_is_saved(job)
 
 
-@pytest.mark.parametrize(
-    "number, to", [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 0, marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, to", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
 def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, number, to):
     with Job(tmp_path, cache_dir, processes=2) as job:
         job.train_to(10)

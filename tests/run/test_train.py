@@ -288,7 +288,7 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
     """XLA on a CPU with several devices aborts most runs unless its dispatch is synchronous, and
     some where a collective could run beside the layers' loop (mesh.after)."""

@@ -85,13 +85,8 @@ def plain():
     return steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if "pipeline, accum" in name else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_sums_of_layers_are_those_of_a_plain_computation(monkeypatch, tmp_path, name):
     """In the loss's gradient, in the metrics and in the buffers, also behind a restart on other
     devices, where layers lie in another order."""

@@ -184,7 +184,8 @@ def test_ramp_starts_and_ends_as_maxtext():
             assert rates[last] == pytest.approx(final, abs=TOLERANCE * peak), config
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_seesaw_keeps_rate_over_root_of_batch(seed):
     """rate / sqrt(batch) is that of the constant first batch, at the same sample, in every step
     (Meterez et al., arXiv 2510.14717: equal cuts of rate * sqrt(batch) keep the loss)."""

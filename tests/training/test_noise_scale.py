@@ -108,7 +108,8 @@ def gradients_of_rows(step):
 MIXED = tuple(f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor"))
 
 
-@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 2])
 def test_of_the_model_by_definition(copies):
     """The groups are rows, or micro batches and the copies' parts of them."""
     step = 2  # Adam's v is there

@@ -66,6 +66,7 @@ def test_every_weight_has_a_role_and_letters_of_its_axes():
     assert state.model.embedding_VD.axes == "VD"
 
 
+@pytest.mark.slow
 def test_roles_that_do_not_decay():
     """At a decay of 1 and a rate of 1/2 the others have lost half of themselves more."""
     decaying, adam = "adam_weight_decay=1", ("opt_type=adamw", "gradient_clipping_threshold=0")

@@ -68,7 +68,8 @@ def trained(stream, begins, tokens, samples, *keys):
     return found, [np.asarray(x) for x in jax.tree.leaves(state.trained)]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("data 8", marks=pytest.mark.slow), "2 x 2 x 2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data 8", "2 x 2 x 2"])
 def test_a_cut_sample_is_rows_of_that_length(mesh):
     """Losses, gradients, noise scale and weights, to the last bit, with documents kept apart."""
     rng = np.random.default_rng(0)
