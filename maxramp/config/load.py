@@ -234,8 +234,8 @@ def _of_folder(files: Sequence[Given], command_line: Given) -> Given:
         grows = name == "vocab_size" and said > size
         if said != size and not (is_ours or grows):
             raise ConfigError(
-                f"{given[name].where}{name}={said}: {folder.path}/config.json makes it {size}; "
-                "leave it out"
+                f"{given[name].where}{name}={said}: {folder.file_of(name)} makes it {size}; give "
+                "that, or leave it out"
             )
     kind = value.get("dataset_type", base.base()["dataset_type"])
     if kind == "text":

@@ -9,7 +9,7 @@ from maxramp.data import hub
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.huggingface import config_json
-from maxramp.huggingface.adapter import CONFIG, AdapterFolder
+from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
 from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
 
 TOKENIZER = (
@@ -51,6 +51,11 @@ class ModelFolder:
         """The keys of the model (`config_json.keys_of`)."""
         own = self.adapter.keys if self.adapter else {}
         return config_json.keys_of(self.config, f"{self.path}/config.json") | own
+
+    def file_of(self, name: str) -> str:
+        """The file that says a key of `keys`."""
+        of_adapter = self.adapter and name in self.adapter.keys
+        return f"{self.adapter.path}/{CONFIG}" if of_adapter else f"{self.path}/config.json"
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -120,28 +125,35 @@ class ModelFolder:
         )
 
 
-def find(key: str, path: str) -> ModelFolder | None:
+def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     """The model folder that a path, an address or a name on the Hub means; None where it is none.
 
     Args:
       key: whose value the path is, for messages.
       path: what may be one.
+      may_adapt: whether adapters of another count as a model.
 
     Raises:
-      ConfigError: a model of that name cannot be fetched.
+      ConfigError: a model of that name cannot be fetched, or adapters are of none.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):
         return ModelFolder(path)
     if not storage.exists(f"{path}/{CONFIG}"):
+        if storage.exists(f"{path}/{TENSORS}"):
+            raise ConfigError(
+                f"{path}: has {TENSORS} and no {CONFIG}, which PEFT writes beside it; copy that too"
+            )
         if not hub.is_name(path):
             return None
         path = hub.fetch_model(key, path)
         if not storage.exists(f"{path}/{CONFIG}"):
             return ModelFolder(path)
+    if not may_adapt:
+        return None
     adapter = AdapterFolder(path)
-    base = find(f"{path}/{CONFIG}: base_model_name_or_path", adapter.base)
-    if base is None or base.adapter:
+    base = find(f"{path}/{CONFIG}: base_model_name_or_path", adapter.base, may_adapt=False)
+    if base is None:
         raise ConfigError(
             f"{path}/{CONFIG}: base_model_name_or_path={adapter.base} is no model; write there the "
             "folder of the one that it adapts"

@@ -21,6 +21,7 @@ from maxramp.run.metrics import read_records
 
 CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1")
 VOCAB = 300
+BASE_OF = "base_model_name_or_path"
 
 
 def given(tmp_path, name, *more):
@@ -204,6 +205,12 @@ def test_what_a_folder_says_of_keys(tmp_path):
     assert "base_emb_dim=128: " in refused(tmp_path, *data, "base_emb_dim=128")
     assert "makes it 300" in refused(tmp_path, *data, "vocab_size=256")
     assert "dataset_type=text trains on bytes" in refused(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    says = json.dumps({"peft_type": "LORA", "r": 2, BASE_OF: f"{tmp_path / 'model'}"})
+    (tmp_path / "adapter/adapter_config.json").write_text(says)
+    write_file(tmp_path / "adapter/adapter_model.safetensors", {})
+    adapter = (*data, f"load_parameters_path={tmp_path / 'adapter'}", "lora_rank=16")
+    assert "adapter/adapter_config.json makes it 2; give that" in refused(tmp_path, *adapter)
     nowhere = f"load_parameters_path={tmp_path / 'nowhere'}"
     assert "no config.json there" in refused(tmp_path, *data, nowhere)
     checkpoint = tmp_path / "nowhere/checkpoints/4"
@@ -265,3 +272,16 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     assert answer["tokens"] == whole[ids["input_ids"].shape[1] :].tolist()
     marked = run(str(folder), "--chat", "--prompt", "a<|im_end|>b", module="generate")
     assert marked.returncode == 2 and "a message holds <|im_end|>" in marked.stderr
+
+
+def test_adapters_of_no_model(tmp_path):
+    """They may adapt themselves, by their own word; or lack it."""
+    (tmp_path / "adapter").mkdir()
+    config = tmp_path / "adapter" / "adapter_config.json"
+    for base in (tmp_path / "adapter", tmp_path / "nowhere"):
+        config.write_text(json.dumps({"peft_type": "LORA", "r": 2} | {BASE_OF: str(base)}))
+        with pytest.raises(ConfigError, match=f"adapter_config.json: {BASE_OF}={base} is no model"):
+            open_model(str(tmp_path / "adapter"), [])
+    config.rename(tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="has adapter_model.safetensors and no adapter_config"):
+        open_model(str(tmp_path / "adapter"), [])
