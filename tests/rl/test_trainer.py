@@ -137,6 +137,21 @@ def test_the_update_depends_on_no_cutting(rewards, micro, keys, devices):
         assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max()
 
 
+@pytest.mark.slow
+def test_chosen_layers_move_alone(rewards):
+    """As they do where all train."""
+    keys = ("base_num_decoder_layers=2", "gradient_clipping_threshold=0", "grpo_beta=0.1")
+    run = Run(rewards, 4, *keys, "trainable_layers=[1]")
+    (_, change), (_, whole) = run(), Run(rewards, 4, *keys)()
+    paths = [path for path, _ in jax.tree.leaves_with_path(run.trainer.state.model)]
+    for path, one, other in zip(map(jax.tree_util.keystr, paths), change, whole, strict=True):
+        if ".layers" in path:
+            one, moved = one[0], one[1]
+            np.testing.assert_allclose(moved, other[1], rtol=1e-5, atol=1e-7, err_msg=path)
+            assert moved.any(), path
+        assert not one.any() and other.any(), path
+
+
 def test_a_step_repeats_to_the_last_bit(rewards):
     """Prompts, answers, rewards, losses: what a restart in the middle of a rollout relies on. And
     every stage's programs are compiled in the background alone, and the watchdog hears of every
