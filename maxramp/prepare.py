@@ -91,11 +91,11 @@ def _parser() -> argparse.ArgumentParser:
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    given = _parser().parse_intermixed_args(arguments)
-    keys = [x for x in given.inputs if re.match(r"\w+=", x) and not storage.find(x)]
-    names = [text for text in given.inputs if text not in keys]
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        given = _parser().parse_intermixed_args(arguments)
+        keys = [x for x in given.inputs if re.match(r"\w+=", x) and not storage.find(x)]
+        names = [text for text in given.inputs if text not in keys]
         if given.inspect:
             keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
             is_file = storage.exists(given.inspect) and not keys.reads_chats

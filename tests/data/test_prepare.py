@@ -399,6 +399,29 @@ def test_killed_at_any_moment(tmp_path):
     assert [bytes(ids[1:-1]).decode() for ids in got] == expected
 
 
+@pytest.mark.slow
+def test_stopped_while_workers_start(tmp_path):
+    """Ctrl-C goes to all of them; one line says so, and the next start makes the set."""
+    many(tmp_path / "in.jsonl", 200)
+    given = (tmp_path / "in.jsonl", "--output", tmp_path / "set", "--workers", 2)
+    process = subprocess.Popen(
+        command(*map(str, given), "--shard_megabytes", "0.004", module="prepare"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not process.stdout.readline().startswith(b"input "):
+        assert process.poll() is None
+    time.sleep(0.3)  # workers import by now
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1].decode()
+    assert said == "stopped; run the same command again to continue\n"
+    assert process.returncode == 1
+    prepare(*given)
+    assert len(documents(tmp_path / "set")) == 200
+
+
 # A worker that is killed at the worst moment: while it tells its counts, and nobody else can.
 KILLED_AT_COUNTING = """
 import os, signal, sys
