@@ -246,13 +246,20 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The template that lies beside its file, or in what describes it; "" if there is none."""
+        """The template that lies beside its file, or in what describes it; "" if there is none.
+
+        Where chats with tools have one of their own, it is both, each for its chats.
+        """
         beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
         if self.type == "huggingface" and storage.exists(beside):
             return storage.read_bytes(beside).decode(errors="replace")
         found = self._described.get("chat_template") or ""
         if isinstance(found, list):  # several, by their names
-            found = {one["name"]: one["template"] for one in found}.get("default", "")
+            named = {one["name"]: one["template"] for one in found}
+            found, of_tools = named.get("default", ""), named.get("tool_use", "")
+            if found and of_tools:
+                a, b = (text.removesuffix("\n") for text in (of_tools, found))  # as Jinja does
+                found = f"{{% if tools +%}}{a}{{%+ else +%}}{b}{{%+ endif %}}"
         return found
 
     @property

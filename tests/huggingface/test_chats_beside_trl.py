@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, run
+from preference_pairs import write_tokenizer
 
+from maxramp.data import tokenizers as tokenizers_of_ours
 from maxramp.data.chats import messages
 from maxramp.data.chats.template import ChatTemplate
 from maxramp.run.metrics import read_records
@@ -136,6 +138,25 @@ def test_text_is_that_of_transformers(tmp_path):
         )
         read = messages.read({"messages": json.loads(json.dumps(chat)), "tools": tools})
         assert template.render(read) == expected
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n  "])
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path, end):
+    """Where a tokenizer has one, with the white space of each."""
+    write_tokenizer(tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    plain = "\n {% for m in messages %}{{ m.content }}{% endfor %}\n" + end
+    of_tools = "\n\t{{ tools | tojson }}\n" + plain + end
+    named = {"default": plain, "tool_use": of_tools, "rag": "x"}
+    said["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    source = tokenizers_of_ours.load("huggingface", str(tmp_path), False, False).chat_template
+    template = ChatTemplate(source, _CHATML, {}, datetime.date.today(), {})
+    for tools in (None, [_CALL]):
+        chat = messages.read({"messages": CHATS["turns"], "tools": tools})
+        expected = theirs.apply_chat_template(CHATS["turns"], tools=tools, tokenize=False)
+        assert template.render(chat) == expected
 
 
 _NULLS = _CALL | {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": [None]}}}
