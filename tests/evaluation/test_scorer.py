@@ -72,8 +72,9 @@ def test_scores_are_those_of_the_logits(keys):
 def test_scorers_of_other_positions_share_a_compiler():
     """As those of a run do whose phases change what a token sees: each has programs of its own."""
     ahead = Ahead(0, lambda line: None, lambda: None)
-    first, model, _ = scorer_of(ahead=ahead)
-    keys = ("rope_max_timescale=10.0", "decoder_block=mistral", "sliding_window_size=3")
+    family = "decoder_block=mistral"
+    first, model, _ = scorer_of(family, ahead=ahead)
+    keys = (family, "rope_max_timescale=10.0", "sliding_window_size=3")
     second, *_ = scorer_of(*keys, ahead=ahead)
     alone, *_ = scorer_of(*keys)
     here, there, wanted = (scorer.score(model, ROWS) for scorer in (first, second, alone))
