@@ -148,10 +148,13 @@ def test_forms_of_records():
         {"messages": [message | {"name": None} for message in expected], "tools": None},
         {"conversations": talk, "system": "Be."},
         {"prompt": expected[:2], "completion": expected[2:]},
+        {"system": "Be.", "prompt": "Who?", "completion": "I"},
         {"prompt": [expected[0], *parts], "completion": "I"},
         {"system": "Be.", "instruction": "Who?", "input": "", "output": "I"},
     ):
         assert messages.read(record).messages == expected
+    pair = {"system": "Be.", "prompt": "Who?", "chosen": "I", "rejected": "You"}
+    assert messages.read_pair(pair)[0].messages == expected
     assert messages.read({"prompt": "a", "completion": "b"}).trained == [True]
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}

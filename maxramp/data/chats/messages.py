@@ -117,9 +117,7 @@ def _half(record: Mapping[str, Any], name: str) -> Chat:
     if said and isinstance(said[0], dict) and said[0].get("role") == ANSWERS:
         if not prompt:
             raise BadRecord(f"{name} answers nothing; give the prompt, or the messages before it")
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        said = [*_list("prompt", prompt), *said]
+        said = [*_asking(record, prompt), *said]
     chat = read({"messages": said, "tools": record.get("tools")})
     if (role := chat.messages[-1]["role"]) != ANSWERS:
         raise BadRecord(f"{name} ends with a message of the role {role}, and not with an answer")
@@ -132,27 +130,33 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
         return _list("messages", record["messages"])
     if "conversations" in record:
         said = _list("conversations", record["conversations"])
-        first = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-        return [*first, *map(_of_sharegpt, said)]
+        return [*_system(record), *map(_of_sharegpt, said)]
     if "prompt" in record and "completion" in record:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        completion = record["completion"]
         if isinstance(completion, str):
             completion = [{"role": ANSWERS, "content": completion}]
-        return [*_list("prompt", prompt), *_list("completion", completion)]
+        return [*_asking(record, record["prompt"]), *_list("completion", completion)]
     if "instruction" in record and "output" in record:
         parts = {name: x for name in ("instruction", "input") if (x := record.get(name))}
         for name, part in parts.items():
             if not isinstance(part, str):
                 raise BadRecord(f"{name} is no text but {shown(part)}")
-        asked = "\n\n".join(parts.values())
-        first = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         answer = {"role": ANSWERS, "content": record["output"]}
-        return [*first, {"role": "user", "content": asked}, answer]
+        return [*_asking(record, "\n\n".join(parts.values())), answer]
     there = ", ".join(list(record)[:8]) or "nothing"
     pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
     raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}{pairs}")
+
+
+def _asking(record: Mapping[str, Any], prompt: Any) -> list[Any]:
+    """The messages of a prompt; a text stands behind what the record's system says."""
+    if isinstance(prompt, str):
+        return [*_system(record), {"role": "user", "content": prompt}]
+    return _list("prompt", prompt)
+
+
+def _system(record: Mapping[str, Any]) -> list[Any]:
+    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 
 def _list(name: str, value: Any, what: str = "messages") -> list[Any]:
