@@ -80,6 +80,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"--limit {limit:g} must be a whole number, or a share above 0 and below 1"
         )
+    given.limit = int(limit) if limit and limit.is_integer() else limit  # a number, or a share
     if given.log_samples and not given.output_path:
         raise ConfigError("--log_samples writes them into --output_path; give that too")
     given.names = [name.strip() for name in given.tasks.split(",") if name.strip()]
