@@ -113,7 +113,7 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
     assert numbers(tmp_path / "one") == wanted and len(wanted) == 24
     torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     tokens = np.arange(32)[None] * 7 % 300
-    windows = {"10": 16, "15": 4, "20": 4}
+    windows = {"10": 16, "20": 4}  # at a border, and at the end
     for step, window in windows.items():
         folder = tmp_path / "one" / "r" / "exported" / step
         if step != "20":  # what the run itself handed over
