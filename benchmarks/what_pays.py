@@ -26,7 +26,7 @@ Claims, made before the runs, each by the 90% t-interval of the mean paired diff
   Length and batch together cost nothing if LD is within 0.01 nats of A. They beat each alone at
   equal FLOPs if LD+ is below both L+ and D, whose FLOPs are A's.
 
-It is made for 2 quiet cores and 45 minutes. Stop it whenever you like: the same command continues.
+It takes an hour or two on 2 cores. Stop it whenever you like: the same command continues.
 
 python benchmarks/what_pays.py [--tokens 2M] [--seeds 5] [--most_rates 6] [--folder DIR]
                                [--json FILE] [key=value ...]
