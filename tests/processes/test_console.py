@@ -32,9 +32,8 @@ def start(module: str, *arguments: str, **streams) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize(
-    "fault", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipe", "closed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["full", "pipe", "closed"])
 def test_what_is_said_never_ends_a_run(tmp_path, cache_dir, fault):
     """By the loop, the compiler's thread or that of the metrics."""
     given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")

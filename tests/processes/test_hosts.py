@@ -128,7 +128,7 @@ def check(data, alone, processes, devices, cases):
     ("processes", "devices", "cases"),
     (
         pytest.param(4, 1, ((4, 2, 1, 0), (4, 1, 3, 5)), marks=pytest.mark.slow),
-        (4, 2, ((2, 1, 1, 0), (2, 4, 3, 1))),
+        pytest.param(4, 2, ((2, 1, 1, 0), (2, 4, 3, 1)), marks=pytest.mark.slow),
         (2, 1, ((1, 2, 1, 0), (1, 1, 1, 2))),
     ),
     ids=("4x1, factor 4", "4x2, factor 2", "2x1, factor 1"),

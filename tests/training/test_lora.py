@@ -96,17 +96,12 @@ def by_hand(before, batch):
 
 MESHES = [
     (2, "ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
-    pytest.param(
-        *(1, "ici_data_parallelism=2", "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2"),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        *(2, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2", "remat_policy=minimal"),
-        marks=pytest.mark.slow,
-    ),
+    (1, "ici_data_parallelism=2", "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2"),
+    (2, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2", "remat_policy=minimal"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("passes", "a", "b", "c"), MESHES)
 def test_an_update_is_that_of_one_by_hand(passes, a, b, c):
     """On every mesh, in any number of passes; the base does not change a bit."""

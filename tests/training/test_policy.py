@@ -107,7 +107,7 @@ MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "loss_block_tokens
     "grpo_normalization, parts, keys, devices",
     [
         ("token", 4, (), 1),
-        ("sequence", 2, MESH, 8),
+        pytest.param("sequence", 2, MESH, 8, marks=pytest.mark.slow),
         pytest.param("sequence", 4, (), 1, marks=pytest.mark.slow),
         pytest.param("token", 2, MESH, 8, marks=pytest.mark.slow),
     ],

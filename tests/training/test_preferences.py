@@ -72,6 +72,7 @@ def expected():
     return updated(*MESHES["one device"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded"])
 def test_the_update_does_not_depend_on(expected, name):
     assert_same(updated(*MESHES[name]), expected)

@@ -160,6 +160,7 @@ COPIES = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parall
 _SUM = re.compile(r"= (.*?) all-reduce(?:-start)?\(.*replica_groups=\{(\{.*?\})\}")
 
 
+@pytest.mark.slow
 def test_gradients_travel_once():
     """Copies of the weights add up their own gradients over the passes, and exchange those of all
     products once, outside of the loops; with the update of one device."""
@@ -369,7 +370,7 @@ def loss_and_gradients():
     "arguments",
     (
         pytest.param(("remat_policy=full",), marks=pytest.mark.slow),
-        ("remat_policy=minimal",),
+        pytest.param(("remat_policy=minimal",), marks=pytest.mark.slow),
         pytest.param(("scan_layers=False",), marks=pytest.mark.slow),
         ("scan_layers=False", "remat_policy=full"),
     ),
