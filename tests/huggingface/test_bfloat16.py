@@ -30,7 +30,7 @@ def losses(name, dtype, rows):
     return np.array(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_losses_are_those_of_float32():
     """Within 1%, while the loss falls; of a Qwen3 0.6B too, in three minutes."""
     random = np.random.default_rng(0)
