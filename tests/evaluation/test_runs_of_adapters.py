@@ -10,7 +10,7 @@ from small_models import write_folder
 
 from maxramp.run.metrics import read_records
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_it_is_evaluated_as_by_the_command(tmp_path, cache_dir, monkeypatch):

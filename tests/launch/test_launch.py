@@ -164,7 +164,7 @@ def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
     assert gone(launched)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
     """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends all of it."""
     line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")

@@ -163,7 +163,7 @@ def test_the_next_command_is_whole(tmp_path, capsys, monkeypatch):
     assert "chip-hours on 1 x v5p:2x2x2" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_libtpu
 def test_a_stage_that_does_not_fit(tmp_path):
     """One that the compiler refuses by itself; and with what the same batch fits."""

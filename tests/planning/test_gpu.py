@@ -104,7 +104,9 @@ def test_axes_and_the_links_they_cross():
 
 @pytest.mark.slow
 @needs_cuda
-@pytest.mark.parametrize("kind", ["a100", "h100", "b200", "file"])
+@pytest.mark.parametrize(
+    "kind", ["h100", "file", *(pytest.param(x, marks=pytest.mark.long) for x in ("a100", "b200"))]
+)
 def test_every_kind_of_gpu(kind, tmp_path):
     if kind == "file":
         fields = dataclasses.asdict(gpu.GPUS["h200"]) | {"name": "mine", "cores": 120}

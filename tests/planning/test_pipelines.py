@@ -47,7 +47,13 @@ def is_missing(module: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long) if case in ("one torus", "slices") else case
+        for case in CASES
+    ],
+)
 def test_what_a_step_does_and_sends(case):
     """Every stage computes in every turn, those of the bubble included, and sends in each an x of
     its turn on and one back towards the first stage, forward and backward: no more."""

@@ -125,7 +125,7 @@ def test_of_the_model_by_definition(copies):
         np.testing.assert_allclose(found, expected, rtol=2e-3, err_msg=kind)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_keeps_its_bits():
     """With and without: the same weights, optimizer and losses, to the last bit."""
     plain, without = trained(devices=2, optimized=True)
