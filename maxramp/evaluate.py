@@ -105,9 +105,9 @@ def _named(text: str) -> dict[str, Any]:
 
 
 def _shown(given: argparse.Namespace) -> str:
-    """What else the numbers of a table depend on, as lm-eval writes it."""
+    """What else the numbers of a table depend on, in a line."""
     names = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
-    return ", ".join(f"{name}: {getattr(given, name) or None}" for name in names)
+    return ", ".join(f"{name}: {getattr(given, name)!r}" for name in names)
 
 
 def _check_output(path: str) -> None:

@@ -43,7 +43,6 @@ class RunTasks:
         keys: EvalKeys = config.evaluation
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
-        self._tell = Seldom(job.output.say)
         self._tokenizer = tokenizer_of(data, checkpoints.load_parameters_path)
         self._scorers: dict[tuple[Mesh, SightKeys], Scorer] = {}
         longest = config.model.max_target_length
@@ -72,6 +71,7 @@ class RunTasks:
 
     def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Taken | None:
         """Evaluates a state as it was trained; None where somebody asks for the end meanwhile."""
+        self._tell = Seldom(self._job.output.say)  # 30 seconds from here
         scorer = self._scorer(ahead, mesh_of(state), sight)
         together = Together(scorer, state.model, self._beat)
         try:

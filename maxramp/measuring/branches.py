@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import count
+from maxramp.commandline import Seldom, count
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
@@ -357,7 +356,8 @@ class _Progress:
     """How far a branch is, from its log."""
 
     def __init__(self, steps: int, out: IO[str]):
-        self._steps, self._out, self._first, self._said = steps, out, None, time.monotonic()
+        self._steps, self._out, self._first = steps, out, None
+        self._tell = Seldom(lambda line: print(line, file=out, flush=True))
 
     def show(self, line: str) -> None:
         """Says where a line of the log stands: on a terminal at once, else every 30 seconds."""
@@ -370,9 +370,8 @@ class _Progress:
         if self._out.isatty():
             last = "\n" if step - self._first >= self._steps - 1 else ""
             print(f"\r{text} {last}", end="", file=self._out, flush=True)
-        elif time.monotonic() - self._said >= 30:
-            self._said = time.monotonic()
-            print(text, file=self._out, flush=True)
+        else:
+            self._tell(text)
 
 
 def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:

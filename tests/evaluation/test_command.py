@@ -24,11 +24,12 @@ def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
     """Its scores are those of the answers that it writes down."""
     tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
     line = ("--tasks", "made_choices", "--include_path", str(tasks), "--limit", "3")
+    line += ("--num_fewshot", "0")
     output = tmp_path / "new" / "found.json"
     line += ("--output_path", str(output), "--log_samples", f"jax_cache_dir={cache_dir}")
     done = run(str(model), *line, module="evaluate")
     assert done.returncode == 0, done.stderr
-    assert f"{model}: limit: 3, num_fewshot: None, " in done.stdout
+    assert f"{model}: limit: 3, num_fewshot: 0, " in done.stdout
     assert "|made_choices|" in done.stdout
     *progress, last = done.stderr.splitlines()
     assert last.startswith("made_choices: ")

@@ -161,7 +161,7 @@ def test_progress_is_that_of_the_log(capsys):
     lines = ("step     20  stage 0 of 0-0  batch    8  loss 2.3456  1,989 tokens/s  9s left",)
     lines += ("step     30  loss on held-out text 1.8 (2 tokens in 1s)", "done     320 steps")
     for line in lines + (lines[0].replace(" 20 ", " 40 "),):
-        progress._said = -1e9  # long ago
+        progress._tell._said = -1e9  # long ago
         progress.show(line)
     said = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in said] == [f"step {n} of 64, loss 2.3456" for n in (0, 20)]
