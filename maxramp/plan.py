@@ -42,7 +42,7 @@ from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
 from maxramp.planning.trainers import compare, side_by_side
 from maxramp.rampup.numbers import parse_count, show
-from maxramp.rampup.spec import SIGHT_KEYS
+from maxramp.stage import SIGHT_KEYS
 
 
 @command

@@ -51,9 +51,9 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import Fields, SightKeys, text_fields
 from maxramp.rl import first_weights
 from maxramp.run.metrics import Record, Taken, of_sums
+from maxramp.stage import Fields, SightKeys, text_fields
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objectives import objective_of

@@ -34,7 +34,7 @@ from maxramp.config.resolve import resolve
 from maxramp.data.batch import Batch, stack
 from maxramp.data.row import Row
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BASE = str(ROOT / "configs" / "base.yml")

@@ -24,7 +24,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.processes import backend
 from maxramp.processes.ending import end_process
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 _MOVE = re.compile(
     r"[su]32\[([\d,]+)\]\S* collective-permute(?:-start)?\("

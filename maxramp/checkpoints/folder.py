@@ -25,7 +25,7 @@ from maxramp.files.place import Place, is_near, move_tree, place, remove_tree, s
 from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.spec import SightKeys
+from maxramp.stage import SightKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"

@@ -13,7 +13,8 @@ from maxramp.keys import base
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import Fields, Meshes, text_fields
+from maxramp.rampup.shape import Meshes
+from maxramp.stage import Fields, text_fields
 from maxramp.training.keys import LearningRateKeys
 from maxramp.training.learning_rate import LearningRate
 

@@ -25,9 +25,9 @@ from maxramp.processes.keys import BackendKeys
 from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.phases import MESH_KEYS, MIXTURE
-from maxramp.rampup.spec import SIGHT_KEYS
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
+from maxramp.stage import SIGHT_KEYS
 from maxramp.training.keys import (
     HALF_LIVES,
     LearningRateKeys,

@@ -13,7 +13,7 @@ from maxramp.parallel.keys import BATCH_AXES, NAME_IN_KEYS, MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
-from maxramp.rampup.spec import Meshes
+from maxramp.rampup.shape import Meshes
 
 
 def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:

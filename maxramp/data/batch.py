@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING, Row
-from maxramp.rampup.spec import Field
+from maxramp.stage import Field
 
 _Array = jax.Array | np.ndarray
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token

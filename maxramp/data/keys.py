@@ -18,7 +18,7 @@ from maxramp.keys.section import (
     uint32,
 )
 from maxramp.rampup.numbers import exact
-from maxramp.rampup.spec import Fields, pair_fields, text_fields
+from maxramp.stage import Fields, pair_fields, text_fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")

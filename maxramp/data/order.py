@@ -30,7 +30,7 @@ from grain.experimental import index_shuffle
 from maxramp.data.batch import Batch, stack
 from maxramp.data.prefetch import SharedRamp
 from maxramp.data.row import PADDING, Row
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 
 _LONGEST_PERIOD = 100_000
 

@@ -7,7 +7,7 @@ import numpy as np
 from maxramp.data.batch import stack
 from maxramp.data.row import PADDING, Row
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 _SAMPLES = 64  # that are looked at, of each length of rows
 

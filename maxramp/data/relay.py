@@ -27,7 +27,7 @@ from maxramp.keys.section import refuse
 from maxramp.parallel.keys import AXES
 from maxramp.parallel.mesh import reshaped
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 
 
 def _process_of_place(mesh: Mesh) -> list[int]:

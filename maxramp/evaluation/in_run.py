@@ -18,8 +18,8 @@ from maxramp.job.start import Job
 from maxramp.parallel.mesh import mesh_of, on_mesh, reshaped
 from maxramp.processes.agreement import from_first, led
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import SightKeys
 from maxramp.run.metrics import Record, Taken
+from maxramp.stage import SightKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import TrainState

@@ -36,7 +36,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.keys import MeshKeys
 from maxramp.processes.keys import BackendKeys
-from maxramp.rampup.spec import SIGHT_KEYS
+from maxramp.stage import SIGHT_KEYS
 from maxramp.training.state import abstract_state
 
 # Keys of a run that say how it was computed and not what: they take their defaults.

@@ -9,10 +9,10 @@ from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
 from maxramp.parallel import cpu
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import SightKeys
 from maxramp.run.growth import Growth
 from maxramp.run.metrics import LastEvaluation, MetricsLog, Taken
 from maxramp.run.profiling import Profiler
+from maxramp.stage import SightKeys
 from maxramp.training.state import TrainState
 
 

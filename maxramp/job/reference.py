@@ -36,7 +36,7 @@ from maxramp.model.order import in_layer_order
 from maxramp.parallel.mesh import Jitted
 from maxramp.parallel.sharding import REPLICATED
 from maxramp.processes import agreement
-from maxramp.rampup.spec import StageSpec, text_fields
+from maxramp.stage import StageSpec, text_fields
 from maxramp.training.preferences import of_answers
 from maxramp.training.state import abstract_state
 

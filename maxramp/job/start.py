@@ -27,8 +27,9 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
 from maxramp.processes.ending import Preemption, Watchdog
-from maxramp.rampup.spec import Fields, Meshes
+from maxramp.rampup.shape import Meshes
 from maxramp.run.output import Output
+from maxramp.stage import Fields
 from maxramp.training.state import TrainState, abstract_state
 
 

@@ -33,8 +33,8 @@ from maxramp.measuring.noise import KINDS, blocks_of, student
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rampup.spec import SIGHT_KEYS
 from maxramp.run.metrics import as_json, read_records
+from maxramp.stage import SIGHT_KEYS
 from maxramp.training.learning_rate import LearningRate
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread

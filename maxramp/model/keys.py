@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.keys.section import above_zero, at_least, below_one, one_of, positive_or_open
-from maxramp.rampup.spec import SIGHT_KEYS, SightKeys
+from maxramp.stage import SIGHT_KEYS, SightKeys
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 

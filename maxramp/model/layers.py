@@ -17,7 +17,7 @@ from maxramp.model.parts.aux import Aux, joined
 from maxramp.model.parts.rotary import Rope
 from maxramp.model.parts.weights import STAGE_PRODUCTS
 from maxramp.parallel.sharding import X_BTD
-from maxramp.rampup.spec import SightKeys
+from maxramp.stage import SightKeys
 
 
 class Sight(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 
 from maxramp.model.keys import ModelKeys
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -12,7 +12,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.pod import Pod, least_rows
 from maxramp.planning.stages import price
-from maxramp.rampup.spec import SIGHT_KEYS, StageSpec
+from maxramp.stage import SIGHT_KEYS, StageSpec
 
 
 def compile_stages(

@@ -18,7 +18,7 @@ from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import adaptive, ladder
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe

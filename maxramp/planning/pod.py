@@ -26,7 +26,7 @@ from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.learning_rate import LearningRate

@@ -22,7 +22,7 @@ from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 from maxramp.rampup.phases import MESH_KEYS
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rampup.spec import Meshes
+from maxramp.rampup.shape import Meshes
 
 # From the batch keys, resolved: the arguments of `RampupBatchManager` that say where a run stands.
 Origin = Callable[[BatchKeys], dict[str, Any]]

@@ -20,7 +20,7 @@ from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
-from maxramp.rampup.spec import ShapeKeys
+from maxramp.rampup.shape import ShapeKeys
 
 # Each of them makes a batch.
 _SIZES = (

@@ -21,7 +21,7 @@ from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import exact, show
-from maxramp.rampup.spec import Meshes
+from maxramp.rampup.shape import Meshes
 
 
 @dataclasses.dataclass(frozen=True)

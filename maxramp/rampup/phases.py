@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup.numbers import parse_count
-from maxramp.rampup.spec import SIGHT_KEYS
+from maxramp.stage import SIGHT_KEYS
 
 KeysT = TypeVar("KeysT")
 

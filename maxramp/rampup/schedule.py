@@ -32,7 +32,8 @@ from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.spec import Fields, Meshes, ShapeKeys, StageSpec, text_fields
+from maxramp.rampup.shape import Meshes, ShapeKeys
+from maxramp.stage import Fields, StageSpec, text_fields
 
 
 class Stretch(NamedTuple):

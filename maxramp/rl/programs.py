@@ -24,7 +24,7 @@ from maxramp.model.parts.weights import joined
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate

@@ -36,12 +36,12 @@ from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import Field
 from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.run.metrics import Record, Taken
+from maxramp.stage import Field
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState

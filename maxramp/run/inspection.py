@@ -20,7 +20,7 @@ from maxramp.data.opening import open_corpus
 from maxramp.data.row import PADDING
 from maxramp.data.rows import Chain, Document, StreamRows
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown

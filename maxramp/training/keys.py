@@ -7,7 +7,7 @@ from typing import Self
 from maxramp.keys.section import Keys, above_zero, at_least, below_one, one_of, uint32
 from maxramp.model.keys import ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import bytes_per_device, make_mesh, mesh_of, on_mesh, reshaped, shown
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
-from maxramp.rampup.spec import StageSpec
+from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import GIB

@@ -14,7 +14,7 @@ from maxramp.data.row import PADDING, Row
 from maxramp.data.rows import Document
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABT
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 from maxramp.training.loss import cross_entropy_sums, next_token_prediction
 from maxramp.training.step import eval_step
 

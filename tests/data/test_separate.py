@@ -15,7 +15,7 @@ from maxramp.data.batch import stack
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 LENGTH = 16  # of conftest.TINY
 

@@ -6,7 +6,7 @@ from conftest import make_config
 
 from maxramp.parallel.mesh import make_mesh
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rampup.spec import text_fields
+from maxramp.stage import text_fields
 
 
 def ramp_of(*arguments, fields=text_fields):

@@ -9,7 +9,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.rotary import Rope
-from maxramp.rampup.spec import SightKeys
+from maxramp.stage import SightKeys
 
 
 def _all_before(keys: SightKeys) -> Sight:

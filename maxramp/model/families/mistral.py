@@ -4,7 +4,7 @@ from maxramp.model.families.llama import LLAMA
 from maxramp.model.keys import ModelKeys
 from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.rotary import Rope
-from maxramp.rampup.spec import SightKeys
+from maxramp.stage import SightKeys
 
 
 def _window(keys: SightKeys) -> Sight:

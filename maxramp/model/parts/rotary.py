@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.rampup.spec import SightKeys
+from maxramp.stage import SightKeys
 
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees

@@ -1,0 +1,106 @@
+"""What a stage is: the shape of its steps, the mesh they run on, how their passes are computed,
+what their tokens see.
+
+Shapes: A gradient accumulation steps, B samples of a pass over all devices, T tokens of a sample.
+
+This module imports no jax.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+from maxramp.keys.section import Keys, above_zero, at_least
+from maxramp.parallel.keys import BATCH_AXES, MeshKeys
+
+
+class Field(NamedTuple):
+    """An array of a batch: [A, B, *suffix]."""
+
+    name: str
+    dtype: str
+    suffix: tuple[int, ...]
+
+
+Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
+
+
+def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
+    """The arrays of a batch of text.
+
+    Args:
+      tokens: T.
+      separate: whether rows hold several documents, which do not see each other.
+    """
+    names = ("tokens", "targets", "segments")[: 3 if separate else 2]
+    return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
+
+
+def pair_fields(tokens: int) -> tuple[Field, ...]:
+    """The arrays of a batch of pairs, of T tokens for both chats of one, which are two segments."""
+    return *text_fields(tokens, separate=True), Field("reference_log_probs", "float32", (2,))
+
+
+@dataclasses.dataclass(frozen=True)
+class SightKeys(Keys):
+    """How a token sees those before it: by which positions, and how far back."""
+
+    rope_max_timescale: float = above_zero()
+    rope_type: str  # `Execution` checks it: MaxText's configuration has others
+    rope_factor: float = at_least(1)
+    rope_low_freq_factor: float = above_zero()
+    rope_high_freq_factor: float = above_zero()
+    original_max_position_embeddings: int = at_least(1)
+    sliding_window_size: int = at_least(0)
+
+
+SIGHT_KEYS = tuple(field.name for field in dataclasses.fields(SightKeys))
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpec:
+    """What the steps of a stage are. Programs are keyed by it."""
+
+    accumulation: int  # A
+    rows: int  # B, samples
+    tokens: int  # T, of a sample
+    fields: tuple[Field, ...]  # the arrays of a batch
+    # the sizes of its axes; None where the devices make no such mesh, so nothing can run
+    mesh: MeshKeys | None
+    remat_policy: str  # what a layer keeps for its backward pass
+    pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
+    sight: SightKeys  # what a token sees
+    rows_of_sample: int = 1  # into how many rows a step cuts a sample
+
+    def __hash__(self) -> int:
+        """Of what differs between the stages of a run: a step's program is looked up by it."""
+        return hash((self.accumulation, self.rows, self.tokens, self.rows_of_sample))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row as the model reads it."""
+        return self.tokens // self.rows_of_sample
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.accumulation * self.rows
+
+    @property
+    def rows_multiple(self) -> int:
+        """What a rank's rows of a pass are a multiple of."""
+        return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
+
+    @property
+    def ranks(self) -> int:
+        """Groups of devices that each hold rows of their own."""
+        return math.prod(self.mesh.sizes[axis] for axis in BATCH_AXES)
+
+    def of_size(self, accumulation: int, rows: int) -> Self:
+        """The same in other passes."""
+        return dataclasses.replace(self, accumulation=accumulation, rows=rows)
+
+    def of_whole_samples(self, rows: int) -> Self:
+        """One pass over so many samples that nothing cuts."""
+        return dataclasses.replace(self.of_size(1, rows), rows_of_sample=1)
