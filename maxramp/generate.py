@@ -90,11 +90,9 @@ def _generate(given: argparse.Namespace) -> None:
         asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
     texts = [prompt for prompt in asked for _ in range(given.samples)]
     prompts = tokenizer.encode(texts)
-    room = trained.config.model.max_target_length - max(map(len, prompts))
-    most_tokens = given.max_new_tokens or max(1, room)
     vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
     sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
-    writing = Writing(most_tokens, sampling, given.seed, tuple(tokenizer.ends))
+    writing = Writing(given.max_new_tokens, sampling, given.seed, tuple(tokenizer.ends))
     backend.start(trained.config.backend)
     model = trained.load()
     options = compiler_options(jax.default_backend())
@@ -107,7 +105,8 @@ def _generate(given: argparse.Namespace) -> None:
     heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
     waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
     # Answers that nobody watches come at once, or often enough to notice the texts that end them.
-    every = 1 if not given.json else _SELDOM if stops else most_tokens
+    at_once = _SELDOM if stops else trained.config.model.max_target_length
+    every = at_once if given.json else 1
     start = time.perf_counter()
     for answers in generator.stream(weights, prompts, every=every):
         for text, answer in zip(written, answers, strict=True):

@@ -7,6 +7,7 @@ here, the others in `mixture`.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -21,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
+from maxramp.data.files.records import UTF16, is_utf16
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.mixture import open_mixture
 from maxramp.data.prefetch import ReadAhead
@@ -91,6 +93,8 @@ def open_rows(
     beat()
     lay_out = packing.LAYOUTS[data.grain_packing_type if data.packing else "one_per_row"]
     separate = data.use_dpo or (data.packing and data.separate_documents)
+    if lay_out is packing.concat_then_split:
+        lay_out = functools.partial(lay_out, separate=separate)
 
     counted = [_count(reading, part.items, list(read), beat) for part in corpus.train]
     left_out = sum((np.bincount(each[:, 2], minlength=len(LEFT_OUT)) for each in counted), 0)
@@ -276,6 +280,8 @@ def _read_documents(files: list[tuple[str, pathlib.Path]]) -> np.ndarray:
             text = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"text_files: {path} cannot be read: {error.strerror}") from None
+        if is_utf16(text):
+            raise ConfigError(f"text_files: {path} {UTF16}")
         if b"\0" in text:
             raise ConfigError(
                 f"text_files: {path} is not text (it holds a zero byte at {text.index(0)}); "

@@ -67,18 +67,23 @@ class PackedRows:
         return Row(tokens, np.array(begins, np.int64) if self._separate else None, is_target)
 
 
-def concat_then_split(lengths: np.ndarray, length: int) -> RowLayout:
+def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
     """The documents one after another, cut into rows; no padding but for what predicts nothing.
 
     Args:
       lengths: tokens of every document.
       length: T, tokens that a row predicts.
+      separate: whether a document's first token is no target; else rows are read as one text, and
+        each begins with the last token of the row before.
     """
     document, lengths = _of_two_tokens(lengths)
     end = np.cumsum(lengths)
     begin = end - lengths
     # Row r predicts tokens r * T + 1 .. r * T + T of the stream.
     first_row, last_row = begin // length, (end - 2) // length
+    if not separate:
+        first_row = np.maximum(begin - 1, 0) // length
+        last_row = np.minimum(end - 1, end[-1:] - 2) // length
     which, piece = _repeat(last_row - first_row + 1)
     row = first_row[which] + piece
     start = np.maximum(begin[which], row * length)

@@ -65,6 +65,9 @@ def _open_huggingface(file: str, split: bool) -> _Model:
     model = library.Tokenizer.from_buffer(storage.read_bytes(file))
     model.no_truncation()  # a file may have the settings of another use
     model.no_padding()
+    for name in ("dropout", "alpha", "nbest_size"):  # what draws among several ways to cut a text
+        if hasattr(model.model, name):
+            setattr(model.model, name, None)
     model.encode_special_tokens = split
     beside = _marks_file(file)
     named = json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}

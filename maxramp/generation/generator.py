@@ -48,7 +48,7 @@ class Rows:
 class Writing:
     """How answers are written."""
 
-    most_tokens: int  # of an answer
+    most_tokens: int | None  # of an answer; None = as many as its prompt leaves of a row
     sampling: Sampling
     seed: int = 0  # of the draws, a uint32
     stops: tuple[int, ...] = ()  # ids that end an answer
@@ -122,7 +122,7 @@ class Generator:
           ConfigError: a prompt is empty, or too long for the model's rows.
           NotFiniteError: the weights give logits that are no numbers.
         """
-        *_, answers = self.stream(weights, prompts, samples, self.writing.most_tokens)
+        *_, answers = self.stream(weights, prompts, samples, self._keys.max_target_length)
         return answers
 
     def stream(
@@ -134,7 +134,7 @@ class Generator:
     ) -> Iterator[list[Answer]]:
         """`answer`, with the answers as far as they are after every so many tokens."""
         self._check(prompts)
-        most, how = self.writing.most_tokens, self._how
+        most, how = max(map(self._most_tokens, prompts)), self._how
         sizes = self._sizes(max(map(len, prompts)))
         samples = range(len(prompts)) if samples is None else samples
         rows = jax.tree.map(
@@ -191,12 +191,19 @@ class Generator:
     def _sizes(self, longest: int) -> dict[str, int]:
         """Tokens of a row that are read at once, and all that there may be."""
         longest, most = self.writing.room or longest, self._keys.max_target_length
-        sizes = {"length": longest, "slots": longest + self.writing.most_tokens}
+        slots = most if self.writing.most_tokens is None else longest + self.writing.most_tokens
+        sizes = {"length": longest, "slots": slots}
         return {k: min(rounded_up(max(n, _FEWEST_TOKENS)), most) for k, n in sizes.items()}
 
+    def _most_tokens(self, prompt: np.ndarray) -> int:
+        """Of the answer to a prompt."""
+        most = self.writing.most_tokens
+        return max(1, self._keys.max_target_length - len(prompt)) if most is None else most
+
     def _check(self, prompts: Sequence[np.ndarray]) -> None:
-        longest, most = self._keys.max_target_length, self.writing.most_tokens
+        longest = self._keys.max_target_length
         for number, prompt in enumerate(prompts):
+            most = self._most_tokens(prompt)
             if not len(prompt):
                 raise ConfigError(f"prompt {number} has no tokens; give it one")
             if len(prompt) + most > longest:
@@ -220,15 +227,16 @@ class Generator:
         """Rows of prompts, and of nothing, which are done."""
         count = self._rows(len(prompts))
         lengths_B, draws_B2 = np.ones(count, np.int32), np.zeros((count, 2), np.uint32)
-        tokens_BS = np.full((count, slots), PADDING, np.int32)
+        tokens_BS, limits_B = np.full((count, slots), PADDING, np.int32), lengths_B.copy()
         for row, (prompt, number) in enumerate(zip(prompts, samples, strict=True)):
             tokens_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
             draws_B2[row] = self.writing.seed, number
+            limits_B[row] = len(prompt) + self._most_tokens(prompt)
         return Rows(
             tokens_BS=tokens_BS,
             log_probs_BS=np.zeros((count, slots), np.float32),
             lengths_B=lengths_B,
-            limits_B=lengths_B + np.int32(self.writing.most_tokens),
+            limits_B=limits_B,
             draws_B2=draws_B2,
             done_B=np.arange(count) >= len(prompts),
         )

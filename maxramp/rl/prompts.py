@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.files.records import BadRecord
+from maxramp.data.files.records import UTF16, BadRecord, is_utf16
 from maxramp.errors import ConfigError
 from maxramp.handover.opening import ChatText, PromptTokenizer
 from maxramp.model.keys import ModelKeys
@@ -68,6 +68,8 @@ class FilePrompts:
         except (OSError, RuntimeError, ValueError) as error:  # no such user, no path
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"{key}={path}: cannot be read: {reason}") from None
+        if is_utf16(data):
+            raise ConfigError(f"{key}={path}: {UTF16}")
         lines = [(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
         self._prompts = [_parse(f"{key}={path}: line {n}", line, tokenizer) for n, line in lines]
         if not self._prompts:

@@ -24,6 +24,7 @@ from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown
+_ESCAPES = {n: repr(chr(n))[1:-1] for n in range(160) if chr(n) not in "\n\t" and not 31 < n < 127}
 _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
@@ -93,10 +94,10 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
         for number, (text, spans) in enumerate(texts):
             shown, at = Text(), 0
             for begin, end in spans:
-                shown.append(text[at:begin])
-                shown.append(f"[{text[begin:end]}]", "bold green")
+                shown.append(_visible(text[at:begin]))
+                shown.append(f"[{_visible(text[begin:end])}]", "bold green")
                 at = end
-            _show_text(console, shown.append(text[at:]), number, keys.use_dpo)
+            _show_text(console, shown.append(_visible(text[at:])), number, keys.use_dpo)
 
 
 def _described(index: int, document: Document, is_pair: bool) -> str:
@@ -126,9 +127,14 @@ def _show_prepared(
         is_target, shown = document.is_target[first:last], Text()
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
         for begin, end in itertools.pairwise((0, *ends)):
-            text = tokenizer.decode(document.tokens[first + begin : first + end])
+            text = _visible(tokenizer.decode(document.tokens[first + begin : first + end]))
             shown.append(*((f"[{text}]", "bold green") if is_target[begin] else (text,)))
         _show_text(console, shown, number, is_pair)
+
+
+def _visible(text: str) -> str:
+    """A text with the escapes of control characters, which a terminal obeys or drops."""
+    return text.translate(_ESCAPES)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:

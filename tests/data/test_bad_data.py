@@ -46,7 +46,10 @@ def make_files(f: pathlib.Path) -> None:
         "negative.jsonl": b'{"text": [1, 2]}\n{"text": [1, -2]}\n',
         "floats.jsonl": b'{"text": [1.5]}\n',
         "empty.jsonl": b"",
-        "blank.jsonl": b"\n\n\n",
+        "blank.jsonl": b"\n   \n\t\n",
+        "utf16.jsonl": '{"text": "a"}\n'.encode("utf-16"),
+        "utf16_be.jsonl": '{"text": "a"}\n'.encode("utf-16-be"),
+        "utf16.txt": "text".encode("utf-16"),
         "cut.jsonl.gz": gzip.compress(good)[:-10],
         "plain.jsonl.gz": good,
         "cut.jsonl.zst": write_zstd(good)[:-10],
@@ -179,6 +182,8 @@ CASES = {
         "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
     ),
     "Latin-1": grain("{f}/latin.jsonl", "{f}/latin.jsonl: line 1", "utf-8"),
+    "UTF-16": grain("{f}/utf16.jsonl", "{f}/utf16.jsonl: line 1", "iconv -f UTF-16 -t UTF-8"),
+    "UTF-16 without a mark": grain("{f}/utf16_be.jsonl", "line 1: is UTF-16 and not UTF-8"),
     "half a surrogate pair": grain(
         "{f}/surrogate.jsonl", "{f}/surrogate.jsonl: line 2", "'\\ud83d'", "character 3"
     ),
@@ -199,6 +204,7 @@ CASES = {
     "cut zstd": grain("{f}/cut.jsonl.zst", "{f}/cut.jsonl.zst", "cut off"),
     # Text.
     "binary text": grain("{f}/binary.txt", "{f}/binary.txt", "zero byte at 2"),
+    "UTF-16 text": grain("{f}/utf16.txt", "{f}/utf16.txt", "is UTF-16 and not UTF-8"),
     "Latin-1 text": grain("{f}/latin.txt", "{f}/latin.txt", "UTF-8", "byte 3"),
     "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no list of token ids", **TOKENS),
     # Parquet.

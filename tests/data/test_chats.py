@@ -5,8 +5,9 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import make_config, run
+from conftest import make_config
 
+from maxramp import prepare
 from maxramp.data.chats import messages
 from maxramp.data.opening import open_corpus, open_rows
 from maxramp.data.tokenizers import train_bpe
@@ -224,14 +225,16 @@ def test_in_another_process(folder):
     assert there.texts(0) == items.texts(0) and there[0].tokens.tolist() == items[0].tokens.tolist()
 
 
-def test_inspection(folder):
-    """What is learnt stands in brackets."""
-    (folder / "chats.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+def test_inspection(folder, capsys):
+    """What is learnt stands in brackets; of control characters their escapes."""
+    turns = [{"role": "user", "content": "Who?\r\n\x1b[2J"}, *TURNS[1:]]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     given = ("use_sft=true", f"tokenizer_path={folder}/tokenizer.json", "max_target_length=300")
-    shown = run("--inspect", str(folder / "chats.jsonl"), *given, module="prepare")
-    assert shown.returncode == 0, shown.stderr
-    assert "<|im_start|>assistant\n[assistant\nI<|im_end|>]\n<|im_start|>user" in shown.stdout
-    assert ": 1 chats" in shown.stdout and "targets" in shown.stdout
+    assert prepare.main(["--inspect", str(folder / "chats.jsonl"), *given]) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>assistant\n[assistant\nI<|im_end|>]\n<|im_start|>user" in shown
+    assert ": 1 chats" in shown and "targets" in shown
+    assert "Who?\\r\n\\x1b[2J<|im_end|>" in shown
 
 
 def test_without_a_template(folder):

@@ -57,8 +57,9 @@ def example(**features: bytes | list[int]) -> bytes:
 
 def write_jsonl(records: list[dict]) -> bytes:
     """With blank lines and both kinds of line ends."""
+    ends = b"\n", b"\r\n", b"\n  \t\r\n"
     lines = [
-        json.dumps(record, ensure_ascii=i % 2 == 0).encode() + (b"\n", b"\r\n", b"\n\n")[i % 3]
+        json.dumps(record, ensure_ascii=i % 2 == 0).encode() + ends[i % 3]
         for i, record in enumerate(records)
     ]
     return b"".join(lines).rstrip()

@@ -85,6 +85,19 @@ def test_small_corners(lengths):
         assert len(rows) == -(-targets // LENGTH)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_are_one_text(seed):
+    """Row r is tokens r * T .. r * T + T of the documents one after another, wherever they end."""
+    texts = documents(count=12, longest=9, seed=seed)
+    lengths = np.array([len(text) for text in texts])
+    rows = rows_of(texts, concat_then_split(lengths, 4, separate=False), 4, separate=False)
+    stream = np.concatenate([text for text in texts if len(text) > 1])
+    assert len(rows) == -(-(len(stream) - 1) // 4)
+    for r, row in enumerate(rows):
+        expected = stream[4 * r : 4 * r + 5]
+        assert row.tokens.tolist() == [*expected, *[PADDING] * (5 - len(expected))]
+
+
 TOKENS = np.array([5, 6, 7, 8, 9, 3, 4, PADDING, PADDING], np.int32)
 BEGINS = np.array([0, 3, 5])
 PACKED = text_fields(len(TOKENS) - 1, True)

@@ -1,5 +1,6 @@
 """tokenizer_type and tokenizer_path: used, refused or announced, never ignored without a word."""
 
+import json
 import shutil
 
 import numpy as np
@@ -73,6 +74,23 @@ def test_documents_are_tokenized_by_it(f):
     items = open_corpus(make_config(*keys).data).train[0].items
     ids = hf.Tokenizer.from_file(f"{f}/one/tokenizer.json").encode(TEXTS[20]).ids
     assert items[20].tokens.tolist() == ids and len(ids) < len(TEXTS[20]) / 2
+
+
+def test_settings_of_another_use_change_no_ids(f, tmp_path):
+    """A tokenizer.json may keep a BPE's dropout, and what to cut and to fill up."""
+    model = json.loads((f / "one" / "tokenizer.json").read_bytes())
+    model["model"]["dropout"] = 0.5
+    model["truncation"] = dict(max_length=3, strategy="LongestFirst", stride=0, direction="Right")
+    model["padding"] = {"strategy": {"Fixed": 500}, "direction": "Right", "pad_id": 0}
+    model["padding"] |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<s>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    paths = f / "one", tmp_path
+    plain, other = (tokenizers.load("huggingface", str(x), True, True) for x in paths)
+    for _ in range(5):
+        for ids, there in zip(plain.encode(TEXTS), other.encode(TEXTS), strict=True):
+            assert ids.tolist() == there.tolist()
+    ids, _ = plain.encode_with_offsets(TEXTS[20])
+    assert other.encode_with_offsets(TEXTS[20])[0].tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,14 @@ def test_text_streams():
             np.testing.assert_array_equal(part.log_probs, answer.log_probs[:n])
 
 
+def test_without_a_limit_every_answer_fills_its_row():
+    """Whatever prompts stand beside it."""
+    several = writer("one device")(PROMPTS, None, GREEDY)
+    (alone,) = writer("one device")(PROMPTS[4:], None, GREEDY)
+    assert [len(a.tokens) for a in several] == [LENGTH - len(p) for p in PROMPTS]
+    assert several[4].tokens.tolist() == alone.tokens.tolist()
+
+
 def test_a_row_ends_at_a_token_that_stops_it():
     """The others go on, and say what they say without it."""
     free = writer("one device")(PROMPTS, MOST, GREEDY)

@@ -17,6 +17,7 @@ import numpy as np
 
 from maxramp.data.files.megatron import MegatronFile
 from maxramp.data.files.records import (
+    UTF16,
     WHOLE,
     BadRecord,
     Piece,
@@ -24,6 +25,7 @@ from maxramp.data.files.records import (
     RecordFile,
     attempt,
     dense,
+    is_utf16,
     not_utf8,
     shown,
 )
@@ -124,7 +126,7 @@ def _example_message() -> type:
 
 
 _LINES = "JSON lines have an object on each line; jq -c '.[]' FILE makes them of an array"
-_BLANK = (b"", b"\n", b"\r\n")
+_SPACES = list(b" \t\r\n\v\f")
 _MOST_KEPT = 512 << 20  # bytes of row groups of Parquet files
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
 
@@ -184,7 +186,7 @@ class JsonLines(RecordFile):
                 file.seek(start - 1)
                 position += len(self._line(file)) - 1
             while (self._compression or position < stop) and (line := self._line(file)):
-                if line not in _BLANK:
+                if not line.isspace():
                     yield attempt(position, self._parse, line)
                 position += len(line)
 
@@ -255,12 +257,14 @@ class JsonLines(RecordFile):
             data = storage.map_bytes(self.path)
         blocks = range(0, len(data), 1 << 24)
         breaks = [1 + a + np.flatnonzero(data[a : a + (1 << 24)] == ord("\n")) for a in blocks]
-        starts = np.concatenate([[0], *breaks, [len(data)]]).astype(np.int64)
-        short = np.flatnonzero(np.diff(starts) < 3)
-        blank = [i for i in short if data[starts[i] : starts[i + 1]].tobytes() in _BLANK]
+        starts = np.unique(np.concatenate([[0], *breaks, [len(data)]]).astype(np.int64))
+        may_be = np.flatnonzero(np.isin(data[starts[:-1]], _SPACES))
+        blank = [i for i in may_be if data[starts[i] : starts[i + 1]].tobytes().isspace()]
         return data, np.append(np.delete(starts[:-1], blank), len(data))
 
     def _parse(self, line: bytes) -> Record:
+        if is_utf16(line):
+            raise BadRecord(UTF16)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:

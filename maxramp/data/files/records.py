@@ -142,6 +142,8 @@ class RecordFile(abc.ABC):
                 raise BadRecord(f"{self.column} holds {wrong}, no token id (0 to 2^31 - 1)")
             return ids.astype(np.int32)
         if isinstance(value, bytes):
+            if is_utf16(value):
+                raise BadRecord(UTF16)
             try:
                 text = value.decode()
             except UnicodeDecodeError as error:
@@ -190,6 +192,15 @@ def dense(value: Any) -> Any:
 def shown(value: Any) -> str:
     """A value that is not what it should be, short."""
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+UTF16 = "is UTF-16 and not UTF-8; convert the file (iconv -f UTF-16 -t UTF-8)"
+
+
+def is_utf16(data: bytes) -> bool:
+    """Whether a text begins as UTF-16: with its mark, or with a zero in every second byte."""
+    begin = data[:8]
+    return begin[:2] in (b"\xff\xfe", b"\xfe\xff") or 3 <= begin.count(0) <= 5
 
 
 def not_utf8(error: UnicodeDecodeError) -> BadRecord:
