@@ -6,24 +6,21 @@ before that the batch is the smallest, after it the batch stays. The run is show
 run with other batches.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxramp.commandline import short
 from maxramp.config.keys import Config
-from maxramp.config.load import OF_ONE_NOTATION, no_batch
-from maxramp.config.resolve import meshes_of, resolve_planned
+from maxramp.config.load import no_batch
+from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.keys.base import base
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
-from maxramp.rampup.schedule import RampupBatchManager
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _Batches = Sequence[tuple[int, int]]  # (sample from which on, batch) of a ramp
@@ -34,18 +31,18 @@ _SAME = (
     *("max_target_length", "packing", "dataset_type", "text_files", "grain_train_files"),
     *("learning_rate", "opt_type"),
 )
+_OF_RAMPS = ("global_batch_size", "global_batch_tokens", "gradient_accumulation_steps")  # in phases
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What was measured over some tokens of a run."""
+class Measurement(NamedTuple):
+    """The largest batch that surely costs nothing over some tokens of a run."""
 
     first: float  # tokens consumed before
     last: float  # and after
-    batch: float  # in tokens, that surely costs nothing there
+    batch: float  # in tokens
 
 
-def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
+def branch_measurements(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
 
     Of an interval its lower end counts, and of several windows from one step on the least. A batch
@@ -63,23 +60,22 @@ def from_branches(results: Sequence[dict[str, Any]]) -> list[Measurement]:
     return found[::-1]
 
 
-def _from_noise(curve: Sequence[Block], factor: float, row_tokens: float) -> list[Measurement]:
+def _noise_measurements(curve: Sequence[Block], factor: float, row: float) -> list[Measurement]:
     """What blocks of a noise scale allow: `factor` times the lower end of the interval.
 
     One block in twenty is too high, so a block counts for what the next one, too, allows; the last
-    for what the one before does.
+    for what the one before does. A row is of `row` tokens.
     """
     lows = [block.low / block.row_target_tokens for block in curve]
     others = [*lows[1:], *lows[-2:-1]] or lows
-    places = [
-        (block.first_sample, block.last_sample, factor * min(low, other))
-        for block, low, other in zip(curve, lows, others, strict=True)
+    return [
+        Measurement(row * block.first_sample, row * block.last_sample, row * factor * min(pair))
+        for block, *pair in zip(curve, lows, others, strict=True)
     ]
-    return [Measurement(*(number * row_tokens for number in place)) for place in places]
 
 
-def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
-    """The ramp that follows the measurements: (tokens from which on, batch in tokens).
+def fit_ramp(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
+    """The ramp that follows measurements: (tokens from which on, batch in tokens).
 
     A size is taken where a measurement allows it, and never given back.
 
@@ -97,20 +93,18 @@ def ramp_of(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple
 
 
 class Evidence:
-    """What a run's noise scale and its branches say of the batch."""
+    """What the noise scale of a run and the branches of one say about the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
-        """Takes what `suggest` takes.
-
-        Raises:
-          ConfigError: what is named holds no measurement.
-        """
+        """Takes what `suggest` takes, and raises what it raises."""
         # For a person, what was measured, and what that leaves open.
-        self._config, self.by_noise, self.lines, self.limits = config, bool(noise), [], []
+        self._keys, self.by_noise, self.lines, self.limits = config.values, bool(noise), [], []
         # What maxramp.branch found, one of each step and window; and the batches that surely cost
         # nothing, in order.
         self.results = self._read_branches(branch) if branch else []
-        self.measured = self._read_noise(place(noise)) if noise else from_branches(self.results)
+        self.measured = (
+            self._read_noise(place(noise)) if noise else branch_measurements(self.results)
+        )
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
         path = place(given)
@@ -118,7 +112,7 @@ class Evidence:
         try:
             texts = [file.read_bytes() for file in ([path] if path.is_file() else files)]
             results = sorted(map(json.loads, texts), key=lambda r: (r["step"], r["samples"]))
-            self.lines += map(_line_of, results)
+            self.lines += map(_result_line, results)
         except (ValueError, LookupError, TypeError):
             raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
         if not results:
@@ -169,7 +163,7 @@ class Evidence:
         end = next(r for r in reversed(records) if "consumed_tokens" in r)
         row_tokens = end["consumed_tokens"] // end["consumed_samples"]
         row_tokens = self._row_tokens(run, row_tokens, curve[-1].row_target_tokens)
-        return _from_noise(curve, min(factors, default=1.0), row_tokens)
+        return _noise_measurements(curve, min(factors, default=1.0), row_tokens)
 
     def _row_tokens(self, run: Place, row_tokens: int, targets: float) -> float:
         """What a row that was measured counts for, in tokens of the run that is planned.
@@ -182,31 +176,45 @@ class Evidence:
           row_tokens: of its rows, padding included.
           targets: of its rows, on average.
         """
-        here, there, line = self._config.values, {}, ""
+        here, there, line = self._keys, {}, ""
         try:
             there = read_yaml(run / "config.yml")
         except (ConfigError, OSError):
             line = f"{run} holds no config.yml: whether it was a run like this is not known"
-        differ = [
-            f"{name}={there[name]} (here {here[name]})"
-            for name in _SAME
-            if name in there and there[name] != here[name]
-        ]
+        differ = [n for n in _SAME if n in there and there[n] != here[n]]
         if differ:
-            line = f"measured on another run: {', '.join(differ)}"
+            pairs = ", ".join(f"{name}={there[name]} (here {here[name]})" for name in differ)
+            line = f"measured on another run: {pairs}"
         self.limits += [line] * (line != "" and line not in self.limits)
-        if not _padded(there):
+        if not _is_padded(there):
             return row_tokens
-        return here["max_target_length"] if _padded(here) else targets
+        return here["max_target_length"] if _is_padded(here) else targets
+
+    def branch_limits(self) -> Iterator[str]:
+        """What branches leave open above the batches that they allow at the last place."""
+        most_tried = max(s["rows"] * r["row_tokens"] for r in self.results for s in r["sizes"])
+        order = sorted(self.results, key=lambda r: -r["largest"])  # of one place the least counts
+        tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
+        last, most = tops[max(tops)], max(tops.values())
+        if last == most_tried:
+            yield (
+                f"no batch above {short(last)} tokens was tried, and the largest cost nothing: "
+                "larger ones may do as well"
+            )
+        elif last < most and not self.by_noise:
+            yield (
+                f"a batch of {short(most)} tokens cost nothing at an early place, but more than "
+                f"{short(last)} cost something at the last; as a batch is never given back, it "
+                "stays at what later places allow"
+            )
 
 
-def _padded(keys: dict[str, Any]) -> bool:
+def _is_padded(keys: dict[str, Any]) -> bool:
     """Whether each row of a run is one document, and the rest padding."""
     return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
 
 
-def _line_of(result: dict[str, Any]) -> str:
-    """A result of maxramp.branch in one line."""
+def _result_line(result: dict[str, Any]) -> str:
     ends = f"{result['surely']} to {result['possibly']}" if result["surely"] else "no interval"
     sizes = ", ".join(str(size["rows"]) for size in result["sizes"])
     return (
@@ -217,28 +225,41 @@ def _line_of(result: dict[str, Any]) -> str:
 
 
 class _Planned:
-    """The run that is planned, with other batches."""
+    """The run that is planned, with other batches on as many samples."""
 
     def __init__(self, config: Config):
         """Raises ConfigError where the config, which has its nodes, makes no run."""
         self._config, self._meshes = config, meshes_of(config)
-        devices = config.batch.num_devices
-        ramp = RampupBatchManager(resolve_planned(config, devices).batch, devices)
-        self.total_samples = ramp.total_samples
-        self.first_batch = ramp.stages[0].global_batch_size
+        self._run = PlannedRun.of(config, self._meshes)
+        self.total_samples = self._run.ramp.total_samples
+        self.first_batch = self._run.stages[0].global_batch_size
         self.row_tokens = config.batch.max_target_length
+
+    def keys(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The keys of the run with the batches of `own` keys, beside those of the config.
+
+        They unset what gives its batches or length now; what else its phases change stays.
+        """
+        phases = {
+            threshold: rest
+            for threshold, given in self._config.batch.phases.items()
+            if (rest := {name: x for name, x in given.items() if name not in _OF_RAMPS})
+        }
+        own = own | {"total_samples": self.total_samples}
+        keys, before = no_batch() | {"phases": phases} | own, self._config.values
+        return {name: x for name, x in keys.items() if name in own or before[name] != x}
 
     def rows(self, batches: _Batches | None) -> list[dict[str, Any]]:
         """The run as it is, as suggested, with the suggestion's largest batch throughout, Seesaw's.
 
         Raises:
-          ConfigError: one of the first two cannot run.
+          ConfigError: it cannot run as suggested.
         """
-        found = [self._row("as configured", {})]
-        found += [self._ramp("suggested", batches)] if batches else []
-        for row in found:
-            if "why" in row:
-                raise ConfigError(row["why"])
+        found = [_row("as configured", self._run)]
+        if batches:
+            found.append(self._row("suggested", _ramp_keys(batches), _shown(batches)))
+            if "why" in found[-1]:
+                raise ConfigError(found[-1]["why"])
         sizes = [size for _, size in found[-1]["pairs"]]
         least, most = min(sizes), max(sizes)
         if batches and least < most:
@@ -247,28 +268,22 @@ class _Planned:
         ladder = [least << n for n in range((most // least).bit_length())]
         return [*found, self._row("Seesaw", {"rampup_policy": "seesaw", "rampup_ladder": ladder})]
 
-    def _ramp(self, name: str, batches: _Batches) -> dict[str, Any]:
-        return self._row(name, _keys_of(batches), _shown(batches))
-
-    def _row(self, name: str, keys: dict[str, Any], batches: str = "") -> dict[str, Any]:
-        """Steps and node-time of the run with these batches on as many samples."""
-        if keys:
-            keys = no_batch() | keys | {"total_samples": self.total_samples}
+    def _row(self, name: str, own: dict[str, Any], batches: str = "") -> dict[str, Any]:
         try:
-            run = PlannedRun.of(self._config.replace(**keys), self._meshes)
+            run = PlannedRun.of(self._config.replace(**self.keys(own)), self._meshes)
         except ConfigError as error:
             return {"name": name, "steps": None, "pairs": [], "why": str(error)}
-        pairs = [(s.first_sample, s.global_batch_size) for s in run.stages]
-        return {
-            "name": name,
-            "steps": run.ramp.total_steps,
-            "node_time": run.node_time,
-            "batches": batches or _shown(pairs),
-            "pairs": pairs,
-        }
+        return _row(name, run, batches)
 
 
-def _keys_of(batches: _Batches) -> dict[str, Any]:
+def _row(name: str, run: PlannedRun, batches: str = "") -> dict[str, Any]:
+    pairs = [(stage.first_sample, stage.global_batch_size) for stage in run.stages]
+    time, batches = run.node_time, batches or _shown(pairs)
+    steps = run.ramp.total_steps
+    return {"name": name, "steps": steps, "node_time": time, "batches": batches, "pairs": pairs}
+
+
+def _ramp_keys(batches: _Batches) -> dict[str, Any]:
     if len(batches) == 1:
         return {"global_batch_size": batches[0][1]}
     return {
@@ -282,7 +297,9 @@ def _shown(batches: _Batches) -> str:
     return " ".join(parts if len(parts) <= 6 else [*parts[:3], "...", parts[-1]])
 
 
-def _within(pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], row: int) -> bool:
+def _is_within(
+    pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], row: int
+) -> bool:
     """Whether no batch is larger than what was measured to cost nothing there, or is suggested.
 
     Args:
@@ -294,26 +311,27 @@ def _within(pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], 
     bounds = [(int(m.first // row), m.batch / row) for m in measured]
     bounds += [(int(m.last // row), 0.0) for m in measured[-1:]]
 
-    def at(steps: Sequence[tuple[int, float]], place: int) -> float:
+    def batch(steps: Sequence[tuple[int, float]], place: int) -> float:
         return max((one for one in steps if one[0] <= place), default=(0, 0.0))[1]
 
-    places = sorted({place for steps in (pairs, fitted, bounds) for place, _ in steps})
-    return all(at(pairs, n) <= max(at(fitted, n), at(bounds, n)) for n in places)
+    places = {place for steps in (pairs, fitted, bounds) for place, _ in steps}
+    return all(batch(pairs, n) <= max(batch(fitted, n), batch(bounds, n)) for n in places)
 
 
 def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
     """What the suggestion saves against the user's config, in a sentence."""
-    steps, theirs = suggested["steps"], configured["steps"]
-    time = suggested["node_time"] / configured["node_time"]
-    change = 1 - steps / theirs
-    said = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"
+    steps, before = suggested["steps"], configured["steps"]
+    change = 1 - steps / before
+    text = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"
     if abs(change) < 0.005:
-        said = "as many steps as your config"
-    why = "" if configured["within"] else ", whose batch is above what was measured to cost nothing"
-    return f"it takes {said}{why} ({steps:,}, not {theirs:,}), and {time:.2f}x its node-time"
+        text = "as many steps as your config"
+    if not configured["within"]:
+        text += ", whose batch is above what was measured to cost nothing"
+    time = suggested["node_time"] / configured["node_time"]
+    return f"it takes {text} ({steps:,}, not {before:,}), and {time:.2f}x its node-time"
 
 
-def _fitted(evidence: Evidence, planned: _Planned) -> _Batches:
+def _fit(evidence: Evidence, planned: _Planned) -> _Batches:
     """The ramp by what was measured; the evidence gets what limits it.
 
     Raises:
@@ -321,57 +339,38 @@ def _fitted(evidence: Evidence, planned: _Planned) -> _Batches:
     """
     measured, row, total = evidence.measured, planned.row_tokens, planned.total_samples
     tried = [s["rows"] * r["row_tokens"] for r in evidence.results for s in r["sizes"]]
-    first, limits = Fraction(planned.first_batch), evidence.limits
-    sizes = {
-        int(size) for n in range(-31, 31) if (size := first * Fraction(2) ** n).denominator == 1
-    }
+    halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
+    sizes = {int(size) for size in halvings if size.denominator == 1}
     if tried:
         # Without a noise scale nothing speaks for a smaller batch than the smallest that was
         # tried, and never does anything for one above the largest.
         least = 0 if evidence.by_noise else min(tried)
         sizes = {size for size in sizes if least <= size * row <= max(tried)}
         sizes |= {tokens // row for tokens in tried if tokens % row == 0}
-        limits += _limits_of_branches(evidence, max(tried))
+        evidence.limits += evidence.branch_limits()
     if not sizes:
         raise ConfigError(
             f"max_target_length={row}: no batch of such rows is as large as those "
             "that were tried; measure branches of a run with rows of this length"
         )
-    smallest = min(sizes) * row
-    if (lowest := measured[0].batch) < smallest:
-        limits.append(
+    smallest, lowest, start = min(sizes) * row, measured[0].batch, measured[0].first
+    end, of_run = max(one.last for one in measured), total * row
+    if lowest < smallest:
+        evidence.limits.append(
             f"at the start {short(lowest)} tokens surely cost nothing, and the smallest batch "
             f"that this run may take has {short(smallest)}"
         )
-    if (end := max(one.last for one in measured)) < 0.999 * total * row:
-        limits.append(
-            f"nothing was measured beyond {short(end)} of this run's {short(total * row)} tokens: "
+    if end < 0.999 * of_run:
+        evidence.limits.append(
+            f"nothing was measured beyond {short(end)} of this run's {short(of_run)} tokens: "
             "the batch stays as it is there"
         )
-    if (start := measured[0].first) > 0.02 * total * row:
-        limits.append(
+    if start > 0.02 * of_run:
+        evidence.limits.append(
             f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
         )
-    ramp = ramp_of(measured, sorted(size * row for size in sizes))
+    ramp = fit_ramp(measured, sorted(size * row for size in sizes))
     return [(round(t) // row, batch // row) for t, batch in ramp if round(t) // row < total]
-
-
-def _limits_of_branches(evidence: Evidence, largest: int) -> Iterator[str]:
-    """What branches up to `largest` tokens leave open above what they allow at the last place."""
-    order = sorted(evidence.results, key=lambda r: -r["largest"])  # of one place the least counts
-    tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
-    last, most = tops[max(tops)], max(tops.values())
-    if last == largest:
-        yield (
-            f"no batch above {short(largest)} tokens was tried, and the largest cost "
-            "nothing: larger ones may do as well"
-        )
-    elif last < most and not evidence.by_noise:
-        yield (
-            f"a batch of {short(most)} tokens cost nothing at an early "
-            f"place, but more than {short(last)} cost something at the last; as a batch is "
-            "never given back, it stays at what later places allow"
-        )
 
 
 def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:
@@ -384,18 +383,17 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
 
     Returns:
       `batches`, [sample, batch] of the suggested ramp, of one entry where no ramp is suggested and
-      None where nothing was measured; `keys`, as key=value; `saves`, a sentence; `evidence` and
-      `limits`, lines; `rows`, what is compared, the config as it is first: `name`, `steps`,
-      `node_time`, `batches` and `pairs` of each, and whether it is `within` what was measured;
-      where it cannot run, `steps` is None and `why` says why.
+      None where nothing was measured; `keys`, which give it beside those of the config; `saves`, a
+      sentence; `evidence` and `limits`, lines; `rows`, what is compared, the config as it is first:
+      `name`, `steps`, `node_time`, `batches` and `pairs` of each, and whether it is `within` what
+      was measured; where it cannot run, `steps` is None and `why` says why.
 
     Raises:
       ConfigError: the config makes no run, or what is named holds no measurement.
     """
-    planned = _Planned(with_nodes(config))
-    evidence = Evidence(config, noise, branch)
-    limits = evidence.limits
-    batches = fitted = _fitted(evidence, planned) if evidence.measured else None
+    planned, evidence = _Planned(with_nodes(config)), Evidence(config, noise, branch)
+    limits, measured = evidence.limits, evidence.measured
+    batches = fitted = _fit(evidence, planned) if measured else None
     rows, keys, saves = planned.rows(batches), {}, ""
     if batches:
         (_, first), rate = batches[0], config.learning_rate.learning_rate
@@ -404,21 +402,18 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
                 f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
                 f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
             )
-        constant = -(-planned.total_samples // first)
-        saved = 1 - rows[1]["steps"] / constant
+        saved = 1 - rows[1]["steps"] / -(-planned.total_samples // first)
         if len(batches) > 1 and saved < _LEAST_SAVING:
             limits.append(
                 f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
                 f"batch of {first}, less than {_LEAST_SAVING:.0%}"
             )
             rows = planned.rows(batches := batches[:1])
-        keys = _keys_of(batches) | {"total_samples": planned.total_samples}
+        keys = planned.keys(_ramp_keys(batches))
         if len(batches) > 1:
             keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
-        # So that they can follow what this command line gives in another notation.
-        keys = {k: base()[k] for k in OF_ONE_NOTATION if config.values[k] != base()[k]} | keys
         for row in rows:
-            row["within"] = _within(row["pairs"], fitted, evidence.measured, planned.row_tokens)
+            row["within"] = _is_within(row["pairs"], fitted, measured, planned.row_tokens)
         saves = _saving(*rows[:2])
     found = {"batches": batches, "keys": keys, "saves": saves, "evidence": evidence.lines}
     return found | {"limits": limits, "rows": rows}

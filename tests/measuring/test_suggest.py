@@ -1,13 +1,18 @@
 """`maxramp.suggest`: a ramp from measurements, none where they say so, and what they do not say."""
 
 import json
+import shlex
 
+import pytest
 from conftest import BASE
 
 from maxramp import suggest
 from maxramp.config.load import load
+from maxramp.config.resolve import meshes_of
+from maxramp.keys.yamlfile import parse
 from maxramp.measuring import noise
-from maxramp.measuring.suggestion import Measurement, from_branches, ramp_of
+from maxramp.measuring.suggestion import Measurement, branch_measurements, fit_ramp
+from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -31,13 +36,13 @@ def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run
 def test_a_size_is_taken_where_it_is_allowed_and_kept():
     numbers = [(0, 10, 90), (10, 20, 230), (20, 30, 120), (30, 40, 900)]
     measured = [Measurement(*three) for three in numbers]
-    assert ramp_of(measured, [50, 100, 200, 400]) == [(0, 50), (10, 200), (30, 400)]
-    assert ramp_of([Measurement(0, 10, 450)], [50, 100, 200, 400]) == [(0, 400)]
-    assert ramp_of([Measurement(5, 10, 10)], [50, 100]) == [(0, 50)]
+    assert fit_ramp(measured, [50, 100, 200, 400]) == [(0, 50), (10, 200), (30, 400)]
+    assert fit_ramp([Measurement(0, 10, 450)], [50, 100, 200, 400]) == [(0, 400)]
+    assert fit_ramp([Measurement(5, 10, 10)], [50, 100]) == [(0, 50)]
 
 
 def test_branches_hold_up_to_the_next():
-    measured = from_branches([result(4000, 32, 16), result(1000, 16, None)])
+    measured = branch_measurements([result(4000, 32, 16), result(1000, 16, None)])
     assert [(p.first, p.last, p.batch) for p in measured] == [
         (128_000, 512_000, 16 * 128),  # no interval: the size itself
         (512_000, 640_000, 16 * 128),
@@ -47,7 +52,7 @@ def test_branches_hold_up_to_the_next():
 def test_of_several_windows_from_one_step_the_least_counts():
     results = [result(1000, 32, 32), result(1000, 16, 16) | {"samples": 2000}, result(0, 8, 8)]
     for order in (results, results[::-1]):
-        measured = from_branches(order)
+        measured = branch_measurements(order)
         assert [(p.first, p.last, p.batch) for p in measured] == [
             (0, 128_000, 8 * 128),
             (128_000, 384_000, 16 * 128),
@@ -55,7 +60,7 @@ def test_of_several_windows_from_one_step_the_least_counts():
 
 
 def test_what_costs_later_is_not_taken_before():
-    measured = from_branches([result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)])
+    measured = branch_measurements([result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)])
     assert [place.batch for place in measured] == [8 * 128, 8 * 128, 32 * 128]
 
 
@@ -74,14 +79,52 @@ def test_limits_that_branches_set(tmp_path, capsys):
         assert ("never given back" in limits) == (name == "falls")
 
 
-def test_the_line_works_beside_what_it_was_made_from(tmp_path, capsys):
-    run = write_branches(tmp_path, result(1000, 16, 8), result(6000, 32, 32))
-    line = [BASE, "total_samples=20000", "devices_per_node=1", "enable_rampup_batch_size=False"]
-    line += ["per_device_batch_size=4", "gradient_accumulation_steps=2"]
+# Configs of 20,000 samples, each with its ways to give a batch.
+PHASES = "phases={4000: {global_batch_size: 32, row_length: 64}, 8000: {global_batch_size: 64}}"
+CONFIGS = {
+    "constant": ["global_batch_size=8"],
+    "tokens": ["global_batch_tokens=1024", "total_samples=-1", "total_tokens=2560000"],
+    "passes": ["per_device_batch_size=4", "gradient_accumulation_steps=2"],
+    "micro": ["global_batch_size=16", "micro_batch_size=4"],
+    "MaxText": ["per_device_batch_size=16", "per_device_batch_size_start=4"]
+    + ["per_device_batch_size_increment=4", "global_rampup_samples=5000"],
+    "NeMo": ["rampup_batch_size=[8,8,5000]", "global_batch_size=32"],
+    "Megatron": ["step_batch_size_schedule=0:8 1M:16"],
+    "Seesaw": ["rampup_policy=seesaw", "rampup_ladder=[8,16,32]"],
+    "noise": ["rampup_policy=noise", "rampup_ladder=[8,16]", "rampup_latest=[9000]"],
+    "phases": ["global_batch_size=8", "phases_unit=samples", PHASES],
+    "phases of passes": ["per_device_batch_size=8", "gradient_accumulation_steps=2"]
+    + ["phases={1M: {gradient_accumulation_steps: 4, remat_policy: full}}"],
+}
+
+
+@pytest.mark.parametrize("keys", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("sizes", [(16, 32), (16, 16)], ids=["a ramp", "no ramp"])
+def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
+    """Behind the command line that it was made from, and in a file that is based on its config;
+    what else the phases change is changed as before."""
+    run = write_branches(tmp_path, result(0, sizes[0], 8), result(6000, sizes[1], sizes[1]))
+    line = [BASE, "total_samples=20000", "devices_per_node=1", "learning_rate=1e-3", *keys]
     assert suggest.main([*line, "--json", "--branch", run]) == 0
-    keys = json.loads(capsys.readouterr().out)["keys"]
-    assert keys["gradient_accumulation_steps"] == 1
-    load([*line, *(f"{k}={v}" for k, v in keys.items())])
+    found = json.loads(capsys.readouterr().out)
+    suggest.print_suggestion(found)
+    printed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    given = dict(key.split("=", 1) for key in line[1:])
+    (tmp_path / "before.yml").write_text(json.dumps({k: parse(v) for k, v in given.items()}))
+    after = {"base_config": str(tmp_path / "before.yml"), **found["keys"]}
+    (tmp_path / "after.yml").write_text(json.dumps(after))
+    before = load(line)
+    (shown,) = (row for row in found["rows"] if row["name"] == "suggested")
+    for suggested in ([*line, *printed], [str(tmp_path / "after.yml")]):
+        config = load(suggested, "train")
+        plan = PlannedRun.of(with_nodes(config), meshes_of(config))
+        pairs = [[stage.first_sample, stage.global_batch_size] for stage in plan.stages]
+        assert (pairs, plan.ramp.total_steps) == (shown["pairs"], shown["steps"])
+        assert plan.ramp.total_samples - found["keys"]["total_samples"] in range(32)
+        for sample in range(0, 20_000, 1000):
+            for name in ("row_length", "remat_policy"):
+                there, here = (getattr(c.batch.at(sample), name) for c in (before, config))
+                assert there == here
 
 
 def write_branches(folder, *results):
@@ -110,7 +153,7 @@ def test_a_ramp(tmp_path, capsys):
     ramp = RampupBatchManager(keys | {"max_target_length": 128}, 1)
     configured, ours, constant, _ = found["rows"]
     assert ramp.total_steps == ours["steps"] == 750 + 438
-    assert 'step_batch_size_schedule="0:8 6000:32"' in printed
+    assert "'step_batch_size_schedule=0:8 6000:32'" in printed
     limits = " ".join(found["limits"])
     assert "nothing was measured before 128k tokens" in limits
     assert "nothing was measured beyond 896k of this run's 2.56M tokens" in limits
