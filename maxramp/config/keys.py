@@ -374,27 +374,24 @@ def _of_all(config: "Config") -> Relations:
         f"{''.join(measured[:1])}: the noise scale is measured of a mean over tokens, and "
         "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
     )
+    lora, mask = config.model.lora_rank, list(config.optimizer.trainable_parameters_mask)
+    full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
+    begins = {f"lora_rank={lora}": lora, "use_dpo=True": config.data.use_dpo}
+    begins = "".join([given for given, is_given in begins.items() if is_given][:1])
     yield (
-        config.data.use_dpo and config.checkpoints.load_full_state_path,
-        f"load_full_state_path={config.checkpoints.load_full_state_path}: use_dpo=True begins with "
-        "the weights that it stays near to; give load_parameters_path",
+        full and begins and not first,
+        f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
+        "the run began with; give them too, load_parameters_path",
     )
     yield (
         config.batch.is_open and config.data.dataset_type == "synthetic",
         "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
         "no end of synthetic data; give one of them",
     )
-    lora, mask = config.model.lora_rank, list(config.optimizer.trainable_parameters_mask)
     yield (
         lora and mask not in ([], ["adapter"]),
         f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
         "they are in a checkpoint; leave one of them out",
-    )
-    yield (
-        lora and config.checkpoints.load_full_state_path,
-        f"load_full_state_path={config.checkpoints.load_full_state_path} with lora_rank={lora}: a "
-        "checkpoint of adapters has no base; give the same run_name to go on, or "
-        "load_parameters_path to begin with its adapters",
     )
     chosen = list(config.optimizer.trainable_layers)
     yield (

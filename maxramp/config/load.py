@@ -56,6 +56,7 @@ _LENGTHS = {(name,): () for name in ("steps", "total_samples", "total_tokens")}
 _SIZES_OF_A_PASS = {(name,): () for name in ("per_device_batch_size", "micro_batch_size")}
 _BATCHES = {(name,): () for name in ("global_batch_size", "global_batch_tokens")}
 _BEGINNINGS = {(name,): () for name in ("load_parameters_path", "load_full_state_path")}
+_STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights that it began with
 
 # The keys that only one notation of a ramp uses.
 OF_ONE_NOTATION = tuple(name for alone in _NOTATIONS.values() for name in alone)
@@ -74,7 +75,8 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
       ConfigError: it gives the same thing in two ways.
     """
     values.update(given.values)
-    for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, _BEGINNINGS):
+    beginnings = {} if any(values[name] for name in _STAYS_NEAR) else _BEGINNINGS
+    for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, beginnings):
         chosen = {
             way: f"{name}={values[name]}"
             for way, name in _used(ways, values)

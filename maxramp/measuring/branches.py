@@ -25,23 +25,18 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import origin_of
 from maxramp.commandline import Seldom, count
 from maxramp.config.keys import Config
-from maxramp.config.load import to_yaml
+from maxramp.config.load import load, to_yaml
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
+from maxramp.measuring.inheritance import branch_keys, inherited_keys
 from maxramp.measuring.noise import KINDS, blocks_of, student
 from maxramp.rampup.numbers import parse_count
-from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import as_json, read_records
-from maxramp.stage import SIGHT_KEYS
 from maxramp.training.learning_rate import LearningRate
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
-
-# Keys of a phase that a branch trains with.
-_OF_PASSES = ("row_length", "remat_policy", "per_device_batch_size", "micro_batch_size")
-_OF_PASSES += (*MESH_KEYS, *SIGHT_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Branch:
     steps: int  # of the window
     learning_rate: float  # throughout
     cross_entropy: np.ndarray  # sums over each batch of held-out rows, after the window
-    tokens: np.ndarray  # of the same
+    tokens: np.ndarray  # of the same; of pairs, how many
 
     @property
     def loss(self) -> float:
@@ -134,14 +129,19 @@ class Experiment:
         self._run, self._sizes, self._keys = place(run).absolute(), sizes_of(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
         self._config = config = Config.of(base.base() | position.config)
+        if config.run.program == "grpo":
+            raise ConfigError(
+                f"{run}: program=grpo: branches are compared on held-out rows, and this run is "
+                "evaluated by rewards; give a run of maxramp.train"
+            )
         self._first, self._batch = position.consumed_samples, position.stage()["global_batch_size"]
         batch, self._row = config.batch, config.batch.max_target_length
         origin, _ = origin_of(batch, batch.num_devices, position)
         ramp = RampupBatchManager(batch, batch.num_devices, **origin)
-        self._rate = float(LearningRate.of(config.learning_rate, ramp)(self._first, self._batch))
-        if not self._rate > 0:
+        self._rate = LearningRate.of(config.learning_rate, ramp)
+        if not (rate := float(self._rate(self._first, self._batch))) > 0:
             raise ConfigError(
-                f"--at {at}: the learning rate there is {self._rate:g}, so no branch would learn; "
+                f"--at {at}: the learning rate there is {rate:g}, so no branch would learn; "
                 "give a checkpoint after the first step and before the run's last"
             )
         self._run_samples = ramp.total_samples
@@ -151,7 +151,7 @@ class Experiment:
         self._samples = window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
         for key in keys:
-            if (name := key.partition("=")[0]) in self._of_branch(self._sizes[0]):
+            if (name := key.partition("=")[0]) in self._keys_of_branch(self._sizes[0]):
                 raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
 
     def train(self, out: IO[str]) -> int:
@@ -165,19 +165,17 @@ class Experiment:
         # Those that are done count, whatever this command asks for.
         begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
         self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
-        write_whole(self._folder / "config.yml", to_yaml(self._config).encode())
+        lines = {n: self._command_line(n) for n in self._sizes if not self._evaluation(n)}
         print(f"window   {self._samples:,} rows, by --tokens and --sizes", file=out, flush=True)
         for number, size in enumerate(self._sizes, 1):
-            if not self._evaluation(size):
-                keys = [f"{k}={v}" for k, v in self._of_branch(size).items()] + self._keys
+            if size in lines:
                 print(
                     f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
                     f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
                     file=out,
                     flush=True,
                 )
-                line = [str(self._folder / "config.yml"), *keys]
-                status, log = _train(line, _Progress(self._samples // size, out).show)
+                status, log = _train(lines[size], _Progress(self._samples // size, out).show)
                 write_whole(self._folder / f"{size}.log", log.encode())
                 if status:
                     print(f"log      {self._folder / f'{size}.log'}", file=out, flush=True)
@@ -206,40 +204,26 @@ class Experiment:
         write_whole(self._folder / "branch.json", f"{text}\n".encode())
         return result
 
-    def _of_branch(self, size: int) -> dict[str, Any]:
-        """The keys that make a branch of the run's own configuration, as it is at its phase."""
-        batch = self._config.batch
-        of_phase = batch.phase_at(self._first).values
-        return {name: of_phase[name] for name in _OF_PASSES if name in of_phase} | {
-            # The same rows, whose mixture may have changed.
-            "phases": {p.name: {MIXTURE: p.given[MIXTURE]} for p in batch.changing(MIXTURE)},
-            "base_output_directory": self._folder,
-            "run_name": size,
-            "load_full_state_path": self._position.path,
-            "load_parameters_path": "",
-            "global_batch_size": size,
-            "rampup_batch_size": "none",
-            "total_samples": self._first + self._samples,
-            "learning_rate": repr(self._rate_of(size)),  # constant: no warm-up, and no decay
-            "lr_schedule_type": "wsd",
-            "warmup_steps_fraction": 0.0,
-            "wsd_decay_steps_fraction": 0.0,
-            "learning_rate_schedule_steps": -1,
-            "batch_size_lr_scaling": "none",
-            "batch_size_lr_reference": "final",
-            "eval_interval": 10**12,  # at the end alone
-            "eval_steps": -1,
-            "log_eval_batches": True,
-            "max_num_checkpoints_to_keep": 1,
-            "checkpoint_keep_period": -1,
-            "enable_checkpointing": True,
-            "stop_at_stage_end": False,
-            "stop_at_node_change": False,
-            "profiler": "",
-        }
+    def _keys_of_branch(self, size: int) -> dict[str, Any]:
+        folder = {"base_output_directory": str(self._folder), "run_name": str(size)}
+        own = branch_keys(self._config, self._position, self._rate, size, self._samples)
+        return folder | own
+
+    def _command_line(self, size: int) -> list[str]:
+        """Writes SIZE.yml; returns what maxramp.train takes.
+
+        Raises:
+          ConfigError: these keys make no run.
+        """
+        path = self._folder / f"{size}.yml"
+        keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
+        write_whole(path, to_yaml(Config.of(keys)).encode())
+        line = [str(path), *self._keys]
+        load(line, "train", note=lambda note: None)
+        return line
 
     def _rate_of(self, size: int) -> float:
-        return self._rate * math.sqrt(size / self._batch)
+        return self._keys_of_branch(size)["learning_rate"]
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
         """The evaluation of a branch that is done."""
@@ -261,8 +245,9 @@ class Experiment:
                 f"{folder}: the branch ended without an evaluation of its held-out rows; move the "
                 "folder away and start again"
             )
+        counted = "pairs" if self._config.data.use_dpo else "tokens"
         losses, tokens = (
-            np.array(found[f"eval_batch_{name}"], float) for name in ("loss", "tokens")
+            np.array(found[f"eval_batch_{name}"], float) for name in ("loss", counted)
         )
         branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
         if found["eval_batch_tokens"] != first["eval_batch_tokens"]:

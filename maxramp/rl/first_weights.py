@@ -133,5 +133,5 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
 
 
 def _key(config: Config) -> str:
-    full = config.checkpoints.load_full_state_path
+    full = config.checkpoints.load_full_state_path and not config.data.use_dpo
     return "load_full_state_path" if full else "load_parameters_path"

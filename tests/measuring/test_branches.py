@@ -4,13 +4,18 @@ import json
 import shutil
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp import branch, suggest
 from maxramp.checkpoints.folder import Checkpoint, commit
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
+from maxramp.keys.base import base
 from maxramp.measuring.branches import (
     Branch,
     Experiment,
@@ -20,9 +25,13 @@ from maxramp.measuring.branches import (
     sizes_of,
     window,
 )
+from maxramp.measuring.inheritance import DROPPED, KEPT
+from maxramp.model.parts.weights import ones
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, of_sums, read_records
 from maxramp.run.writers import JsonlWriter
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.optimizers.half_lives import kept, with_decay
 
 
 def branches_of(rng, losses, spread, count=40):
@@ -101,20 +110,78 @@ def test_batches_of_an_evaluation(tmp_path):
     assert third["eval_loss"] == 2.5 and "eval_batch_tokens" not in third
 
 
-@pytest.fixture
-def checkpointed(tmp_path):
-    """A run's folder with a checkpoint after 20 steps of 8 rows of 16 tokens."""
-    config = make_config("global_batch_size=8", "steps=40", "max_target_length=16")
-    stages = RampupBatchManager(config.batch, 1).to_json()["stages"]
+def checkpoint_at_20(tmp_path, *keys):
+    """A run's folder with a checkpoint after 20 steps, of 40 of rows of 16 tokens on a device."""
+    config = make_config("max_target_length=16", "steps=40", *keys, devices=1)
+    ramp = RampupBatchManager(config.batch, 1)
     folder = tmp_path / "run" / "checkpoints" / "20"
     folder.mkdir(parents=True)
-    commit(Checkpoint(folder, 20, 160, stages, "", dict(config.values), {}))
+    stages = ramp.to_json()["stages"]
+    commit(Checkpoint(folder, 20, ramp.samples_before(20), stages, "", dict(config.values), {}))
     return tmp_path / "run"
+
+
+@pytest.fixture
+def checkpointed(tmp_path):
+    """Of steps of 8 rows."""
+    return checkpoint_at_20(tmp_path, "global_batch_size=8")
 
 
 def experiment_of(run, *keys, sizes="8,16,24"):
     """In a window of 48 rows."""
     return Experiment(str(run), 20, sizes, "768", keys)
+
+
+def config_of(experiment, size):
+    """What a branch is started with."""
+    experiment._folder.mkdir(parents=True, exist_ok=True)
+    return load(experiment._command_line(size), "train")
+
+
+def test_every_key_of_a_run_is_kept_dropped_or_the_branch_s_own(checkpointed):
+    """A new key must be put into one of the lists."""
+    own = experiment_of(checkpointed)._keys_of_branch(8)
+    names = [*KEPT, *DROPPED, *own]
+    assert sorted(names) == sorted(base())
+
+
+def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compares(tmp_path):
+    keys = ("export_huggingface=True", "checkpoint_best=lowest eval_loss", "adam_b2=0.9")
+    keys += ("wandb_project=p", "log_token_statistics=True", "phases={80: {row_length: 8}}")
+    experiment = experiment_of(checkpoint_at_20(tmp_path, *keys, "phases_unit=samples"))
+    config = config_of(experiment, 16)
+    assert (config.optimizer.adam_b2, config.batch.row_length) == (0.9, 8)
+    others = {name: config.values[name] for name in DROPPED}
+    assert others == {name: base()[name] for name in DROPPED} and not config.batch.phases
+    assert not config.run.export_huggingface
+
+
+@pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
+def test_half_lives_of_a_branch_are_those_of_its_run(tmp_path, scaling):
+    """A branch of the run's own size forgets as the run does; one of four times the size, as much
+    more in a step as it has samples, though its rate is twice that."""
+    schedule = "step_batch_size_schedule=0:4 40:8", "step_batch_size_unit=samples"
+    lives = "half_lives_in_samples=[adam_b1,adam_b2,adam_weight_decay]"
+    keys = (f"batch_size_lr_scaling={scaling}", "batch_size_lr_reference=initial", lives)
+    experiment = experiment_of(checkpoint_at_20(tmp_path, *schedule, *keys))
+    run = experiment._config
+
+    def kept_and_lost(config, size):
+        ramp = RampupBatchManager(config.batch, 1)
+        rate = LearningRate.of(config.learning_rate, ramp)
+        weight, pace = ones("matrix", "D", (1,), "float32"), rate.pace(size)
+        kept_of = [kept(config.optimizer, name, pace) for name in ("adam_b1", "adam_b2")]
+        still = jax.tree.map(jnp.zeros_like, weight)
+        decay = with_decay(still, weight, config.optimizer, "adam_weight_decay", pace)
+        lost = float(rate(120, size)) * float(jax.tree.leaves(decay)[0][0])
+        return [np.log(x) for x in kept_of] + [lost]
+
+    of_run = kept_and_lost(run, 8)
+    for size in (8, 32):
+        branch = resolve(config_of(experiment, size), 1, 1, 1)
+        assert kept_and_lost(branch, size) == pytest.approx(
+            [number * size / 8 for number in of_run], rel=1e-5
+        )
 
 
 def write_branch(run, size, losses, tokens):
@@ -200,28 +267,40 @@ def test_a_home_of_nobody(capsys):
 
 @pytest.mark.slow
 def test_command(tmp_path, cache_dir):
-    """From a checkpoint: same rows, constant rates by the root of the size; started again, read."""
+    """From a checkpoint: same rows, constant rates by the root of the size; started again, read.
+
+    The branch of the run's own size is the run.
+    """
     given = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
-    given += ["global_batch_size=8", "eval_per_device_batch_size=64", "eval_interval=40"]
+    given += ["step_batch_size_schedule=0:4 40:8", "step_batch_size_unit=samples"]
+    given += ["half_lives_in_samples=[adam_b1,adam_b2,adam_weight_decay]"]
+    given += ["batch_size_lr_reference=initial", "lr_schedule_type=wsd", "adam_b2=0.8"]
+    given += ["eval_per_device_batch_size=64", "eval_interval=40", "export_huggingface=True"]
     given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=run"]
     done = run(BASE, *given)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run"
-    line = [str(folder), "--at", "20", "--sizes", "8,16,32", "--tokens", "2K"]
+    line = [str(folder), "--at", "20", "--sizes", "8,16,32", "--tokens", "1K"]
     done = run(*line, module="branch")
     assert done.returncode == 0, done.stderr
     assert "largest   batch" in done.stdout and "rows (norms' scales)" in done.stdout
     assert "caution   in a short window" in done.stdout and "tokens/s" not in done.stdout
-    assert "tokens/s" in (folder / "branches" / "20-128" / "8.log").read_text()
-    result = json.loads((folder / "branches" / "20-128" / "branch.json").read_text())
-    rate = next(
-        r["learning_rate"] for r in read_records(folder / "metrics.jsonl") if r["step"] == 20
-    )
+    assert "tokens/s" in (folder / "branches" / "20-64" / "8.log").read_text()
+    assert not list(folder.glob("branches/*/*/exported"))
+    result = json.loads((folder / "branches" / "20-64" / "branch.json").read_text())
+    of_run = {r["step"]: r for r in read_records(folder / "metrics.jsonl") if "loss" in r}
+    rate = of_run[20]["learning_rate"]
     for size in result["sizes"]:
-        records = read_records(folder / "branches" / "20-128" / str(size["rows"]) / "metrics.jsonl")
+        records = read_records(folder / "branches" / "20-64" / str(size["rows"]) / "metrics.jsonl")
         steps = [r for r in records if "loss" in r]
-        assert [r["step"] for r in steps] == list(range(20, 20 + 128 // size["rows"]))
-        assert steps[-1]["consumed_samples"] == 160 + 128
+        assert [r["step"] for r in steps] == list(range(20, 20 + 64 // size["rows"]))
+        assert steps[-1]["consumed_samples"] == 120 + 64
+        if size["rows"] == 8:  # as the run went on: at one rate, with the same memory
+            for r in steps:
+                there = of_run[r["step"]]
+                assert r["batch_fingerprint"] == there["batch_fingerprint"]
+                for name in ("loss", "grad_norm", "learning_rate"):
+                    assert r[name] == pytest.approx(there[name], rel=1e-4)
         expected = rate * np.sqrt(size["rows"] / 8)
         rates = [r["learning_rate"] for r in steps]
         assert rates == pytest.approx([expected] * len(rates), rel=1e-5)
@@ -237,4 +316,4 @@ def test_command(tmp_path, cache_dir):
     wrong = run(*line, "learning_rate=1", module="branch")
     assert wrong.returncode == 2 and "a branch has its own learning_rate" in wrong.stderr
     wrong = run(*line[:2], "7", *line[3:], module="branch")
-    assert wrong.returncode == 2 and "is no checkpoint; there are 20, 40" in wrong.stderr
+    assert wrong.returncode == 2 and "is no checkpoint; there are 10, 20, 40" in wrong.stderr

@@ -161,7 +161,10 @@ def test_names_are_those_of_every_family():
         (["trainable_parameters_mask=[scale]", "lora_rank=2"], "only adapters train"),
         (["lora_rank=2", "log_gradient_noise_scale=True"], "frozen under lora_rank=2"),
         (["lora_rank=2", "lora_dropout=1"], "lora_dropout=1.*below 1"),
-        (["lora_rank=2", "load_full_state_path=a"], "load_full_state_path=a with lora_rank=2"),
+        (
+            ["lora_rank=2", "load_full_state_path=a"],
+            "load_full_state_path=a with lora_rank=2:.*load_parameters_path$",
+        ),
         (["load_in_4bit=True"], "QLoRA"),
     ],
 )

@@ -175,6 +175,23 @@ def test_a_restart_is_exact(first, tmp_path):
 
 
 @pytest.mark.slow
+def test_branches_of_adapters(first):
+    """They begin with the run's state, and with the weights that it adapts and stays near to."""
+    folder, given, _ = first
+    constant = ["warmup_steps_fraction=0", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0"]
+    done = run(*given, *constant, "lora_rank=2", "run_name=adapted")
+    assert done.returncode == 0, done.stderr
+    line = ("--at", "2", "--sizes", "4,8", "--tokens", str(16 * 95))
+    done = run(str(folder / "adapted"), *line, module="branch")
+    assert done.returncode == 0, done.stderr
+    branch = folder / "adapted/branches/2-16/8"
+    for record, of_run in zip(losses(branch), losses(folder / "adapted")[2:], strict=True):
+        (*numbers, rows, consumed), (*there, rows_of_run, consumed_there) = record, of_run
+        assert (rows, consumed) == (rows_of_run, consumed_there)
+        assert numbers == pytest.approx(there, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_a_kill_in_the_pass_over_the_reference(first):
     """kill -9: the next start makes what is not in the file, and all is as without a kill."""
     folder, given, _ = first
