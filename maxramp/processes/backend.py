@@ -104,7 +104,7 @@ def join(timeout: float) -> None:
 
     Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
     first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
-    neither.
+    neither. A job of one process joins nothing and takes every device it sees.
 
     Args:
       timeout: seconds to wait for the other processes.
@@ -113,6 +113,9 @@ def join(timeout: float) -> None:
       ConfigError: the environment is incomplete, or the coordinator's port is taken.
       TrainingError: other processes did not come.
     """
+    if tasks := os.environ.get("SLURM_STEP_NUM_TASKS"):
+        # JAX reads the tasks of the whole job. A step that salloc opened for a person has one.
+        os.environ["SLURM_NTASKS"] = tasks
     given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, place = _described() or detect(*given)[:3]
@@ -124,10 +127,11 @@ def join(timeout: float) -> None:
             "processes there are; set MAXRAMP_COORDINATOR, MAXRAMP_NUM_PROCESSES and "
             "MAXRAMP_PROCESS_ID"
         )
-    if count > 1:
-        _allow_connections()
-        meet = _wait_for_all if place == 0 else _report
-        lifeline.hold(place, meet(address, place, count, timeout))
+    if count == 1:
+        return
+    _allow_connections()
+    meet = _wait_for_all if place == 0 else _report
+    lifeline.hold(place, meet(address, place, count, timeout))
     bound = address if _is_loopback(_parts(address)[0]) else None  # JAX would listen everywhere
     jax.distributed.initialize(
         address, count, place, coordinator_bind_address=bound, initialization_timeout=60

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import BASE, command, environment
+
+from maxramp.processes import backend
 
 START = """
 from maxramp.processes.keys import BackendKeys
@@ -16,6 +19,15 @@ start(BackendKeys("cpu", "gs://bucket/cache", 1))
 def test_a_cache_far_away_makes_no_folder_here(tmp_path):
     subprocess.run([sys.executable, "-c", START], cwd=tmp_path, env=environment(), check=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interactive_step_of_salloc_is_one_process(monkeypatch):
+    """The job has four tasks, of which the person's shell is one: nobody starts the others."""
+    step = {"JOB_ID": 7, "NTASKS": 4, "STEP_NUM_TASKS": 1, "PROCID": 0, "LOCALID": 0}
+    for name, value in (step | {"STEP_NODELIST": "localhost"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    backend.join(1)
+    assert not jax.distributed.is_initialized()
 
 
 PLUGIN = """
