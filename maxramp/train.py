@@ -52,7 +52,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rl import first_weights
-from maxramp.run.metrics import Record, Taken, of_sums
+from maxramp.run.metrics import Record, Taken, names_of_sums, of_sums
 from maxramp.stage import Fields, SightKeys, text_fields
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -178,6 +178,12 @@ class Pretrainer:
     def state(self) -> TrainState:
         """The state after the steps that were taken."""
         return self._held.tree
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the numbers of its evaluations."""
+        tasks = self._tasks.names if self._tasks else []
+        return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Taken:
         """Hands the batch of step `step` to the train step of its stage.

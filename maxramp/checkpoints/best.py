@@ -1,8 +1,6 @@
 """The best checkpoint of a run so far, by a number of its evaluations: `checkpoint_best`."""
 
-from collections.abc import Mapping
-
-import jax
+from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
@@ -40,30 +38,24 @@ class Best:
         """Of the best checkpoint; None without one, and on all processes but the first."""
         return folder_lib.best_of(self._scores)
 
-    def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of every checkpoint; on every process.
+    def check(self, names: Sequence[str]) -> None:
+        """Refuses a number that evaluations do not have; `names` are those that they have.
 
         Raises:
-          ConfigError: it lacks the number, and has others of the kind.
+          ConfigError: it is none of them.
         """
-        if not self._how:
-            return False
-        answer = agreement.raise_everywhere(
-            lambda: jax.process_index() == 0 and self._is_beaten(evaluation)
-        )
-        return agreement.all_gather_json(answer)[0]
-
-    def _is_beaten(self, evaluation: Mapping[str, float]) -> bool:
         name = self._how.partition(" ")[2]
-        kind = name.partition("_")[0]
-        there = [other for other in evaluation if other.startswith(f"{kind}_")]
-        if there and name not in there:
+        if name and name not in names:
             raise ConfigError(
                 f"checkpoint_best={self._how}: evaluations of this run have no {name}, but "
-                f"{', '.join(there)}"
+                f"{', '.join(names)}"
             )
-        score = folder_lib.score(self._how, evaluation)
-        return score is not None and (self.step is None or score > self._scores[self.step])
+
+    def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of every checkpoint; on every process."""
+        score, step = folder_lib.score(self._how, evaluation), self.step
+        beaten = score is not None and (step is None or score > self._scores[step])
+        return agreement.all_gather_json(beaten)[0]
 
     def __str__(self) -> str:
         """What it is, for a person; "" without one."""

@@ -1,9 +1,10 @@
 """decisions.json: the rungs that a run with rampup_policy=noise has taken.
 
 Written before the first step that uses a rung, and binding from then on: a restart keeps them, also
-where it goes on from a checkpoint of before.
+where it goes on from a checkpoint of before. A run that left no checkpoint begins anew.
 """
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Sequence
@@ -42,28 +43,52 @@ def read(run: Place) -> list[dict[str, Any]]:
         ) from None
 
 
-def write(run: pathlib.Path, decisions: Sequence[dict[str, Any]], first: int | None) -> None:
-    """Writes all decisions.
+class DecisionsFile:
+    """The file of a run that goes on; what a full disk does not take waits in memory.
 
-    Args:
-      run: its folder.
-      decisions: in order.
-      first: the first rung of the ladder, for the fixed ramp that repeats the run; None for a run
-        that no one ramp repeats, as its schedule began after its first step.
-
-    Raises:
-      OSError: they cannot be written.
+    Attributes:
+      taken: the decisions, in order.
     """
-    written: dict[str, Any] = {"decisions": list(decisions)}
+
+    def __init__(self, run: pathlib.Path):
+        """`run` is its folder."""
+        self._path, self._unwritten = run / FILE, b""
+        self.taken = read(run)
+
+    def write(self, taken: Sequence[dict[str, Any]], first: int | None) -> None:
+        """Writes all decisions, or keeps them until `flush`.
+
+        Args:
+          taken: in order.
+          first: rows of the first batch of the run; None for a run that no one ramp repeats, as
+            its schedule began after its first step.
+        """
+        self.taken, self._unwritten = list(taken), _text(taken, first)
+        with contextlib.suppress(OSError):  # `flush` says so
+            self.flush()
+
+    def flush(self) -> None:
+        """Makes sure that everything is written.
+
+        Raises:
+          OSError: the file system takes no more.
+        """
+        if self._unwritten:
+            write_whole(self._path, self._unwritten)
+            self._unwritten = b""
+
+
+def _text(taken: Sequence[dict[str, Any]], first: int | None) -> bytes:
+    written: dict[str, Any] = {"decisions": list(taken)}
     if first is not None:
-        sizes = [(0, first), *((d["first_sample"], d["global_batch_size"]) for d in decisions)]
+        sizes = [(0, first), *((d["first_sample"], d["global_batch_size"]) for d in taken)]
         written["as_fixed_ramp"] = {
             "step_batch_size_schedule": " ".join(f"{sample}:{size}" for sample, size in sizes),
             "step_batch_size_unit": "samples",
             "batch_size_lr_scaling": "sqrt",
             "batch_size_lr_reference": "initial",
         }
-    write_whole(run / FILE, (json.dumps(written, indent=2) + "\n").encode())
+    return (json.dumps(written, indent=2) + "\n").encode()
 
 
 def binding(

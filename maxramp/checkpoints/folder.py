@@ -62,7 +62,8 @@ class Checkpoint:
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
-    owes_tasks: bool = False  # an evaluation on tasks was due after its last step, and given up
+    # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
+    owes: list[str] = dataclasses.field(default_factory=list)
 
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""

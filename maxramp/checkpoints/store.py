@@ -196,7 +196,7 @@ class Checkpoints(Saves):
         prepare: Callable[[], Callable[[], None]],
         last: bool,
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
-        owes_tasks: bool = False,
+        owes: Sequence[str] = (),
     ) -> None:
         """Saves the state after `step` steps, unless that was the last save.
 
@@ -212,7 +212,7 @@ class Checkpoints(Saves):
             until it is there, for the first process; where either raises, nothing counts.
           last: nothing is trained after it: returns when it is written.
           evaluation: the numbers of the evaluations of this state, by their names.
-          owes_tasks: whether the one on tasks is due and was given up.
+          owes: those that are due and have not come.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
@@ -233,31 +233,39 @@ class Checkpoints(Saves):
             reference=self.reference,
             mixtures=seen(self._mixtures, consumed_samples),
             evaluation=_finite(evaluation),
-            owes_tasks=owes_tasks,
+            owes=list(owes),
         )
         self.begin(step, self._writer(checkpoint, state, prepare))
         if last or not self._keys.async_checkpointing:
             self.settle(last)
 
-    def make_up(self, position: Checkpoint, evaluation: Mapping[str, float]) -> None:
-        """Adds to a checkpoint of this run the numbers of the evaluation that it owes.
+    def make_up(
+        self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]
+    ) -> None:
+        """Adds to this run's last checkpoint the numbers of the evaluations that it owes.
+
+        Args:
+          step: the checkpoint's; nothing is done where it is another run's.
+          evaluation: the numbers.
+          prepare: as of `save`.
 
         Raises:
           TrainingError: they cannot be written.
         """
-        if position.path.parent != self._folder:
-            return  # of another run, which this one goes on from
-        numbers = position.evaluation | _finite(evaluation)
-        whole = dataclasses.replace(position, evaluation=numbers, owes_tasks=False)
 
         def write() -> None:
+            there = folder_lib.read(self._folder / str(step))
+            numbers = there.evaluation | _finite(evaluation)
+            whole = dataclasses.replace(there, evaluation=numbers, owes=[])
             try:
+                prepare()()
                 folder_lib.commit(whole)
             except OSError as error:
                 raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
             self.best.add(whole)
+            self._tidy()
 
-        agreement.raise_everywhere(lambda: self._is_first and write())
+        agreement.raise_everywhere(lambda: self._is_first and self.newest == step and write())
 
     def _writer(
         self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]

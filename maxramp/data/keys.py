@@ -107,6 +107,9 @@ class ReadingKeys(Keys):
     grain_prefetch_buffer_gib: float = at_least(0)
 
 
+HELD_OUT, TASKS = "held_out", "tasks"  # what a state is evaluated on
+
+
 @dataclasses.dataclass(frozen=True)
 class EvalKeys(Keys):
     """When to evaluate, and on how much."""
@@ -136,6 +139,12 @@ class EvalKeys(Keys):
         """Whether to evaluate after `step` steps of a run."""
         interval = self.eval_interval
         return interval > 0 and (step % interval == 0 or step == total_steps)
+
+    def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
+        """What to evaluate on after `step` steps of a run, of which the last consumed samples from
+        `before` on: HELD_OUT, TASKS."""
+        tasks = self.tasks_are_due(before, consumed, step == total_steps)
+        return [HELD_OUT] * self.is_due(step, total_steps) + [TASKS] * tasks
 
     def rows(self, num_devices: int) -> int:
         """Rows of an evaluation batch on all devices; 0 = the run never evaluates."""

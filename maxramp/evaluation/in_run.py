@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxramp.commandline import Seldom
 from maxramp.data.keys import EvalKeys
-from maxramp.errors import TrainingError
+from maxramp.errors import ConfigError, StepError, TrainingError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Rehearsal, Together, expect
@@ -54,11 +54,11 @@ class RunTasks:
             tasks = harness.Tasks("evaluate_tasks", names, own)
             tasks.refuse_answers(config.mesh.pipeline_stages)
             rehearsal = Rehearsal(longest, self._beat)
-            self._numbers(tasks, rehearsal)
-            return tasks, rehearsal.asked
+            names = [*self._numbers(tasks, rehearsal)]
+            return tasks, (rehearsal.asked, names)
 
-        self._tasks, asked = led(load, self._beat) or (None, None)
-        self._asked = from_first(asked, self._beat)
+        self._tasks, known = led(load, self._beat) or (None, None)
+        self._asked, self.names = from_first(known, self._beat)  # and the names of its numbers
 
     def announce(self, ahead: Ahead, stage: Stage) -> None:
         """Has the programs of a stage's evaluations compiled, where it may have one."""
@@ -70,7 +70,11 @@ class RunTasks:
             expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
 
     def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Taken | None:
-        """Evaluates a state as it was trained; None where somebody asks for the end meanwhile."""
+        """Evaluates a state as it was trained; None where somebody asks for the end meanwhile.
+
+        Raises:
+          StepError: a task fails, on every process.
+        """
         self._tell = Seldom(self._job.output.say)  # 30 seconds from here
         scorer = self._scorer(ahead, mesh_of(state), sight)
         together = Together(scorer, state.model, self._beat)
@@ -78,6 +82,8 @@ class RunTasks:
             found = together.run(lambda: self._numbers(self._tasks, together))
         except _StoppedError:
             return None
+        except (ConfigError, TrainingError) as error:
+            raise StepError(str(error)) from None
         return Taken((), lambda read, begin, end: found or {})
 
     def _numbers(self, tasks: Any, asked: Together | Rehearsal) -> Record:

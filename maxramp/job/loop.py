@@ -3,8 +3,14 @@
 It never waits for the devices: step k + 1 is on its way when the numbers of step k are read.
 """
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import jax
+
+from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
 from maxramp.parallel import cpu
@@ -25,6 +31,11 @@ class Trainer(Protocol):
     @property
     def state(self) -> TrainState:
         """The state after the steps that were taken."""
+        ...
+
+    @property
+    def evaluated(self) -> Sequence[str]:
+        """The names of the numbers of its evaluations."""
         ...
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
@@ -62,6 +73,67 @@ class Trainer(Protocol):
         ...
 
 
+class _After:
+    """What a job does with its state after a step: evaluates and saves it."""
+
+    def __init__(self, job: Job, trainer: Trainer, log: MetricsLog, numbers: LastEvaluation):
+        self._job, self._trainer, self._log, self._numbers = job, trainer, log, numbers
+
+    def save(self, done: int, last: bool, owes: Sequence[str] = ()) -> None:
+        """Saves the state after `done` steps, as one that owes evaluations that are due."""
+        self._log.flush()  # a state whose loss ends the run is never saved
+        ramp, flush = self._job.span.ramp, self._job.output.kept.flush
+        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
+        known = self._numbers.of(done - 1)
+        state = self._trainer.state
+        self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
+        self._log.restart_clock()
+
+    @contextlib.contextmanager
+    def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
+        """Saves the state after `done` steps before an error ends the run that leaves it as it was
+        and that every process has: a StepError, or any of an evaluation, which it `owes` then."""
+        try:
+            yield
+        except NotFiniteError:
+            self._log.flush()  # the step before may say why
+            raise
+        except Exception as error:
+            known = isinstance(error, StepError) or (owes and jax.process_count() == 1)
+            if known and done > self._job.span.first_step:
+                self.save(done, last=True, owes=owes)
+            raise
+
+    def evaluate(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
+        """Evaluates the state after step `step`; False if somebody asks for the end meanwhile."""
+        if HELD_OUT in due:
+            self._log.log_eval(step, consumed, self._trainer.evaluate(stage))
+        if TASKS in due:
+            self._log.flush()
+            self._log.restart_clock()
+            taken = self._trainer.evaluate_tasks(stage.spec.sight)
+            if taken is None:
+                return False
+            self._log.log_eval(step, consumed, taken)
+        return True
+
+    def make_up(self, step: int, consumed: int, stage: Stage, owed: Sequence[str]) -> bool:
+        """`evaluate` of a state that was saved: its checkpoint gets the numbers."""
+        if not self.evaluate(step, consumed, stage, owed):
+            return False
+        self._log.flush()
+        flush = self._job.output.kept.flush
+        self._job.checkpoints.make_up(step + 1, self._numbers.of(step), flush)
+        return True
+
+    def is_best(self, step: int) -> bool:
+        """Whether the evaluation of the state after step `step` is better than any before."""
+        if not self._job.config.checkpoints.checkpoint_best:
+            return False
+        self._log.flush()  # it decides whether the state is saved
+        return self._job.checkpoints.best.is_beaten(self._numbers.of(step))
+
+
 def train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job.
 
@@ -78,78 +150,56 @@ def train(job: Job, trainer: Trainer) -> int:
     """
     config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
     ramp, first_step = span.ramp, span.first_step
+    checkpoints.best.check(trainer.evaluated)
     cpu.keep()
     checkpoints.start_saving()
-    writers = output.open_files(ramp, first_step, job.owes_tasks)
+    writers = output.open_files(ramp, first_step, job.owes)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
-    evaluation = LastEvaluation()
-    log = MetricsLog(config.run, [growth, evaluation, *writers])
+    numbers = LastEvaluation()
+    log = MetricsLog(config.run, [growth, numbers, *writers])
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
+    after = _After(job, trainer, log, numbers)
 
-    def save(done: int, last: bool, owes_tasks: bool = False) -> None:
-        log.flush()  # a state whose loss ends the run is never saved
-        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        numbers, flush = evaluation.of(done - 1), output.kept.flush
-        checkpoints.save(done, trainer.state, consumed, stages, flush, last, numbers, owes_tasks)
-        log.restart_clock()
+    def stopped(done: int) -> int:
+        trainer.raise_failure()  # which asked for the end
+        output.say_stopped(done - 1 if done > first_step else None)
+        return EXIT_PREEMPTED
 
-    def evaluate_tasks(step: int, consumed: int, sight: SightKeys) -> bool:
-        log.flush()
-        log.restart_clock()
-        if taken := trainer.evaluate_tasks(sight):
-            log.log_eval(step, consumed, taken)
-        return taken is not None
-
-    def is_best(step: int) -> bool:
-        log.flush()  # an evaluation decides whether its state is saved
-        return checkpoints.best.is_beaten(evaluation.of(step))
-
-    if job.owes_tasks:
-        step, consumed = first_step - 1, span.position.consumed_samples
-        if not evaluate_tasks(step, consumed, span.position.sight):
-            output.say_stopped(None)
-            return EXIT_PREEMPTED
-        log.flush()
-        checkpoints.make_up(span.position, evaluation.of(step))
+    if job.owes:
+        stage, position = ramp.stage_at_step(first_step), span.position
+        spec = dataclasses.replace(stage.spec, sight=position.sight)  # of the step before
+        stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
+        if not after.make_up(first_step - 1, consumed, stage, job.owes):
+            return stopped(first_step)
 
     for step in span.steps():
         growth.before(step)
         stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
-        try:
-            with profiler.before(step):
-                taken = trainer.step(step, stage, first_sample)
-        except NotFiniteError:
-            log.flush()  # the step before may say why
-            raise
-        except StepError:
-            if step > first_step:
-                save(step, last=True)
-            raise
+        with after.saving(step), profiler.before(step):
+            taken = trainer.step(step, stage, first_sample)
         if taken is None:
             if step > first_step:
-                save(step, last=True)
-            trainer.raise_failure()  # which asked for the end
-            output.say_stopped(step - 1 if step > first_step else None)
-            return EXIT_PREEMPTED
+                after.save(step, last=True)
+            return stopped(step)
         done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, taken)
-        if evaluated := config.evaluation.is_due(done, ramp.total_steps):
-            log.log_eval(step, consumed, trainer.evaluate(stage))
+        due = config.evaluation.due(done, first_sample, consumed, ramp.total_steps)
+        stopping, ends = job.check(), done == span.last_step
+        if stopping or ends:
+            after.save(done, last=True, owes=due)  # before anything else can fail
+            if stopping and (due or not ends):
+                return stopped(done)
+            if due and not after.make_up(step, consumed, stage, due):
+                return stopped(done)
+            continue
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
-        is_last, owes_tasks = done == ramp.total_steps, False
-        if config.evaluation.tasks_are_due(first_sample, consumed, is_last):
-            owes_tasks = not evaluate_tasks(step, consumed, stage.spec.sight)
-            evaluated = True
-
-        stopping = owes_tasks or job.check()
-        last = stopping or done == span.last_step
-        best = evaluated and config.checkpoints.checkpoint_best and is_best(step)
-        if best or last or checkpoints.is_due(done, ramp):
-            save(done, last, owes_tasks)
-        if owes_tasks or (stopping and done < span.last_step):
-            trainer.raise_failure()
-            output.say_stopped(step)
-            return EXIT_PREEMPTED
+        with after.saving(done, due):
+            is_whole = after.evaluate(step, consumed, stage, due)
+        if not is_whole:
+            after.save(done, last=True, owes=due)
+            return stopped(done)
+        if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
+            after.save(done, last=False)
     return job.end()

@@ -20,6 +20,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
+from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_STAGE_END, is_expected, report
 from maxramp.files.place import Place
 from maxramp.handover.export import export_run
@@ -132,7 +133,9 @@ class Start:
         if path := config.checkpoints.load_parameters_path:
             is_first = jax.process_index() == 0 and not position
             agreement.raise_everywhere(lambda: is_first and keep_beside(path, output.here))
-        recorded = agreement.raise_everywhere(lambda: decisions.read(output.here))
+        # Those of a start that left no checkpoint bind nobody.
+        goes_on = checkpoints.newest is not None
+        recorded = agreement.raise_everywhere(lambda: goes_on and decisions.read(output.here))
         span = take_up(
             config.batch,
             config.checkpoints,
@@ -140,7 +143,7 @@ class Start:
             self.meshes,
             PassCost(config).restart,
             position,
-            agreement.all_gather_json(recorded)[0],
+            agreement.all_gather_json(recorded or [])[0],
             fields,
         )
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
@@ -161,13 +164,14 @@ class Job(Start):
     @property
     def has_work(self) -> bool:
         """Whether there is a step to train for this job, or an evaluation to make up for."""
-        return self.span.first_step < self.span.last_step or self.owes_tasks
+        return self.span.first_step < self.span.last_step or bool(self.owes)
 
     @property
-    def owes_tasks(self) -> bool:
-        """Whether the job before gave up the evaluation on tasks that was due with its state."""
-        position, names = self.span.position, self.config.evaluation.evaluate_tasks
-        return bool(names and position and position.owes_tasks)
+    def owes(self) -> list[str]:
+        """The evaluations that were due with the state of the job before, and did not come."""
+        position, keys = self.span.position, self.config.evaluation
+        known = {HELD_OUT: keys.eval_interval != -1, TASKS: bool(keys.evaluate_tasks)}
+        return [what for what in (position.owes if position else ()) if known[what]]
 
     def abstract_state(self) -> TrainState:
         """The train state's shapes and shardings, on the mesh of the first step.

@@ -67,6 +67,10 @@ def writing(
     )
 
 
+# What answers are like, beside the rewards of each function.
+_OF_ANSWERS = ("reward", "reward_std", "answer_length", "truncated")
+
+
 @dataclasses.dataclass
 class Part:
     """Prompts and the answers to them, whose rewards are on their way until they are there."""
@@ -167,12 +171,13 @@ class Scorer:
     def summary(self, part: Part) -> dict[str, float]:
         """What the answers of a part are like, by name."""
         total_R = self._total(part)
-        found = {
-            "reward": total_R.mean(),
-            "reward_std": total_R.reshape(-1, self._policy.num_generations).std(1).mean(),
-            "answer_length": np.mean([len(answer.tokens) for answer in part.answers]),
-            "truncated": np.mean([answer.truncated for answer in part.answers]),
-        }
+        numbers = (
+            total_R.mean(),
+            total_R.reshape(-1, self._policy.num_generations).std(1).mean(),
+            np.mean([len(answer.tokens) for answer in part.answers]),
+            np.mean([answer.truncated for answer in part.answers]),
+        )
+        found = dict(zip(_OF_ANSWERS, numbers, strict=True))
         for name, mean in zip(self._keys.rewards, part.rewards_RF.mean(0), strict=True):
             found[f"reward {name}"] = mean
         return {name: float(value) for name, value in found.items()}
@@ -226,6 +231,11 @@ class PolicyTrainer:
         self._beat, self._stopping = beat, stopping
         self._policy, self.raise_failure = programs.policy, programs.raise_failure
         self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the numbers of its evaluations."""
+        return [f"eval_{name}" for name in (*_OF_ANSWERS, "tokens")]
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
         """One rollout batch and the updates on it, the last of which the devices still work on.

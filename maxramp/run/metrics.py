@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import TrainingError
 from maxramp.files.place import Place
 from maxramp.rampup.numbers import plain_number
@@ -211,6 +212,12 @@ def of_sums(
     return Taken(dict(sums), measured)
 
 
+def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
+    """The names of the numbers of `of_sums`: of sets by their names, "" of the only one."""
+    ends = ["", *(f"_{name}" for name in sets if name)]
+    return [f"eval_{name}{end}" for end in ends for name in shown]
+
+
 def numbers_of(record: Record) -> dict[str, int | float]:
     """What can be drawn as a curve over steps."""
     return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
@@ -276,34 +283,40 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cut_records(path: pathlib.Path, first_step: int, owes_tasks: bool = False) -> int:
+def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -> int:
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
-    What a kill tore, and every line after it, goes there too; `owes_tasks`: and the numbers of
-    tasks after the step before.
+    What a kill tore, and every line after it, goes there too, and the evaluations after the step
+    before that come again, as it `owes` them.
 
     Returns:
       The steps that were moved.
     """
     if not path.exists():
         return 0
-    end, dropped = 0, 0
+    end, dropped, cut = 0, 0, False
     with path.open("r+b") as file:
         for line in file:
             record = _parse(line)
-            kept = record and record["step"] < first_step and line.endswith(b"\n")
-            if owes_tasks and kept and record["step"] == first_step - 1:
-                kept = not any(name.startswith(TASK) for name in record)
-            if not dropped and kept:
-                end += len(line)
-            else:
+            cut |= not (record and record["step"] < first_step and line.endswith(b"\n"))
+            cut |= not cut and record["step"] == first_step - 1 and _evaluated_on(record) in owes
+            if cut:
                 dropped += record is None or "loss" in record
+            else:
+                end += len(line)
         file.seek(end)
         if rest := file.read():
             with path.with_name("metrics.dropped.jsonl").open("ab") as kept:
                 kept.write(rest if rest.endswith(b"\n") else rest + b"\n")
         file.truncate(end)
     return dropped
+
+
+def _evaluated_on(record: Record) -> str | None:
+    """What the evaluation of a record was on; None of a step's."""
+    if "eval_seconds" not in record:
+        return None
+    return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT
 
 
 def read_records(path: Place, steps: int | None = None) -> list[Record]:

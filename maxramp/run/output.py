@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from maxramp.checkpoints import decisions
+from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.rows import Corpus
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
@@ -133,30 +134,30 @@ class Output:
             )
 
     def open_files(
-        self, ramp: RampupBatchManager, first_step: int, owes_tasks: bool = False
+        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str] = ()
     ) -> list[Callable[[Record], None]]:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
-        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl; `owes_tasks`:
-        with the numbers of tasks after the last of them, which come again.
+        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
+        evaluations that the last of them `owes`.
 
         Raises:
           ConfigError: the folder takes no more files.
         """
-        position = ramp, first_step, owes_tasks
+        position = ramp, first_step, owes
         agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
         if self._is_first:
             self._display.start(ramp)
         return [*self._writers, self._display] if self._is_first else []
 
-    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes_tasks: bool) -> None:
+    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str]) -> None:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
             _write_json(self.here / "plan.json", ramp.to_json())
             (self.here / "next_stage.json").unlink(missing_ok=True)
-            if dropped := cut_records(self.here / "metrics.jsonl", first_step, owes_tasks):
+            if dropped := cut_records(self.here / "metrics.jsonl", first_step, owes):
                 self.say(
                     f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
                     "metrics.dropped.jsonl)"
@@ -165,7 +166,7 @@ class Output:
             if self._keys.enable_tensorboard:
                 first = first_step, ramp.samples_before(first_step)
                 files += tensorboard_writers(self.here / "tensorboard", *first)
-            self._writers = self.kept.growing = files
+            self._writers, self.kept.growing = files, [*files, self._open_decisions()]
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
@@ -176,6 +177,17 @@ class Output:
                     self.warn(f"{error}; the run goes on without it")
         except OSError as error:
             raise self._refusal(error) from None
+
+    def _open_decisions(self) -> decisions.DecisionsFile:
+        """The decisions about the batch; those of a start that left no checkpoint do not hold."""
+        self._decisions = decisions.DecisionsFile(self.here)
+        if not steps_in(self.folder / "checkpoints") and (before := self._decisions.taken):
+            self._decisions.write([], None)
+            self.say(
+                f"again    {count(len(before), 'decision')} about the batch, of a start that left "
+                "no checkpoint"
+            )
+        return self._decisions
 
     def history(self, span: Span) -> list[Record]:
         """The records of earlier starts that decide how the ramp grows, the same everywhere."""
@@ -191,25 +203,17 @@ class Output:
             raise ConfigError(f"{self.folder / 'metrics.jsonl'}: {error.strerror}") from None
 
     def record_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
-        """Makes a decision binding: on disk when this returns.
-
-        Raises:
-          TrainingError: it cannot be written.
-        """
+        """Makes a decision binding: on disk when this returns, or before a checkpoint counts."""
         if not self._is_first:
             return
-        try:
-            known = {d["global_batch_size"]: d for d in decisions.read(self.here)}
-            first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
-            before = [  # of a run that this one goes on from, no more is known
-                known.get(size, {"first_sample": sample, "global_batch_size": size})
-                for sample, size in taken
-            ]
-            whole = ramp.stages[0].first_step == 0
-            taken = [*before, decision.to_json()]
-            decisions.write(self.here, taken, first[1] if whole else None)
-        except OSError as error:
-            raise TrainingError(f"a decision about the batch was not written: {error}") from None
+        known = {d["global_batch_size"]: d for d in self._decisions.taken}
+        first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
+        before = [  # of a run that this one goes on from, no more is known
+            known.get(size, {"first_sample": sample, "global_batch_size": size})
+            for sample, size in taken
+        ]
+        whole = ramp.stages[0].first_step == 0
+        self._decisions.write([*before, decision.to_json()], first[1] if whole else None)
         why = (
             "its latest sample is reached"
             if decision.reason == "latest"

@@ -133,9 +133,7 @@ class Programs(Ahead):
         self._mesh = mesh
         self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
         if self._eval_rows:  # an evaluation may come before the next stage
-            key, spec = self._evaluation(stage)
-            lower = functools.partial(self._lower_evaluation, spec)
-            self.announce((key, spec), key, mesh, lower)
+            self._add_evaluation(stage)
         if self._beside:
             self._beside(self, stage)
 
@@ -177,10 +175,13 @@ class Programs(Ahead):
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
-        return self.get(self._evaluation(stage))
+        return self.get(self._add_evaluation(stage))
 
-    def _evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
-        return "evaluation", stage.spec.of_whole_samples(self._eval_rows)
+    def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
+        name, spec = "evaluation", stage.spec.of_whole_samples(self._eval_rows)
+        lower = functools.partial(self._lower_evaluation, spec)
+        self.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
+        return name, spec
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
         train_step = make_train_step(self._recipe.of(spec), self._rate)

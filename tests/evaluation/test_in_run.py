@@ -45,6 +45,14 @@ def pause(self, line):
 RunTasks._pause = pause
 end_process(train.main(sys.argv[4:], Preemption()))
 """
+# Of a task: what a rehearsal answers is scored, what a model answers is not until MENDED is set.
+FAILS = """
+import os
+
+def process(doc, results):
+    scores = [score for score, _ in results]
+    return {"acc": 1 / (bool(os.environ["MENDED"]) or {*scores} == {-1.0})}
+"""
 
 
 def keys_of(**given) -> EvalKeys:
@@ -142,7 +150,7 @@ def test_signals_while_it_evaluates(line, whole):
     def owes():
         steps = folder_of(line, "signals") / "checkpoints"
         last = max(steps.iterdir(), key=lambda path: int(path.name))
-        return json.loads((last / "checkpoint.json").read_text())["owes_tasks"]
+        return json.loads((last / "checkpoint.json").read_text())["owes"]
 
     _, expected = whole
     done, found = signalled(signal.SIGTERM, PASSES + 3)  # in the second one, at sample 48
@@ -155,6 +163,46 @@ def test_signals_while_it_evaluates(line, whole):
 
     done, found = signalled(signal.SIGTERM, 1000)
     assert done.returncode == 0 and found == expected and not owes(), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval, failed_at", [(24, 24), (-1, 104)])
+def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
+    """The state is saved and owes what was due; mended, the run is the one that nothing ended."""
+    (tmp_path / "code.py").write_text(FAILS)
+    (tmp_path / "made_failing.yaml").write_text(
+        (folder_of(line, "tasks") / "made_choices.yaml")
+        .read_text()
+        .replace("made_choices", "made_failing")
+        .replace("metric_list:", "process_results: !function code.process\nmetric_list:")
+    )
+    line = (*line, f"evaluate_tasks_include_path={tmp_path}", "evaluate_tasks=[made_failing]")
+    line += (f"evaluate_tasks_interval={interval}", "eval_interval=2", "eval_steps=1")
+    line += ("enable_tensorboard=False", f"base_output_directory={tmp_path}")
+
+    def trained(name, mended, *more):
+        given = {"MENDED": mended} | environment()
+        done = run_forked((sys.executable, "-m", "maxramp.train", *line, *more, name), given, 300)
+        records = read_records(tmp_path / name.partition("=")[2] / "metrics.jsonl")
+        times = ("_seconds", "per_second", "per_device")
+        return done, [{k: v for k, v in r.items() if not k.endswith(times)} for r in records]
+
+    done, whole = trained("run_name=whole", "yes")
+    assert done.returncode == 0, done.stderr
+    done, found = trained("run_name=run", "")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "the tasks made_failing: division by zero (ZeroDivisionError)" in done.stderr
+    steps = (tmp_path / "run" / "checkpoints").iterdir()
+    last = json.loads((max(steps, key=lambda p: int(p.name)) / "checkpoint.json").read_text())
+    assert last["consumed_samples"] == failed_at == found[-1]["consumed_samples"]
+    assert last["owes"] == ["held_out", "tasks"]
+    done, found = trained("run_name=run", "yes")
+    assert done.returncode == 0 and found == whole, done.stderr
+
+    best = "checkpoint_best=highest task_made_failing_accuracy"
+    done, found = trained("run_name=other", "yes", best)
+    assert done.returncode == 2 and found == []
+    assert "have no task_made_failing_accuracy, but eval_loss, eval_tokens, task_" in done.stderr
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
+from test_output import start
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import take_up
@@ -51,7 +52,7 @@ def drive(span, folder, scale_of, history=(), until=None):
 
     def write(decision, ramp):
         written.append(decision.to_json())
-        decisions.write(folder, written, 8)
+        decisions.DecisionsFile(folder).write(written, 8)
 
     def grown(ramp):
         assert decisions.read(folder) == written
@@ -196,11 +197,35 @@ def test_decisions_of_another_ladder_or_torn(tmp_path):
 def test_the_fixed_ramp_that_repeats_a_run(tmp_path):
     """The ramp of a run that began otherwise repeats nothing."""
     decision = {"first_sample": 80, "global_batch_size": 16}
-    decisions.write(tmp_path, [decision], 8)
+    file = decisions.DecisionsFile(tmp_path)
+    file.write([decision], 8)
     found = json.loads((tmp_path / decisions.FILE).read_text())
     assert found["as_fixed_ramp"]["step_batch_size_schedule"] == "0:8 80:16"
-    decisions.write(tmp_path, [decision], None)
+    file.write([decision], None)
     assert json.loads((tmp_path / decisions.FILE).read_text()) == {"decisions": [decision]}
+
+
+def test_a_decision_that_no_disk_takes_waits(tmp_path):
+    """No checkpoint counts before it is written: `flush` is asked first."""
+    file, decision = decisions.DecisionsFile(tmp_path / "run"), {"first_sample": 80}
+    file.write([decision | {"global_batch_size": 16}], 8)
+    with pytest.raises(OSError, match=decisions.FILE):
+        file.flush()
+    (tmp_path / "run").mkdir()
+    file.flush()
+    assert decisions.read(tmp_path / "run") == file.taken != []
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_decisions_without_a_checkpoint_bind_nobody(tmp_path, capsys, checkpoint):
+    folder, decision = tmp_path / "run", {"first_sample": 80, "global_batch_size": 16}
+    (folder / "checkpoints" / "20").mkdir(parents=True)
+    if checkpoint:
+        (folder / "checkpoints" / "20" / "checkpoint.json").touch()
+    decisions.DecisionsFile(folder).write([decision], 8)
+    start(folder, *POLICY)
+    assert decisions.read(folder) == [decision] * checkpoint
+    assert ("again    1 decision about the batch" in capsys.readouterr().out) != checkpoint
 
 
 def arguments(tmp_path, cache_dir, name, *more):
@@ -261,3 +286,12 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
         assert [r[name] for r in again] == [r[name] for r in whole]
     assert np.allclose([r["loss"] for r in again], [r["loss"] for r in whole], atol=0.05)
     assert json.loads((tmp_path / "run" / decisions.FILE).read_text()) == found
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    later = "rampup_latest=[1500,2000]", "rampup_noise_factor=1e-30"
+    done = run(*arguments(tmp_path, cache_dir, "run", *later))
+    assert done.returncode == 0 and "again    2 decisions about the batch" in done.stdout
+    batches = [r["global_batch_size"] for r in steps_of(tmp_path / "run")]
+    first = json.loads((tmp_path / "run" / decisions.FILE).read_text())["decisions"][0]
+    assert first["reason"] == "latest" and batches.index(16) == first["first_step"]
+    assert first["first_sample"] >= 1500
