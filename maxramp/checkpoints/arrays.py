@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,8 +35,21 @@ from maxramp.model.order import in_layer_order, in_stage_order
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+_report = sys.unraisablehook
+
+
+def _report_unless_late(event: Any) -> None:
+    """Python's hook: Orbax closes the event loop of a save that fails while its other writes go on,
+    and for what comes of these there is nobody to raise it to."""
+    if str(event.exc_value) != "Event loop is closed":
+        _report(event)
+
+
+sys.unraisablehook = _report_unless_late
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (

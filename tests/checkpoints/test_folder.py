@@ -1,12 +1,17 @@
 """What the command makes of folders, by what stands beside a checkpoint's arrays."""
 
+import asyncio
+import gc
 import os
 import pathlib
+import sys
 
 import pytest
+import tensorstore
 from conftest import BASE, make_config
 
 from maxramp import checkpoint as command
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints.folder import Checkpoint, commit, steps_in
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -91,3 +96,29 @@ def test_keys_that_make_no_sense(keys, names):
         load([BASE, *keys])
     line = str(refused.value)
     assert len(line.splitlines()) == 1 and all(name in line for name in names), line
+
+
+def test_what_comes_of_a_write_after_its_save_failed(monkeypatch, capfd):
+    """Nobody waits for it any more; any other error that nobody hears of is reported."""
+    reported = []
+    monkeypatch.setattr(arrays, "_report", reported.append)
+    monkeypatch.setattr(sys, "unraisablehook", arrays._report_unless_late)
+    for is_late in (True, False):
+        promise, write = tensorstore.Promise.new()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(_wait(write))
+        loop.run_until_complete(asyncio.sleep(0))
+        if is_late:
+            loop.close()
+        else:
+            monkeypatch.setattr(loop, "call_soon_threadsafe", None)
+        promise.set_exception(OSError("late"))
+        assert bool(reported) != is_late
+        loop.close()
+    del task, loop
+    gc.collect()
+    assert not capfd.readouterr().err
+
+
+async def _wait(write):
+    await write
