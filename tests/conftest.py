@@ -28,6 +28,13 @@ import numpy as np
 import object_stores
 import pytest
 from forked import run_forked
+from jax.experimental.compilation_cache import compilation_cache
+from seconds import (  # noqa: F401
+    pytest_addoption,
+    pytest_collection_finish,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
@@ -54,19 +61,27 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory) -> str:
-    """One compilation cache for all subprocesses, of all workers of xdist.
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir() -> str:
+    """The compilation cache of this process and of those that it starts; it outlives the session.
 
-    MAXRAMP_TEST_CACHE names a folder that outlives the session, so that the quick and the slow
-    tests share it.
+    MAXRAMP_TEST_CACHE may name the folder. A test that is about compiles takes `uncached`.
     """
-    if named := os.environ.get("MAXRAMP_TEST_CACHE"):
-        return named
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return str(folder / "jax_cache")
+    folder = os.environ.get("MAXRAMP_TEST_CACHE") or str(ROOT / ".pytest_cache" / "programs")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return folder
+
+
+@pytest.fixture
+def uncached():
+    """What this process compiles in the test is compiled."""
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture(scope="session")

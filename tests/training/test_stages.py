@@ -317,7 +317,8 @@ def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
     assert sorted(steps) == [3, 4, 5, 6]
 
 
-def test_parts_of_the_model_are_named_in_the_program():
+def test_parts_of_the_model_are_named_in_the_program(uncached):
+    """Programs of a cache keep the names that they were compiled with."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
     ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
