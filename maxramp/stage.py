@@ -7,12 +7,11 @@ This module imports no jax.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from maxramp.keys.section import Keys, above_zero, at_least
-from maxramp.parallel.keys import BATCH_AXES, MeshKeys
+from maxramp.parallel.keys import MeshKeys
 
 
 class Field(NamedTuple):
@@ -95,7 +94,7 @@ class StageSpec:
     @property
     def ranks(self) -> int:
         """Groups of devices that each hold rows of their own."""
-        return math.prod(self.mesh.sizes[axis] for axis in BATCH_AXES)
+        return self.mesh.ranks
 
     def of_size(self, accumulation: int, rows: int) -> Self:
         """The same in other passes."""

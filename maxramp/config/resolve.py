@@ -9,7 +9,8 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.parallel.keys import BATCH_AXES, NAME_IN_KEYS, MeshKeys
+from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
+from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, show
@@ -133,10 +134,8 @@ def _pipeline(config: Config) -> dict[str, int]:
         if config.batch.rampup_policy == "noise":
             given = "rampup_policy=noise measures the noise scale, which"
         raise ConfigError(
-            f"{given} takes gradients by rows, which a pipeline "
-            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
-            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) cuts into micro batches; "
-            "leave one of them out"
+            f"{given} takes gradients by rows, which a pipeline ({batch.written('stage')}) cuts "
+            "into micro batches; leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
         per_stage, repeats = layers, 1
@@ -147,8 +146,7 @@ def _pipeline(config: Config) -> dict[str, int]:
     if stages * per_stage * repeats != layers:
         raise ConfigError(
             f"base_num_decoder_layers={layers} is not {count(stages, 'stage')} "
-            f"(ici_pipeline_parallelism={batch.ici_pipeline_parallelism} x "
-            f"dcn_pipeline_parallelism={batch.dcn_pipeline_parallelism}) x "
+            f"({batch.written('stage')}) x "
             f"num_pipeline_repeats={model.num_pipeline_repeats} x "
             f"num_layers_per_pipeline_stage={model.num_layers_per_pipeline_stage}; use "
             "stages whose product with one of the two divides it, and -1 for the other"
@@ -203,12 +201,11 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
 
     The batches of the stages are checked when it is known which of them will run.
     """
-    sizes = mesh.sizes
-    ranks = math.prod(sizes[axis] for axis in BATCH_AXES)
+    sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size
     eval_rows, multiple = exact(eval_size) * num_devices, config.batch.rows_multiple
     if eval_rows % (ranks * multiple):
-        over = " x ".join(f"{axis}={sizes[axis]}" for axis in BATCH_AXES)
+        over = " x ".join(f"{axis}={sizes[axis]}" for axis in ROW_AXES)
         shares = f" in multiples of {multiple} (a pipeline's)" if multiple > 1 else ""
         raise ConfigError(
             f"eval_per_device_batch_size={eval_size:g} is {show(eval_rows)} rows on "

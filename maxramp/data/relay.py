@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.keys.section import refuse
-from maxramp.parallel.keys import AXES
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import reshaped
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.stage import StageSpec

@@ -25,7 +25,7 @@ from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
-from maxramp.parallel.keys import BATCH_AXES
+from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, TOKENS_BT
 from maxramp.training.ahead import Ahead
@@ -82,7 +82,7 @@ class Scorer:
         self._generators: dict[Writing, Generator] = {}
         self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
-        ranks = math.prod(shape[axis] for axis in BATCH_AXES)
+        ranks = math.prod(shape[axis] for axis in ROW_AXES)
         copies = ranks // shape["stage"]
         parts = max(1, keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
         # Rows of a pass are a multiple of it: every device of a rank has as many, and so has every

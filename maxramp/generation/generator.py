@@ -24,7 +24,7 @@ from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
-from maxramp.parallel.keys import BATCH_AXES
+from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, CACHE_BKSh, without_axis
 
@@ -220,7 +220,7 @@ class Generator:
 
     def _rows(self, count: int) -> int:
         """Rows for so many prompts, as many on each device."""
-        ranks = math.prod(self._mesh.shape[axis] for axis in BATCH_AXES)
+        ranks = math.prod(self._mesh.shape[axis] for axis in ROW_AXES)
         return ranks * rounded_up(-(-count // ranks))
 
     def _new_rows(self, prompts: Sequence[np.ndarray], samples: Sequence[int], slots: int) -> Rows:

@@ -24,8 +24,8 @@ from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.keys.section import refuse
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import in_layer_order, in_stage_order
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import on_devices
-from maxramp.parallel.keys import AXES
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, of_axes, unstacked
 

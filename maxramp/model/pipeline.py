@@ -32,6 +32,7 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, of_stages
 from maxramp.model.parts.weights import Weight, map_products, map_weights
 from maxramp.model.size import pipeline_turns
+from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import on_devices
 from maxramp.parallel.cpu import after, recomputed_after
 from maxramp.parallel.sharding import (
@@ -163,13 +164,13 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
         return weight.replace(w[0] if R == 1 else w)
 
     def read(w: jax.Array) -> jax.Array:
-        spec = jax.typeof(w).sharding.spec
         if not gather_once:
-            return jax.reshard(w, of_weight(spec, ("data",)))
-        return jax.reshard(w, of_weight(without_axis(spec, "fsdp"), ("data", "fsdp")))
+            return apart(w)
+        whole = without_axis(jax.typeof(w).sharding.spec, "fsdp")
+        return jax.reshard(w, of_weight(whole, BATCH_AXES))
 
     def apart(w: jax.Array) -> jax.Array:
-        return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, ("data",)))
+        return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, COPY_AXES))
 
     layers = map_weights(split, layers)
     sums = jax.tree.map(lambda w: w.astype(jnp.float32), layers)

@@ -1,9 +1,4 @@
-"""The names of the mesh's axes, and their sizes.
-
-`data` holds whole copies of the weights, `stage` consecutive layers of each copy, `fsdp` shards of
-them, `tensor` shards of each layer's heads and MLP. Rows of a batch are spread over data x stage x
-fsdp: outside the layers, stages share the work as copies do. This module imports no JAX.
-"""
+"""The sizes of the mesh's axes. Imports no JAX."""
 
 import dataclasses
 import math
@@ -11,34 +6,28 @@ import math
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Keys, positive_or_open
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS, ROW_AXES
 
-AXES = ("data", "stage", "fsdp", "tensor")
-BATCH_AXES = ("data", "stage", "fsdp")
-COPY_AXES = ("data", "stage")  # those that share the weights outside the layers
 
-# What stands in a key for an axis: ici_pipeline_parallelism is the size of `stage`.
-NAME_IN_KEYS = {axis: axis for axis in AXES} | {"stage": "pipeline"}
+def _names(group: str) -> list[str]:
+    return [f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for axis in AXES]
 
-_OPEN = "to be filled in"
+
+_Sizes = dataclasses.make_dataclass(
+    "_Sizes",
+    [(n, int, positive_or_open("to be filled in")) for n in (*_names("ici"), *_names("dcn"))],
+    bases=(Keys,),
+    frozen=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshKeys(Keys):
+class MeshKeys(_Sizes):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
-
-    ici_data_parallelism: int = positive_or_open(_OPEN)
-    ici_pipeline_parallelism: int = positive_or_open(_OPEN)
-    ici_fsdp_parallelism: int = positive_or_open(_OPEN)
-    ici_tensor_parallelism: int = positive_or_open(_OPEN)
-    dcn_data_parallelism: int = positive_or_open(_OPEN)
-    dcn_pipeline_parallelism: int = positive_or_open(_OPEN)
-    dcn_fsdp_parallelism: int = positive_or_open(_OPEN)
-    dcn_tensor_parallelism: int = positive_or_open(_OPEN)
 
     def group(self, group: str) -> dict[str, int]:
         """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
-        names = [f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for axis in AXES]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _names(group)}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -47,14 +36,24 @@ class MeshKeys(Keys):
         return {axis: max(1, i) * max(1, d) for axis, (i, d) in zip(AXES, pairs, strict=True)}
 
     @property
+    def ranks(self) -> int:
+        """Groups of devices that each hold rows of their own."""
+        return math.prod(size for axis, size in self.sizes.items() if axis in ROW_AXES)
+
+    @property
     def model_parallel_size(self) -> int:
         """Devices that together hold one row."""
-        return max(1, self.ici_tensor_parallelism) * max(1, self.dcn_tensor_parallelism)
+        return math.prod(size for axis, size in self.sizes.items() if axis not in ROW_AXES)
 
     @property
     def pipeline_stages(self) -> int:
         """Stages of the pipeline; 1 = there is none."""
-        return max(1, self.ici_pipeline_parallelism) * max(1, self.dcn_pipeline_parallelism)
+        return self.sizes["stage"]
+
+    def written(self, axis: str) -> str:
+        """The keys of an axis, as a command line gives them."""
+        names = (f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for group in ("ici", "dcn"))
+        return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def on(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
         """These sizes without an open one, on so many devices.

@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from maxramp.parallel.keys import AXES, MeshKeys
+from maxramp.parallel.axes import AXES
+from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.sharding import REPLICATED
 
 # Explicit: the sharding of every array is part of its type, and a matrix product whose result could

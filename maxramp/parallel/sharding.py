@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.keys import AXES, BATCH_AXES, COPY_AXES
+from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, STACK_AXES, TOKEN_AXES
 
 Spec = P  # the type, for annotations in other modules
 
@@ -19,22 +19,27 @@ REPLICATED = P()
 BY_DEVICE = P(AXES)  # one number of each device
 
 # The batch and what follows from it
-BATCH_ABT = P(None, BATCH_AXES, None)
-TOKENS_BT = P(BATCH_AXES, None)
-ROWS_B = P(BATCH_AXES)
-ROWS_ACB = P(None, "data", "fsdp")  # rows by the copy of the weights that reads them
+_STAGE = ROW_AXES.index("stage")
+_IN_LAYERS = tuple(axis for axis in ROW_AXES if axis != "stage")
+_COPIES = tuple(axis for axis in ROW_AXES if axis in COPY_AXES)
+_IN_COPY = tuple(axis for axis in ROW_AXES if axis not in COPY_AXES)
+BATCH_ABT = P(None, ROW_AXES, TOKEN_AXES)
+TOKENS_BT = P(ROW_AXES, TOKEN_AXES)
+ROWS_B = P(ROW_AXES)
+ROWS_ACB = P(None, _COPIES, _IN_COPY)  # rows by the copy of the weights that reads them
 SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
-SEGMENTS_mBT = P(None, ("data", "fsdp"), None)  # of every micro batch of a pipeline, on all stages
+SEGMENTS_mBT = P(None, _IN_LAYERS, TOKEN_AXES)  # of a pipeline's micro batches, on all stages
 
-# Activations: rows over the batch axes; heads, MLP, vocabulary and the residual stream over tensor
-STREAM_BTD = P(BATCH_AXES, None, "tensor")  # the residual stream
-STREAM_BD = P(BATCH_AXES, "tensor")  # one vector of that width for each row
-HEAD_Bh = P(BATCH_AXES, None)  # one of a head's width
-X_BTD = P(BATCH_AXES, None, None)  # the stream as a product with a weight reads it
-X_BTF = P(BATCH_AXES, None, "tensor")  # the MLP's inside, and logits
-X_BTHh = P(BATCH_AXES, None, "tensor", None)  # queries, keys, values
-X_BTKGh = P(BATCH_AXES, None, "tensor", None, None)
-CACHE_BKSh = P(BATCH_AXES, "tensor", None, None)  # keys and values by slot
+# Activations: rows and tokens as of the batch; heads, MLP, vocabulary and the residual stream over
+# tensor
+STREAM_BTD = P(ROW_AXES, TOKEN_AXES, "tensor")  # the residual stream
+STREAM_BD = P(ROW_AXES, "tensor")  # one vector of that width for each row
+HEAD_Bh = P(ROW_AXES, None)  # one of a head's width
+X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight reads it
+X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
+X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
+X_BTKGh = P(ROW_AXES, TOKEN_AXES, "tensor", None, None)
+CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
 
 # Weights: one side over fsdp, one over tensor
 EMBEDDING_VD = P("tensor", "fsdp")
@@ -74,12 +79,12 @@ def of_gradient(spec: P) -> P:
 
 
 def of_own_gradient(spec: P) -> P:
-    """The spec of that gradient where it stays apart over all axes that rows are sharded on.
+    """The spec of that gradient where it stays apart over all axes that the batch is sharded on.
 
-    The rows of a stage's weight are those of that stage.
+    The rows of a stage's or an expert's weight are those that are there.
     """
-    rows = {*BATCH_AXES}.difference({"stage"} & {*spec.partitions})
-    return P(*(None if axis in rows else axis for axis in spec.partitions), unreduced=rows)
+    batch = {*BATCH_AXES}.difference({*STACK_AXES} & {*spec.partitions})
+    return P(*(None if axis in batch else axis for axis in spec.partitions), unreduced=batch)
 
 
 def summed_at_once(spec: P) -> tuple[str, ...]:
@@ -109,8 +114,7 @@ def merged(spec_BT: P) -> P:
 
 def staged(spec_B: P) -> P:
     """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
-    stage = BATCH_AXES.index("stage")
-    return P(BATCH_AXES[:stage], "stage", BATCH_AXES[stage + 1 :], *spec_B[1:])
+    return P(ROW_AXES[:_STAGE], "stage", ROW_AXES[_STAGE + 1 :], *spec_B[1:])
 
 
 def by_stage(spec: P) -> P:

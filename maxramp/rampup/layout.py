@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.parallel.axes import ROW_AXES
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import exact, show
@@ -128,7 +129,8 @@ def refusal(
         )
     over = f"any number of nodes from {fewest} to num_nodes={keys.nodes}{shares}"
     if fixed:
-        axes = "data x stage x fsdp" if keys.pipeline_stages > 1 else "data x fsdp"
+        has_stages = keys.pipeline_stages > 1
+        axes = " x ".join(axis for axis in ROW_AXES if axis != "stage" or has_stages)
         groups = f" groups of {parallel}" if parallel > 1 else ""
         over = f"{axes} = {ranks[0]}{groups}{shares}"
     other = "fewer micro batches" if shares else "another number of devices"

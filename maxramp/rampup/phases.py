@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base
+from maxramp.parallel.axes import TABLE
 from maxramp.rampup.numbers import parse_count
 from maxramp.stage import SIGHT_KEYS
 
@@ -25,7 +26,7 @@ KeysT = TypeVar("KeysT")
 
 # What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
 # them.
-MESH_KEYS = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+MESH_KEYS = tuple(f"ici_{axis.key}_parallelism" for axis in TABLE if "layers" not in axis.divides)
 MIXTURE = "grain_train_files"
 KEYS = (
     "global_batch_size",
@@ -48,7 +49,7 @@ _REFUSED = {
     "max_target_length": "samples are rows of that length; give the longest, and row_length to the "
     "phases before",
     **dict.fromkeys(
-        (f"dcn_{axis}_parallelism" for axis in ("data", "pipeline", "fsdp", "tensor")),
+        (f"dcn_{axis.key}_parallelism" for axis in TABLE),
         "the state moves to another mesh inside its slices",
     ),
 }

@@ -38,10 +38,7 @@ class ShapeKeys(MeshKeys, SightKeys):
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
-        made = (
-            f"ici_pipeline_parallelism={self.ici_pipeline_parallelism} x "
-            f"dcn_pipeline_parallelism={self.dcn_pipeline_parallelism}"
-        )
+        made = self.written("stage")
         if self.open_pipeline:
             raise ConfigError(
                 f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "

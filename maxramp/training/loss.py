@@ -20,9 +20,9 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
+from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, on_devices, pmax, psum, psum_scatter
 from maxramp.parallel.cpu import after
-from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import all_gather, on_devices
-from maxramp.parallel.keys import AXES
 from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stacked
 
 

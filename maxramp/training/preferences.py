@@ -14,9 +14,9 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.collectives import all_gather, on_devices
 from maxramp.parallel.cpu import gradient_after
-from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, stacked
 from maxramp.training.keys import PreferenceKeys
 from maxramp.training.log_probs import log_probs
@@ -97,7 +97,7 @@ def _over_rows(x_nB: jax.Array) -> jax.Array:
     """Sums over rows: [n], added in one order, as the norm of the gradients (`norm.add_up`)."""
 
     def local(x_nB: jax.Array) -> jax.Array:
-        return all_gather(x_nB.sum(1)[None], BATCH_AXES).sum(0)
+        return all_gather(x_nB.sum(1)[None], ROW_AXES).sum(0)
 
     return on_devices(local, stacked(ROWS_B), REPLICATED)(x_nB)
 

@@ -18,8 +18,8 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import joined
+from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.cpu import after
-from maxramp.parallel.keys import COPY_AXES
 from maxramp.parallel.sharding import BATCH_ABT, of_gradient
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe

@@ -14,7 +14,7 @@ from maxramp.config.keys import OF_ONE_PROGRAM, Config
 from maxramp.config.load import load, to_yaml
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
-from maxramp.parallel.keys import AXES, NAME_IN_KEYS
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.rampup import RampupBatchManager
 
 # Read by PyYAML itself: an answer that the loader under test has no part in.

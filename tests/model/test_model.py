@@ -20,7 +20,7 @@ from maxramp.model.parts import block
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.weights import dense
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel.keys import AXES
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
 from maxramp.parallel.sharding import (
     EMBEDDING_VD,

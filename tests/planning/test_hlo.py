@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.parts.attention import Rule, attend
-from maxramp.parallel.keys import AXES
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, machine, topology
 

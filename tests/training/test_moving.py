@@ -19,7 +19,7 @@ from maxramp.data.order import Share
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END, ConfigError
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.keys import AXES
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import estimate, make_plan

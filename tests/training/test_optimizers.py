@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from maxramp.errors import ConfigError
 from maxramp.model.order import in_layer_order
 from maxramp.model.parts.weights import weights_of
-from maxramp.parallel.keys import AXES, NAME_IN_KEYS
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.mesh import abstract_mesh
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.planning.plan import estimate

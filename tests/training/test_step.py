@@ -17,7 +17,7 @@ from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING
-from maxramp.parallel.keys import AXES, NAME_IN_KEYS
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate

@@ -8,8 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, on_devices, psum, psum_scatter
-from maxramp.parallel.keys import BATCH_AXES
 from maxramp.parallel.sharding import (
     STREAM_BTD,
     TOKENS_BT,

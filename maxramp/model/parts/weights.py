@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
-from maxramp.parallel.keys import COPY_AXES
+from maxramp.parallel.axes import COPY_AXES, ROW_AXES
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     X_BTD,
@@ -224,8 +224,9 @@ _with_whole_gradient.defvjp(lambda y: (y, None), lambda _, dy: (jax.lax.optimiza
 
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Rows [B, ...] of all batch axes as [d, S, B, ...]: the copies, the stages, the others."""
-    mesh = jax.sharding.get_abstract_mesh()
-    d, S = mesh.shape["data"], mesh.shape["stage"]
+    sizes = jax.sharding.get_abstract_mesh().shape
+    S, outside = sizes["stage"], ROW_AXES[: ROW_AXES.index("stage")]
+    d = math.prod(sizes[axis] for axis in outside)
     return d, S, rows[0] // (d * S), *rows[1:]
 
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.parts.weights import weights_of
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, on_devices
-from maxramp.parallel.keys import AXES
 from maxramp.parallel.sharding import Spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.half_lives import Pace, kept, with_decay

@@ -1,0 +1,43 @@
+"""The axes of the mesh: what the devices along each share out between them. Imports no JAX.
+
+What else depends on the axes follows from this table, or names one of them. A new axis is a line
+here, its keys in base.yml, and the specs that name it (`sharding.py`).
+"""
+
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """An axis; of what it does not divide each of its devices holds a copy."""
+
+    name: str
+    key: str  # ici_{key}_parallelism is its size
+    # "rows" or "tokens" of a batch, "layers" or "experts" of the weights, and "widths", such as
+    # heads: one of every weight, wherever it is
+    divides: tuple[str, ...]
+
+
+# The outermost first: what divides rows comes before what does not, so that the devices that hold
+# a row together are neighbours.
+TABLE = (
+    Axis("data", "data", ("rows",)),
+    # Layers of a pipeline. Outside of them stages share the work as copies do.
+    Axis("stage", "pipeline", ("rows", "layers")),
+    Axis("fsdp", "fsdp", ("rows", "widths")),
+    Axis("tensor", "tensor", ("widths",)),
+)
+
+
+def _dividing(*what: str) -> tuple[str, ...]:
+    return tuple(axis.name for axis in TABLE if {*what} & {*axis.divides})
+
+
+AXES = tuple(axis.name for axis in TABLE)
+NAME_IN_KEYS = {axis.name: axis.key for axis in TABLE}
+ROW_AXES, TOKEN_AXES = _dividing("rows"), _dividing("tokens")
+BATCH_AXES = _dividing("rows", "tokens")  # a sum over a batch is one over their devices
+# Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
+# tokens of its own: so the gradients of these are added up.
+COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _dividing("widths"))
+# Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
+STACK_AXES = _dividing("layers", "experts")

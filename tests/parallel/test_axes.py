@@ -1,0 +1,47 @@
+"""Arrays lie on the mesh as the table of its axes says."""
+
+import jax
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, TABLE
+from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.training.state import abstract_state
+
+
+def divided(array, mesh):
+    """Which of an array's dimensions the two devices of a mesh share out."""
+    first, second = (
+        jax.NamedSharding(mesh, array.sharding.spec).devices_indices_map(array.shape).values()
+    )
+    return [n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+
+
+@pytest.mark.parametrize("axis", TABLE, ids=AXES)
+def test_what_an_axis_divides(axis):
+    """Two devices along one axis: their parts of a batch and of every weight of products."""
+    config = make_config(f"ici_{axis.key}_parallelism=2", "per_device_batch_size=2", devices=2)
+    mesh = make_mesh(config)
+    batch = jax.ShapeDtypeStruct((2, 4, 6), "int32", sharding=jax.NamedSharding(mesh, BATCH_ABT))
+    kinds = {1: "rows", 2: "tokens"}
+    assert [kinds[n] for n in divided(batch, mesh)] == [
+        kind for kind in kinds.values() if kind in axis.divides
+    ]
+    assert config.mesh.ranks == (2 if "rows" in axis.divides else 1)
+    assert config.mesh.ranks * config.mesh.model_parallel_size == 2
+
+    model = abstract_state(config.recipe, mesh).model
+    for weight in (model.embedding_VD, model.head_DV):
+        (array,) = jax.tree.leaves(weight)
+        assert bool(divided(array, mesh)) == ("widths" in axis.divides)
+        assert (axis.name in COPY_AXES) == (axis.name in BATCH_AXES and not divided(array, mesh))
+    for weight in (model.layers["dense"].attention.query_DHh, model.layers["dense"].mlp.out_FD):
+        (array,) = jax.tree.leaves(weight)
+        expected = {"layers": 0 in divided(array, mesh)}
+        expected["widths"] = any(divided(array, mesh)[-1:])
+        assert expected == {kind: kind in axis.divides for kind in expected}
+
+
+def test_devices_that_hold_a_row_together_are_neighbours():
+    """By their number in the mesh a process finds which rows they need (`data.order.Share`)."""
+    assert AXES[: len(ROW_AXES)] == ROW_AXES
