@@ -1,5 +1,6 @@
 """A signal in the middle of a long step of `maxramp.grpo`."""
 
+import shutil
 import signal
 import subprocess
 import time
@@ -36,8 +37,10 @@ def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
     assert weights.returncode == 0, weights.stderr
     keys += (f"load_parameters_path={tmp_path / 'weights'}",)
 
-    def start(name):
-        arguments = command(*JOB, *keys, f"run_name={name}", module="grpo")
+    def start(name, *more):
+        line = dict(key.split("=", 1) for key in (*JOB[1:], *keys, f"run_name={name}", *more))
+        given = (f"{name}={value}" for name, value in line.items())
+        arguments = command(JOB[0], *given, module="grpo")
         return subprocess.Popen(
             arguments, env=environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path
         )
@@ -53,7 +56,13 @@ def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
     assert process.returncode == EXIT_PREEMPTED
     assert "stopped by a signal after step 0, saved" in printed
     assert [*steps_in(tmp_path / "stopped" / "checkpoints")] == [1]
+    shutil.copytree(tmp_path / "stopped", tmp_path / "more")
     assert start("stopped").wait(300) == 0
+    # The step that was given up is taken with more answers to the same prompts.
+    process = start("more", "num_generations=8")
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and "num_generations=4 (now 8)" in printed
+    assert [r["step"] for r in read_records(tmp_path / "more" / "metrics.jsonl")] == [0, 1]
     whole, stopped = (
         [
             {k: v for k, v in record.items() if "second" not in k}

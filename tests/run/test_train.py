@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 
 import events
@@ -15,6 +16,7 @@ from conftest import BASE, TINY, command, environment, make_config, run
 from forked import Forked
 from jobs import start_until
 
+from maxramp.checkpoints.folder import steps_in
 from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
@@ -204,7 +206,11 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
 
 @pytest.mark.slow
 def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
-    """In the middle of a ramp: what is left of the means' first zeros is in the checkpoint."""
+    """In the middle of a ramp: what is left of the means' first zeros is in the checkpoint.
+
+    On another mesh, where each device makes other matrices orthogonal, it is the same run but for
+    the order of sums.
+    """
     half_lives = ",".join(HALF_LIVES["muon"])
     more = (
         "opt_type=muon",
@@ -217,8 +223,19 @@ def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     line = arguments(tmp_path, cache_dir, "killed", *more)
     process = start_until(230, tmp_path / "killed", signal.SIGKILL, *line)
     assert process.returncode == -signal.SIGKILL
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
+    first = steps_in(tmp_path / "moved" / "checkpoints")[-1]
     assert run(*line).returncode == 0
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+    mesh = ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "per_device_batch_size=2")
+    mesh += ("per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5")
+    done = run(*arguments(tmp_path, cache_dir, "moved", *more, *mesh), devices=4)
+    assert done.returncode == 0, done.stderr
+    moved, whole = (steps_of(tmp_path / name) for name in ("moved", "whole"))
+    assert [r["batch_fingerprint"] for r in moved] == [r["batch_fingerprint"] for r in whole]
+    for ours, there in zip(moved[first : first + 10], whole[first:], strict=False):
+        assert ours["loss"] == pytest.approx(there["loss"], rel=1e-4)
 
 
 def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):
