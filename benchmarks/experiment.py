@@ -168,7 +168,7 @@ def _bind(*cores: int) -> None:
 def _bound() -> list[str]:
     """A module's command that ends when this one does, so that the next start finds no other."""
     here = [sys.executable, "-m"]
-    return [*here, "maxramp.launch.bound", str(os.getpid()), *here]
+    return [*here, "maxramp.processes.bound", str(os.getpid()), *here]
 
 
 def _environment() -> dict[str, str]:

@@ -57,7 +57,7 @@ def pod_of(name: str, tensor: int) -> Pod:
     """The compiler for a run on one mesh."""
     config, *keys = RUNS[name][0]
     mesh = f"ici_tensor_parallelism={tensor}"
-    return Pod.of(load([str(ROOT / config), *COMMON, *keys, mesh]), print_note)
+    return Pod.from_config(load([str(ROOT / config), *COMMON, *keys, mesh]), print_note)
 
 
 def phases_of(pod: Pod) -> list[Stage]:

@@ -17,7 +17,8 @@ class ConfigError(ValueError):
     """A wrong key, file or cluster, described in one line that a person can act on.
 
     The line names the key or file and its value, the relation it breaks with the numbers, and the
-    remedy. Programs print it as `error: LINE` and exit with status 2.
+    remedy. Programs print it as `error: LINE` and exit with status 2. Whatever reads keys, files or
+    a cluster may raise it; docstrings say so only where a caller handles it.
     """
 
 

@@ -15,7 +15,7 @@ import sys
 from maxramp.commandline import OneLineParser, command, print_table, short
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.measuring.noise import KINDS, Block, curves_of, draw_noise
+from maxramp.measuring.noise import KINDS, Block, draw_noise, noise_curves
 
 _COLUMNS = (
     *("samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"),
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
     given = parser.parse_args(arguments)
     run = place(given.run)
-    curves = curves_of(run, given.blocks)
+    curves = noise_curves(run, given.blocks)
     plot = place(given.plot) if given.plot else run / "noise.png"
     try:
         draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 def _row(block: Block) -> list[str]:
     """What the table says of a block."""
-    scale, low, high = block.in_rows
+    scale, low, high = block.rows
     return [
         f"{short(block.first_sample)} - {short(block.last_sample)}",
         f"{block.steps:,}",

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 0
     config = load(arguments, "plan", __doc__)
     if fit:
-        print(Pod.of(config, print_progress).largest_batch())
+        print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config)
     if compiled:
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
-    """FILE num_nodes=N devices_per_node=N -> FILE and how many devices there are, if it is said."""
+    """FILE num_nodes=N devices_per_node=N -> FILE and the number of devices, if given."""
     files = [argument for argument in arguments if "=" not in argument]
     keys = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     given = {name: parse_count(keys.pop(name, "")) for name in ("num_nodes", "devices_per_node")}
@@ -114,7 +114,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         cost, time = s["node_hours_against_all_nodes"], s["hours_against_all_nodes"]
         return "-" if s["nodes"] == plan["num_nodes"] else f"{cost:.2f}x, {time:.2f}x"
 
-    def of_sight(name: str) -> tuple[bool, str, Callable[[dict[str, Any]], str]]:
+    def sight_column(name: str) -> tuple[bool, str, Callable[[dict[str, Any]], str]]:
         changes = len({s[name] for s in plan["stages"]}) > 1
         head = "\n".join(name.replace("_", " ").rsplit(" ", 1))
         return changes, head, lambda s: s[name] if name == "rope_type" else show(s[name])
@@ -127,7 +127,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (True, "tokens", lambda s: short(s["run_tokens"])),
         (True, "global\nbatch", lambda s: f"{s['global_batch_size']:,}"),
         (short_rows, "row\nlength", lambda s: f"{s['row_length']:,}"),
-        *map(of_sight, SIGHT_KEYS),
+        *map(sight_column, SIGHT_KEYS),
         (passes, "per\ndevice", lambda s: f"{s['per_device_batch_size']:g}"),
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
@@ -143,7 +143,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     if left_out := print_table(list(cells), rows, [name for name in _EXPENDABLE if name in cells]):
         names = "; ".join(" ".join(name.split()) for name in left_out)
         print(f"columns   left out on this narrow terminal: {names} (--json has all)")
-    for label, text in (*_of_run(plan), *_of_compiled(plan), *_advice(plan)):
+    for label, text in (*_run_lines(plan), *_compiled_lines(plan), *_advice(plan)):
         print(f"{label:<10}{text}")
 
 
@@ -158,7 +158,7 @@ _BOUNDS = {
 }
 
 
-def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     """How long the run is and on what; what its ramp saves against constant batches; its price."""
     stages, totals, nodes = plan["stages"], plan["totals"], plan["num_nodes"]
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
@@ -172,7 +172,7 @@ def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
         price = f"{amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
         price += f"(price_per_device_hour){constant}"
 
-    def ramped(bound: dict[str, Any]) -> str:
+    def ramp_text(bound: dict[str, Any]) -> str:
         sizes = " ".join(f"{short(sample)}:{size}" for sample, size in bound["batches"])
         return f"{bound['steps']:,} steps, {sizes} (samples)"
 
@@ -191,7 +191,7 @@ def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
             "node_schedule finds too little gain in them",
         ),
         *(
-            (True, name, f"{ramped(plan['adaptive'][name])}: {what}")
+            (True, name, f"{ramp_text(plan['adaptive'][name])}: {what}")
             for name, what in (_BOUNDS.items() if plan["adaptive"] else ())
         ),
         (not ramp, "time", hours or unknown),  # a constant batch: there is nothing to compare
@@ -230,7 +230,7 @@ def _of_run(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [(label, text) for shown, label, text in lines if shown]
 
 
-def _of_compiled(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for stage in (s for s in plan["stages"] if s.get("compiled")):
         made, what = stage["compiled"], ", which does not fit"
         if made["fits"]:

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     )
     devices = _local_devices(config) if devices == -1 else devices
     config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
-    run = Run.of(config, arguments, dry_run)
+    run = Run.from_config(config, arguments, dry_run)
     return slurm.print_status(run) if status else _CLUSTERS[cluster](run, dry_run)
 
 

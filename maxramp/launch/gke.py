@@ -86,11 +86,7 @@ exit "$status"
 
 
 def apply(run: Run, dry_run: bool) -> int:
-    """Writes the YAML and runs it to its end; returns the exit status.
-
-    Raises:
-      ConfigError: a key does not fit the cluster, or there is no kubectl here.
-    """
+    """Writes the YAML and runs it to its end; returns the exit status."""
     launch, files = manifests(run)
     if dry_run:
         for name, text in files.items():
@@ -107,22 +103,18 @@ def apply(run: Run, dry_run: bool) -> int:
 
 
 def manifests(run: Run) -> tuple[str, dict[str, str]]:
-    """The name of a launch, and its files by theirs: config.yaml, a JobSet for each job, run.sh.
-
-    Raises:
-      ConfigError: a key does not fit the cluster.
-    """
+    """The name of a launch, and its files by theirs: config.yaml, a JobSet for each job, run.sh."""
     _check(run)
     keys, name = run.config.launch, run.config.run.run_name
     counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
     # As the jobs read it: what the command line would have changed is in it.
     config = to_yaml(run.config.replace(**TRAINER_KEYS))
     made_from = [maxramp.__version__, config, counts, list(keys.setup_lines)]
-    launch = _hashed(name, json.dumps(made_from))  # another configuration has another name
+    launch = _hash_name(name, json.dumps(made_from))  # another configuration has another name
     # A run is a folder of a storage, whatever volume the data may be on.
     far = is_object_storage(str(run.folder))
     storage = ["", ""] if far else [keys.gke_bucket, keys.gke_volume_claim]
-    joined = _hashed(name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
+    joined = _hash_name(name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
     labels = {"maxramp/run": joined, "maxramp/launch": launch}
     metadata = {"namespace": keys.gke_namespace, "name": launch, "labels": labels}
     names = [f"{launch}-{i}" for i in range(len(counts))]
@@ -141,7 +133,7 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
     return launch, files | {"run.sh": re.sub("@([A-Z]+)@", lambda m: values[m[1]], _RUN_SH)}
 
 
-def _hashed(name: str, content: str) -> str:
+def _hash_name(name: str, content: str) -> str:
     """A name that Kubernetes takes, short because the names of pods begin with it.
 
     Its last part tells two contents apart where the first is cut or rewritten to the same.
@@ -208,9 +200,6 @@ def _jobset(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[
     """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice.
 
     `last` says that no job follows.
-
-    Raises:
-      ConfigError: the nodes are no whole slices of TPUs.
     """
     keys, slices = run.config.launch, _slices(run, nodes)
     on_exit, ends = {"containerName": "train", "operator": "In"}, [EXIT_CONFIG, EXIT_STAGE_END]

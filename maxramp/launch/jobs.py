@@ -40,14 +40,12 @@ class Run:
     next_nodes: int  # the nodes of the stage that the run's next step is in
 
     @classmethod
-    def of(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
+    def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
         """The run of a config that was loaded from a command line's arguments.
 
         For a dry run, an object storage is not asked where the run stands.
 
         Raises:
-          ConfigError: the keys do not make a run, or a stage finds no nodes that hold it; or the
-            newest checkpoint is one of another program.
           OSError: the folder's storage does not answer.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
@@ -74,7 +72,7 @@ class Run:
         else:
             position = folder_lib.newest(folder / "checkpoints")[0]
             decided = decisions.read(folder)
-        planned = PlannedRun.of(
+        planned = PlannedRun.from_config(
             config,
             meshes_of(config),
             lambda batch: origin_of(batch, config.batch.num_devices, position, decided)[0],
@@ -101,7 +99,7 @@ class Run:
         return list(dict.fromkeys([*(stage.nodes for stage in self.stages), self.next_nodes]))
 
     def stages_on(self, nodes: int) -> str:
-        """The stages that run on so many nodes, as a person reads them: "0, 1, 2"."""
+        """The stages on that many nodes, for a person: "0, 1, 2"."""
         return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
 
     def processes(self, nodes: int) -> int:
@@ -114,11 +112,7 @@ class Run:
 
 
 def write_private(folder: pathlib.Path, files: Mapping[str, str], mode: int = 0o600) -> None:
-    """Writes files that only their owner can read: setup_lines may hold passwords.
-
-    Raises:
-      ConfigError: one cannot be written.
-    """
+    """Writes files that only their owner can read: setup_lines may hold passwords."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from maxramp.keys.section import Keys, at_least, of_form, one_of
 
 
-def _of_sbatch() -> str:
+def _sbatch_text() -> str:
     """A value of an option of sbatch, whose own reading of quotes is not a shell's."""
     return of_form(r"[A-Za-z0-9._:,@+-]+", "holds characters that SLURM has not; leave them out")
 
 
-def _of_kubernetes() -> str:
+def _kubernetes_name() -> str:
     """A name of an object on Kubernetes."""
-    text = "is no Kubernetes name (lower-case letters, digits, - and .)"
+    text = "is not a Kubernetes name (lower-case letters, digits, - and .)"
     return of_form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text)
 
 
@@ -28,19 +28,19 @@ class LaunchKeys(Keys):
     container_image: str
     container_runtime: str = one_of("pyxis", "apptainer")
     container_mounts: str
-    slurm_account: str = _of_sbatch()
-    slurm_partition: str = _of_sbatch()
-    slurm_qos: str = _of_sbatch()
-    slurm_time: str = _of_sbatch()
+    slurm_account: str = _sbatch_text()
+    slurm_partition: str = _sbatch_text()
+    slurm_qos: str = _sbatch_text()
+    slurm_time: str = _sbatch_text()
     slurm_options: Sequence[str] = of_form(
         r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*",
         "must be options of sbatch of the form --name=value, without blanks or quotes",
     )
     gke_accelerator: str
     gke_topology: str
-    gke_namespace: str = _of_kubernetes()
-    gke_queue: str = _of_kubernetes()
-    gke_service_account: str = _of_kubernetes()
+    gke_namespace: str = _kubernetes_name()
+    gke_queue: str = _kubernetes_name()
+    gke_service_account: str = _kubernetes_name()
     gke_bucket: str
-    gke_volume_claim: str = _of_kubernetes()
+    gke_volume_claim: str = _kubernetes_name()
     gke_mount_path: str

@@ -19,6 +19,7 @@ from typing import IO
 from maxramp.commandline import count, quoted
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
+from maxramp.processes.bound import bind
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
 _ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # the exit statuses of a trainer that has saved
@@ -72,13 +73,12 @@ def _run_job(launch: Run, nodes: int, asked: list[int]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
     processes: list[subprocess.Popen] = []
     printers: list[threading.Thread] = []
     try:
         for place in range(launch.processes(nodes)):
             process = subprocess.Popen(
-                [*bound, *launch.command()],
+                bind(launch.command()),
                 env=_environment(launch, nodes, place, port),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

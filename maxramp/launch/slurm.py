@@ -99,11 +99,7 @@ exit "$status"
 
 
 def submit(run: Run, dry_run: bool) -> int:
-    """Writes the scripts and submits the first; returns the exit status.
-
-    Raises:
-      ConfigError: a value cannot stand in a script, there is no SLURM here, or it refuses the job.
-    """
+    """Writes the scripts and submits the first; returns the exit status."""
     scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
     first, folder = f"{run.next_nodes}-nodes.sh", run.folder / "slurm"
     if dry_run:
@@ -177,11 +173,7 @@ def print_status(run: Run) -> int:
 
 
 def _queue(folder: pathlib.Path) -> dict[int, tuple[int, str]]:
-    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder.
-
-    Raises:
-      ConfigError: SLURM does not say.
-    """
+    """Nodes and state of the jobs in SLURM's queue that were submitted from a folder."""
     if not shutil.which("squeue"):
         return {}
     refusal = "squeue cannot tell which jobs of this run there are"
@@ -204,7 +196,7 @@ def _ask(refusal: str, *words: str, cwd: pathlib.Path | None = None) -> str:
 
 
 def script(run: Run, nodes: int) -> str:
-    """The batch script of the jobs on so many nodes."""
+    """The batch script of the jobs on that many nodes."""
     keys, srun, devices = run.config.launch, [], run.config.batch.devices_per_node
     image, mounts = keys.container_image, keys.container_mounts
     command = run.command("python" if image else sys.executable)

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -30,7 +29,8 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
 from maxramp.measuring.inheritance import branch_keys, inherited_keys
-from maxramp.measuring.noise import KINDS, blocks_of, student
+from maxramp.measuring.noise import KINDS, noise_blocks, student
+from maxramp.processes.bound import bind
 from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import as_json, read_records
@@ -41,7 +41,7 @@ _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One size."""
+    """A batch size that was trained."""
 
     rows: int  # global batch size
     steps: int  # of the window
@@ -51,7 +51,7 @@ class Branch:
 
     @property
     def loss(self) -> float:
-        """Nats per token on held-out rows; infinite where it is no number."""
+        """Nats per token on held-out rows; infinite if it is not a number."""
         loss = float(self.cross_entropy.sum() / self.tokens.sum())
         return loss if math.isfinite(loss) else math.inf
 
@@ -77,7 +77,7 @@ def difference(branch: Branch, other: Branch) -> tuple[float, float | None, floa
 
 
 def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
-    """What the branches say.
+    """Compares every size with all smaller ones.
 
     Args:
       branches: by size, the smallest first, at least two; the first with a finite loss.
@@ -122,11 +122,8 @@ class Experiment:
           sizes: global batch sizes, comma-separated.
           tokens: of the window, with a suffix; "" = a tenth of the run's.
           keys: key=value for every branch.
-
-        Raises:
-          ConfigError: there is no such checkpoint, or what is asked for makes no sense.
         """
-        self._run, self._sizes, self._keys = place(run).absolute(), sizes_of(sizes), list(keys)
+        self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
         self._config = config = Config.of(base.base() | position.config)
         if config.run.program == "grpo":
@@ -184,7 +181,7 @@ class Experiment:
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
-        """What the branches say, also written to branch.json in their folder."""
+        """The comparison of all sizes, also written to branch.json in their folder."""
         result = compare([self._branch(size) for size in self._sizes], tolerance)
         trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {
@@ -210,11 +207,7 @@ class Experiment:
         return folder | own
 
     def _command_line(self, size: int) -> list[str]:
-        """Writes SIZE.yml; returns what maxramp.train takes.
-
-        Raises:
-          ConfigError: these keys make no run.
-        """
+        """Writes SIZE.yml; returns what maxramp.train takes."""
         path = self._folder / f"{size}.yml"
         keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
         write_whole(path, to_yaml(Config.of(keys)).encode())
@@ -233,11 +226,7 @@ class Experiment:
         return found[-1] if found else None
 
     def _branch(self, size: int) -> Branch:
-        """A size that was trained.
-
-        Raises:
-          ConfigError: it cannot be compared with the smallest.
-        """
+        """The result of a size, which must be comparable with that of the smallest."""
         folder = self._folder / str(size)
         first, found = (self._evaluation(n) for n in (self._sizes[0], size))
         if not found:
@@ -258,17 +247,13 @@ class Experiment:
             )
         if size == self._sizes[0] and branch.loss == math.inf:
             raise ConfigError(
-                f"{folder}: the held-out loss is no number, so there is nothing to compare with; "
-                "take another checkpoint or other sizes"
+                f"{folder}: the held-out loss is not a number, so there is nothing to compare "
+                "with; take another checkpoint or other sizes"
             )
         return branch
 
     def _check_keys(self) -> None:
-        """Refuses other keys than those of the branches that have begun; keeps today's.
-
-        Raises:
-          ConfigError: they differ.
-        """
+        """Refuses other keys than those of the branches that have begun; keeps today's."""
         path, here = self._folder / "keys.json", json.dumps(sorted(self._keys))
         before = path.read_bytes().decode() if path.exists() else here
         if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
@@ -292,17 +277,13 @@ class Experiment:
                 "factor": largest / scale,
             }
             for kind in KINDS
-            for scale, low, high in (block.in_rows for block in blocks_of(near, kind, 1))
+            for scale, low, high in (block.rows for block in noise_blocks(near, kind, 1))
             if scale
         }
 
 
-def sizes_of(text: str) -> list[int]:
-    """The global batch sizes of --sizes, the smallest first.
-
-    Raises:
-      ConfigError: they are not two or more different sizes.
-    """
+def parse_sizes(text: str) -> list[int]:
+    """The global batch sizes of --sizes, the smallest first."""
     parts = text.split(",")
     sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
@@ -313,11 +294,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
-    """The rows that all branches train on: every size ends with the same row.
-
-    Raises:
-      ConfigError: they are more than twice the rows that are wanted.
-    """
+    """The rows that all branches train on: every size ends with the same row."""
     unit = math.lcm(*sizes)
     rows = -(-wanted // unit) * unit
     if rows > 2 * wanted:
@@ -333,7 +310,7 @@ def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
     path, there = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
     if at not in there:
         shown = ", ".join(map(str, there)) or "none"
-        raise ConfigError(f"--at {at}: {path} is no checkpoint; there are {shown}")
+        raise ConfigError(f"--at {at}: {path} is not a checkpoint; there are {shown}")
     return folder_lib.read(path)
 
 
@@ -369,8 +346,7 @@ def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, 
     Returns:
       Its exit status, and what it printed.
     """
-    bound = [sys.executable, "-m", "maxramp.launch.bound", str(os.getpid())]
-    command, asked = [*bound, sys.executable, "-m", "maxramp.train", *arguments], []
+    command, asked = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     before = {
         number: signal.signal(number, lambda *given: asked.append(process.terminate()))

@@ -43,34 +43,26 @@ class Block:
         return self.batch_target_tokens / self.batch_rows
 
     @property
-    def in_rows(self) -> list[float | None]:
+    def rows(self) -> list[float | None]:
         """The noise scale and the ends of its interval in rows."""
         ends = self.noise_scale, self.low, self.high
         return [None if end is None else end / self.row_target_tokens for end in ends]
 
 
-def records_of(run: Place) -> list[Record]:
-    """What a run has logged.
-
-    Raises:
-      ConfigError: it is no run.
-    """
+def run_records(run: Place) -> list[Record]:
+    """What a run has logged."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
     return read_records(path)
 
 
-def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
-    """The noise scale of a run by kind, over `blocks` shares of its samples.
-
-    Raises:
-      ConfigError: it is no run, or one without estimates.
-    """
+def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
+    """The noise scale of a run by kind, over `blocks` shares of its samples."""
     if blocks < 1:
         raise ConfigError(f"--blocks {blocks} must be 1 or more")
-    records = records_of(run)
-    curves = {kind: curve for kind in KINDS if (curve := blocks_of(records, kind, blocks))}
+    records = run_records(run)
+    curves = {kind: curve for kind in KINDS if (curve := noise_blocks(records, kind, blocks))}
     if not curves:
         remedy = (
             "use fewer --blocks, or a batch above 1 row, which has none"
@@ -83,7 +75,7 @@ def curves_of(run: Place, blocks: int) -> dict[str, list[Block]]:
     return curves
 
 
-def blocks_of(records: Sequence[Record], kind: str, count: int) -> list[Block]:
+def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block]:
     """The noise scale over `count` equal shares of the samples whose steps have an estimate.
 
     A share in which the length of rows changes is cut there: an estimate holds for the length that
@@ -117,23 +109,23 @@ def _is_of_step(record: Record, estimates: Sequence[str]) -> bool:
 
 
 def _block(steps: list[Record], signal: str, variance: str) -> Block:
-    def of(name: str) -> np.ndarray:
+    def column(name: str) -> np.ndarray:
         return np.array([record[name] for record in steps], float)
 
-    rows = of("global_batch_size")
+    rows = column("global_batch_size")
     return Block(
         int(steps[0]["consumed_samples"] - rows[0]),
         steps[-1]["consumed_samples"],
         len(steps),
         rows.mean(),
-        float(of("target_tokens").mean()),
+        float(column("target_tokens").mean()),
         # A step of more rows knows more: it counts by its rows, as steps of one row each would.
-        *ratio_of_means(of(variance), of(signal), rows),
+        *ratio_of_means(column(variance), column(signal), rows),
     )
 
 
 def student(freedom: int, z: float = _Z) -> float:
-    """About what Student's t with so many degrees of freedom has in the place of a normal z."""
+    """About the quantile of Student's t, by its degrees of freedom, for that of a normal z."""
     return z * (1 + (z**2 + 1) / (4 * freedom))
 
 
@@ -183,7 +175,7 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
         per_row = curve[0].row_target_tokens
         known = [block for block in curve if block.noise_scale is not None]
         x = [(block.first_sample + block.last_sample) / 2 for block in known]
-        y, low, high = zip(*(block.in_rows for block in known), strict=True) if known else [()] * 3
+        y, low, high = zip(*(block.rows for block in known), strict=True) if known else [()] * 3
         most = 10 * max([*y, *(block.batch_rows for block in curve)])  # where there is no end
         high = [most if end is None else end for end in high]
         axes.plot(x, y, color=color, marker="o", markersize=4, label=f"noise scale, {name}")

@@ -18,7 +18,7 @@ from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
-from maxramp.measuring.noise import KINDS, Block, blocks_of, records_of
+from maxramp.measuring.noise import KINDS, Block, noise_blocks, run_records
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
 
@@ -75,13 +75,9 @@ def _noise_measurements(curve: Sequence[Block], factor: float, row: float) -> li
 
 
 def fit_ramp(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
-    """The ramp that follows measurements: (tokens from which on, batch in tokens).
+    """Fits a ramp, (tokens from which on, batch in tokens), to measurements in order.
 
-    A size is taken where a measurement allows it, and never given back.
-
-    Args:
-      measured: in order.
-      sizes: that the batch may take, in tokens, the smallest first.
+    It takes the largest of the rising sizes that a measurement allows, and never gives one back.
     """
     found: list[tuple[float, int]] = [(0, sizes[0])]
     for one in measured:
@@ -96,15 +92,13 @@ class Evidence:
     """What the noise scale of a run and the branches of one say about the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
-        """Takes what `suggest` takes, and raises what it raises."""
+        """Takes what `suggest` takes."""
         # For a person, what was measured, and what that leaves open.
         self._keys, self.by_noise, self.lines, self.limits = config.values, bool(noise), [], []
-        # What maxramp.branch found, one of each step and window; and the batches that surely cost
-        # nothing, in order.
+        # Of maxramp.branch, by step and window; and what they or the noise scale allow, in order.
         self.results = self._read_branches(branch) if branch else []
-        self.measured = (
-            self._read_noise(place(noise)) if noise else branch_measurements(self.results)
-        )
+        of_branches = branch_measurements(self.results)
+        self.measured = self._read_noise(place(noise)) if noise else of_branches
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
         path = place(given)
@@ -127,12 +121,10 @@ class Evidence:
         return results
 
     def _read_noise(self, run: Place) -> list[Measurement]:
-        """What the norms' noise scale of a run, which has no gaps, allows at the branches' height.
-
-        The factor is what surely costs nothing over the noise scale, the least of all branches.
-        """
-        records = records_of(run)
-        curve = next(filter(None, (blocks_of(records, "norms_", n) for n in _BLOCKS)), None)
+        """Measurements by the norms' noise scale, which has no gaps, times the branches' factor:
+        what surely costs nothing over the noise scale, the least of all branches."""
+        records = run_records(run)
+        curve = next(filter(None, (noise_blocks(records, "norms_", n) for n in _BLOCKS)), None)
         if not curve:
             raise ConfigError(
                 f"--noise {run}: holds no noise scale of 8 steps or more; train with "
@@ -140,7 +132,7 @@ class Evidence:
             )
         first, last = (
             f"{low:.3g} to {'no end' if high is None else f'{high:.3g}'} rows"
-            for _, low, high in (block.in_rows for block in (curve[0], curve[-1]))
+            for _, low, high in (block.rows for block in (curve[0], curve[-1]))
         )
         self.lines.append(
             f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
@@ -166,15 +158,11 @@ class Evidence:
         return _noise_measurements(curve, min(factors, default=1.0), row_tokens)
 
     def _row_tokens(self, run: Place, row_tokens: int, targets: float) -> float:
-        """What a row that was measured counts for, in tokens of the run that is planned.
+        """What a row of a measured run counts for, in tokens of the run that is planned.
 
-        Where both runs have a document in a row, whatever the rest of it, a row counts for a row.
-        Where the run that was measured is another one, the limits say so.
-
-        Args:
-          run: that was measured.
-          row_tokens: of its rows, padding included.
-          targets: of its rows, on average.
+        A row counts for a row where both runs put one document into each. `row_tokens` includes
+        padding, `targets` are those of a row on average. The limits name what differs between the
+        two runs.
         """
         here, there, line = self._keys, {}, ""
         try:
@@ -191,7 +179,7 @@ class Evidence:
         return here["max_target_length"] if _is_padded(here) else targets
 
     def branch_limits(self) -> Iterator[str]:
-        """What branches leave open above the batches that they allow at the last place."""
+        """Says what branches leave open above the batches that they allow at the last place."""
         most_tried = max(s["rows"] * r["row_tokens"] for r in self.results for s in r["sizes"])
         order = sorted(self.results, key=lambda r: -r["largest"])  # of one place the least counts
         tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
@@ -210,7 +198,7 @@ class Evidence:
 
 
 def _is_padded(keys: dict[str, Any]) -> bool:
-    """Whether each row of a run is one document, and the rest padding."""
+    """Whether a row of the run is one document and padding."""
     return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
 
 
@@ -228,17 +216,17 @@ class _Planned:
     """The run that is planned, with other batches on as many samples."""
 
     def __init__(self, config: Config):
-        """Raises ConfigError where the config, which has its nodes, makes no run."""
+        """`config` has its nodes."""
         self._config, self._meshes = config, meshes_of(config)
-        self._run = PlannedRun.of(config, self._meshes)
+        self._run = PlannedRun.from_config(config, self._meshes)
         self.total_samples = self._run.ramp.total_samples
         self.first_batch = self._run.stages[0].global_batch_size
         self.row_tokens = config.batch.max_target_length
 
     def keys(self, own: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the run with the batches of `own` keys, beside those of the config.
+        """The keys that give the run the batches of `own` keys, in place of the config's.
 
-        They unset what gives its batches or length now; what else its phases change stays.
+        They unset what gives batches or length now, and keep what else phases change.
         """
         phases = {
             threshold: rest
@@ -250,14 +238,10 @@ class _Planned:
         return {name: x for name, x in keys.items() if name in own or before[name] != x}
 
     def rows(self, batches: _Batches | None) -> list[dict[str, Any]]:
-        """The run as it is, as suggested, with the suggestion's largest batch throughout, Seesaw's.
-
-        Raises:
-          ConfigError: it cannot run as suggested.
-        """
+        """The run as it is, as suggested, at its largest batch throughout, and under Seesaw."""
         found = [_row("as configured", self._run)]
         if batches:
-            found.append(self._row("suggested", _ramp_keys(batches), _shown(batches)))
+            found.append(self._row("suggested", _ramp_keys(batches), _batches_text(batches)))
             if "why" in found[-1]:
                 raise ConfigError(found[-1]["why"])
         sizes = [size for _, size in found[-1]["pairs"]]
@@ -270,7 +254,7 @@ class _Planned:
 
     def _row(self, name: str, own: dict[str, Any], batches: str = "") -> dict[str, Any]:
         try:
-            run = PlannedRun.of(self._config.replace(**self.keys(own)), self._meshes)
+            run = PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
         except ConfigError as error:
             return {"name": name, "steps": None, "pairs": [], "why": str(error)}
         return _row(name, run, batches)
@@ -278,7 +262,7 @@ class _Planned:
 
 def _row(name: str, run: PlannedRun, batches: str = "") -> dict[str, Any]:
     pairs = [(stage.first_sample, stage.global_batch_size) for stage in run.stages]
-    time, batches = run.node_time, batches or _shown(pairs)
+    time, batches = run.node_time, batches or _batches_text(pairs)
     steps = run.ramp.total_steps
     return {"name": name, "steps": steps, "node_time": time, "batches": batches, "pairs": pairs}
 
@@ -292,7 +276,7 @@ def _ramp_keys(batches: _Batches) -> dict[str, Any]:
     }
 
 
-def _shown(batches: _Batches) -> str:
+def _batches_text(batches: _Batches) -> str:
     parts = [f"{short(sample)}:{size}" for sample, size in batches]
     return " ".join(parts if len(parts) <= 6 else [*parts[:3], "...", parts[-1]])
 
@@ -300,12 +284,11 @@ def _shown(batches: _Batches) -> str:
 def _is_within(
     pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], row: int
 ) -> bool:
-    """Whether no batch is larger than what was measured to cost nothing there, or is suggested.
+    """Whether no batch is above what cost nothing at its place, or is suggested there.
 
     Args:
-      pairs: (sample from which on, batch) of a run.
-      fitted: the same of the ramp that the measurements make.
-      measured: in order.
+      pairs: the run's batches.
+      fitted: those of the ramp that the measurements make.
       row: tokens of one.
     """
     bounds = [(int(m.first // row), m.batch / row) for m in measured]
@@ -332,11 +315,7 @@ def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
 
 
 def _fit(evidence: Evidence, planned: _Planned) -> _Batches:
-    """The ramp by what was measured; the evidence gets what limits it.
-
-    Raises:
-      ConfigError: its rows have another length than those of all batches that were tried.
-    """
+    """The ramp by what was measured; the evidence gets what limits it."""
     measured, row, total = evidence.measured, planned.row_tokens, planned.total_samples
     tried = [s["rows"] * r["row_tokens"] for r in evidence.results for s in r["sizes"]]
     halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
@@ -374,7 +353,7 @@ def _fit(evidence: Evidence, planned: _Planned) -> _Batches:
 
 
 def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:
-    """What speaks for which ramp.
+    """Suggests a ramp or none, and compares it with the config as it is.
 
     Args:
       config: loaded; of the run that is planned.
@@ -387,9 +366,6 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
       sentence; `evidence` and `limits`, lines; `rows`, what is compared, the config as it is first:
       `name`, `steps`, `node_time`, `batches` and `pairs` of each, and whether it is `within` what
       was measured; where it cannot run, `steps` is None and `why` says why.
-
-    Raises:
-      ConfigError: the config makes no run, or what is named holds no measurement.
     """
     planned, evidence = _Planned(with_nodes(config)), Evidence(config, noise, branch)
     limits, measured = evidence.limits, evidence.measured
@@ -402,11 +378,16 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
                 f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
                 f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
             )
+        if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
+            limits.append(
+                f"learning_rate_schedule_steps={steps} counts steps, which have other batches now; "
+                "use -1 for all, or count anew"
+            )
         saved = 1 - rows[1]["steps"] / -(-planned.total_samples // first)
         if len(batches) > 1 and saved < _LEAST_SAVING:
             limits.append(
-                f"the ramp {_shown(batches)} would save {saved:.1%} of the steps of a constant "
-                f"batch of {first}, less than {_LEAST_SAVING:.0%}"
+                f"the ramp {_batches_text(batches)} would save {saved:.1%} of the steps of a "
+                f"constant batch of {first}, less than {_LEAST_SAVING:.0%}"
             )
             rows = planned.rows(batches := batches[:1])
         keys = planned.keys(_ramp_keys(batches))

@@ -1,4 +1,4 @@
-"""What the compiler of a machine that is not here says of a run's stages, and of their plan."""
+"""Compiles the stages of a run for a machine that is not here, and adds that to a plan."""
 
 import json
 from collections.abc import Callable
@@ -25,13 +25,10 @@ def compile_stages(
       `stages`: those of plan.json on the pod, each with what the compiler says of its step:
       `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`,
       `tokens_per_second`, `hours`, `device_hours`, `price` (None without price_per_device_hour),
-      `compile_seconds`, the work of a step (`hlo.Work.to_json`), and `move` (as of `Pod.move`, None
+      `compile_seconds`, the work of a step (`hlo.Work.to_json`), and `move` (of `Pod.move`, None
       where the mesh stays); and `totals`.
-
-    Raises:
-      ConfigError: as `Pod.of`; or a stage does not fill the pod.
     """
-    pod = Pod.of(config, say)
+    pod = Pod.from_config(config, say)
     ramp, machine = pod.ramp, pod.machine
     stages = ramp.stages_between(0, ramp.total_steps)
     ramp.check(stages)
@@ -80,16 +77,13 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
     """Compiles the last stage's step in the ways that may fit.
 
     Returns:
-      `ways`: entries as of `compile_stages`, with `remat_policy`, the fastest first.
-
-    Raises:
-      ConfigError: as `Pod.of`; or the batch does not fill the pod, or nothing fits.
+      `ways`: entries as those of `compile_stages`, with `remat_policy`, the fastest first.
     """
-    pod = Pod.of(config, say)
+    pod = Pod.from_config(config, say)
     ramp, machine = pod.ramp, pod.machine
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
     ramp.check([stage])
-    ways = pod.by_speed(stage.spec)
+    ways = pod.fastest_ways(stage.spec)
     if not ways:
         raise ConfigError(
             f"compile_topology={machine.name}: not even {least_rows(stage.spec.rows_multiple)} a "
@@ -116,7 +110,7 @@ def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
 def _over_the_run(
     pod: Pod, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
-    """What so many of a stage's steps take."""
+    """Speed, time and price of a stage's steps."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(pod.machine.devices), pod.config
@@ -137,9 +131,6 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds.
 
     Where it holds all of them and they fit, also to the plan's totals.
-
-    Raises:
-      ConfigError: it is no such file.
     """
     try:
         found = json.loads(path.read_bytes())

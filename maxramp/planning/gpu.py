@@ -72,15 +72,11 @@ class Cluster:
 
 
 def parse(name: str) -> Cluster:
-    """`h200:16x8`, nodes x GPUs of a node; or `FILE.yml:16x8` with the fields of `Gpu`.
-
-    Raises:
-      ConfigError: the name has another form, or the file does not describe a GPU.
-    """
+    """`h200:16x8`, nodes x GPUs of a node; or `FILE.yml:16x8` with the fields of `Gpu`."""
     kind, _, shape = name.rpartition(":")
     if not kind or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         raise ConfigError(
-            f"compile_topology={name} is no GPU cluster; give nodes x GPUs of a node, such as "
+            f"compile_topology={name} is not a GPU cluster; give nodes x GPUs of a node, such as "
             f"{kind or name}:16x8"
         )
     nodes, gpus = map(int, shape.split("x"))
@@ -164,11 +160,11 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
                 turns = hlo.turns(i)
-                now += turns * run(i.called("body"), times * turns)
+                now += turns * run(i.callee("body"), times * turns)
             elif i.opcode == "call":
-                now += run(i.called("to_apply"), times)
+                now += run(i.callee("to_apply"), times)
             elif kind in hlo.COLLECTIVES:
-                nvlink, network = _moved(i, kind, nodes)
+                nvlink, network = _link_bytes(i, kind, nodes)
                 work.collective_bytes[kind] += times * nvlink
                 work.network_bytes[kind] += times * network
                 taken = max(nvlink / nvlink_rate, network / network_rate)
@@ -179,7 +175,7 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
                 now = max([now, *(done.get(operand, 0.0) for operand in i.operands)])
             elif i.opcode not in _FREE:
                 flops = _flops(i)
-                taken = max(flops / flop_rate, _touched(i) / memory_rate)
+                taken = max(flops / flop_rate, _memory_bytes(i) / memory_rate)
                 work.flops += times * flops
                 work.compute_seconds += times * taken
                 now += taken
@@ -194,7 +190,7 @@ def _flops(i: hlo.Instruction) -> float:
     if i.opcode == "dot":
         return hlo.dot_flops(i)
     if i.opcode != "custom-call":
-        return sum(map(_flops, i.called("calls").values()))
+        return sum(map(_flops, i.callee("calls").values()))
     target = re.search(r'custom_call_target="([^"]*)"', i.rest)[1]
     if target.startswith("__cublas"):
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
@@ -210,10 +206,10 @@ def _flops(i: hlo.Instruction) -> float:
     return 0.0
 
 
-def _touched(i: hlo.Instruction) -> float:
+def _memory_bytes(i: hlo.Instruction) -> float:
     """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
     kernel, operands, root = [i], i.operands, i
-    if inner := i.called("calls"):
+    if inner := i.callee("calls"):
         kernel, root = list(inner.values()), inner.root
         operands = [j for j in kernel if j.opcode == "parameter"]
 
@@ -229,17 +225,17 @@ def _touched(i: hlo.Instruction) -> float:
                 return operand.bytes
         return min(parts, operand.bytes)
 
-    def written(result: hlo.Instruction) -> float:
+    def write(result: hlo.Instruction) -> float:
         if result.opcode in ("bitcast", "tuple"):
-            return sum(map(written, filter(None, result.operands)))
+            return sum(map(write, filter(None, result.operands)))
         if result.opcode == "dynamic-update-slice":
             return result.operands[1].bytes
         return result.bytes
 
-    return sum(map(read, filter(None, operands))) + written(root)
+    return sum(map(read, filter(None, operands))) + write(root)
 
 
-def _moved(i: hlo.Instruction, kind: str, nodes: Sequence[int]) -> tuple[float, float]:
+def _link_bytes(i: hlo.Instruction, kind: str, nodes: Sequence[int]) -> tuple[float, float]:
     """Bytes that a GPU receives over NVLink and over the network.
 
     Each GPU of a group fetches its share of what the other nodes have, and passes it on inside its

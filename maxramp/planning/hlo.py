@@ -46,7 +46,7 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
-    def called(self, name: str) -> "Computation":
+    def callee(self, name: str) -> "Computation":
         """The computation that an attribute names; an empty one if there is none."""
         return self.program.get(self.attribute(name), Computation())
 
@@ -148,17 +148,17 @@ def count(text: str, chip: Chip) -> Work:
             elif kind in COLLECTIVES:
                 if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
-                moved = times * _received(kind, i)
+                moved = times * _receive_bytes(kind, i)
                 work.collective_bytes[kind] += moved
                 if i.opcode in COLLECTIVES and "async" not in computation.name:
                     total["waited"] += moved  # nothing else runs beside it
             elif i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
-                kind, moved = _sent(i)
+                kind, moved = _send_bytes(i)
                 work.network_bytes[kind] += times * moved
             elif i.opcode == "while":
-                add(i.called("body"), times * turns(i))
+                add(i.callee("body"), times * turns(i))
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
-                for called in map(i.called, _CALLS):
+                for called in map(i.callee, _CALLS):
                     add(called, times)
 
     add(parse(text), 1.0)
@@ -205,12 +205,12 @@ def turns(loop: Instruction) -> int:
     """
     state = _value(loop.operands[0], {})
     for count in range(10_000):  # of a loop that never ends as well
-        goes_on = _value(loop.called("condition").root, {0: state})
+        goes_on = _value(loop.callee("condition").root, {0: state})
         if goes_on is None:
             break
         if not goes_on:
             return count
-        state = _value(loop.called("body").root, {0: state})
+        state = _value(loop.callee("body").root, {0: state})
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     raise ValueError(f"the loop {loop.name} does not say how often it runs")
@@ -237,7 +237,7 @@ def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
         if i.opcode in _PASSED_ON:
             return value(of[0])
         if i.opcode in ("fusion", "call"):
-            inner = i.called("calls") or i.called("to_apply")
+            inner = i.callee("calls") or i.callee("to_apply")
             return _value(inner.root, dict(enumerate(map(value, of))))
         compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
         known = [value(operand) for operand in of] if compute else [None]
@@ -301,13 +301,13 @@ def _kernel_flops(i: Instruction) -> float:
     return products * 2.0 * math.prod(heads) * blocks * (length / rows) ** 2 * width
 
 
-def _received(kind: str, i: Instruction) -> float:
+def _receive_bytes(kind: str, i: Instruction) -> float:
     if kind == "collective-permute":  # its other operands are where the result goes
         return i.operands[0].bytes
     return i.operand_bytes * _share(kind, groups(i.rest, 1).shape[1])
 
 
-def _sent(i: Instruction) -> tuple[str, float]:
+def _send_bytes(i: Instruction) -> tuple[str, float]:
     """What a send to other slices stands for: a collective among one chip of each, and its bytes.
 
     Its target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`.

@@ -19,7 +19,7 @@ from maxramp.training.device_memory import GIB, device_memory
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a preflight needs to know of the devices that are not there."""
+    """The devices that a preflight compiles for."""
 
     name: str  # as in compile_topology
     devices: Sequence[Any]  # abstract ones of JAX, for a mesh
@@ -35,18 +35,14 @@ class Machine:
     times: str = ""  # where the times come from, in one line for people
 
 
-def here() -> Machine:
-    """The devices of this machine, on the backend that has started; their times are not known."""
+def local_machine() -> Machine:
+    """This machine's devices, on the backend that has started; their times are unknown."""
     devices, memory = jax.devices(), device_memory(-1) / GIB
     return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 
 
 def find(keys: PlanKeys) -> Machine:
-    """The machine that compile_topology names.
-
-    Raises:
-      ConfigError: there is none of that name, or its compiler is not installed.
-    """
+    """The machine that compile_topology names."""
     found, slices = _parse(keys), keys.compile_topology_num_slices
     name, devices = str(found), describe(found, slices)
     if isinstance(found, topology.Topology):
@@ -88,11 +84,7 @@ def find(keys: PlanKeys) -> Machine:
 
 
 def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Sequence[Any]:
-    """The devices of a cluster or pod, from its compiler on a machine without any.
-
-    Raises:
-      ConfigError: the compiler is not installed, or does not know such a machine.
-    """
+    """The devices of a cluster or pod, from its compiler on a machine without any."""
     shown, what = f"compile_topology={found}", f"the {found.compiler} compiler"
     if importlib.util.find_spec(found.plugin) is None:
         raise ConfigError(
@@ -106,11 +98,7 @@ def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Seq
 
 
 def nodes(keys: PlanKeys) -> tuple[int, int]:
-    """What compile_topology has several of, and the devices of each: slices, or nodes of GPUs.
-
-    Raises:
-      ConfigError: there is no machine of that name.
-    """
+    """Slices and chips of each, or nodes and GPUs of each, of compile_topology."""
     found, slices = _parse(keys), keys.compile_topology_num_slices
     return (found.nodes, found.gpus) if isinstance(found, gpu.Cluster) else (slices, found.chips)
 
@@ -128,8 +116,8 @@ def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
             ),
             (
                 not of_gpus and not re.match(r"v\d", name),
-                f"compile_topology={name} is no TPU slice and no GPU cluster; give a slice, such "
-                "as v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
+                f"compile_topology={name} is neither a TPU slice nor a GPU cluster; give a slice, "
+                "such as v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
                 f"{', '.join(gpu.GPUS)} or FILE.yml",
             ),
         ]

@@ -34,12 +34,9 @@ def make_plan(config: Config) -> dict[str, Any]:
     Returns:
       plan.json's content with, for every stage, its part of the run, node-time and memory; totals,
       also of constant-batch runs over the same samples; and the learning rate over samples.
-
-    Raises:
-      ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
     """
     config = with_nodes(config)
-    run = PlannedRun.of(config, meshes_of(config))
+    run = PlannedRun.from_config(config, meshes_of(config))
     ramp, config = run.ramp, run.config
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
@@ -64,11 +61,11 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
-    """What a stage takes of the run, also against all nodes (if its rows divided)."""
+    """A stage's part of the run, beside the same samples on all nodes."""
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
     steps = run.ramp.run_steps(stage)
     samples = steps * stage.global_batch_size
-    time_of_all = steps * cost.of_step(stage.global_batch_size / keys.num_devices)
+    time_of_all = steps * cost.step_time(stage.global_batch_size / keys.num_devices)
     return {
         "run_steps": steps,
         "run_samples": samples,
@@ -84,8 +81,7 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
 
 
 def _move(run: PlannedRun, before: Stage | None, stage: Stage) -> float | None:
-    """GiB per device, at most, while the state moves to the mesh of a stage; None where it does not
-    move, or a job begins with it."""
+    """Peak GiB per device while the state moves to a stage's mesh; None if it does not move."""
     if not before or before.devices != stage.devices or before.spec.mesh == stage.spec.mesh:
         return None
     meshes = (abstract_mesh(of.spec.mesh.sizes) for of in (before, stage))
@@ -139,7 +135,7 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
     """The same samples at one batch size throughout, on all nodes."""
     ramp, keys, cost = run.ramp, run.config.batch, run.cost
     steps = -(-ramp.total_samples // batch)
-    time = steps * cost.of_step(batch / keys.num_devices)
+    time = steps * cost.step_time(batch / keys.num_devices)
     return {
         "global_batch_size": batch,
         "steps": steps,
@@ -150,13 +146,13 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
 
 
 def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
-    """What so much time of nodes comes to; None where it is not known."""
+    """Node-hours and price of node-time; None where it is not known."""
     hours, devices = run.cost.hours(node_time), run.config.batch.devices_per_node
     return {"node_hours": hours, "price": price(run.config.planning, hours and hours * devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
-    """The ramp that decides while it runs: as early and as late as it may, and as planned here."""
+    """An adaptive ramp as early and as late as it may be, and as planned here."""
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""What a compiler says of train steps: how long they take, whether they fit, and what would fit."""
+"""Asks a compiler how long train steps take, whether they fit, and what would fit."""
 
 import bisect
 import collections
 import dataclasses
 import functools
 import itertools
+import math
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -47,13 +49,8 @@ class Pod:
     say: Callable[[str], None] = lambda line: None  # before and after each compile
 
     @classmethod
-    def of(cls, config: Config, say: Callable[[str], None]) -> "Pod":
-        """The compiler for a loaded config: of its compile_topology, else of this machine.
-
-        Raises:
-          ConfigError: its steps are those of another program; the machine does not exist; or the
-            mesh or the batches do not fill it.
-        """
+    def from_config(cls, config: Config, say: Callable[[str], None]) -> "Pod":
+        """The compiler for a loaded config: of its compile_topology, else of this machine."""
         if config.run.program not in ("", "train"):
             raise ConfigError(
                 f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -64,7 +61,7 @@ class Pod:
             machine = machines.find(config.planning)
         else:
             backend.start(config.backend)
-            machine = machines.here()
+            machine = machines.local_machine()
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
         ramp = RampupBatchManager(
@@ -90,7 +87,7 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
-        """What the compiler says of the step of a stage."""
+        """Compiles the step of a stage: its memory and its time."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -131,10 +128,10 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def move(self, before: MeshKeys, after: MeshKeys) -> dict[str, Any]:
-        """What the compiler says of the programs that move the state from one mesh to another.
+        """Compiles the programs that move the state from one mesh to another.
 
         Returns:
-          `collective_gib` and `network_gib` as of a step, `peak_gib`: what a device holds at most,
+          `collective_gib` and `network_gib` as a step has them, `peak_gib` of a device,
           and `fits`.
         """
         meshes = [reshaped(self.mesh, keys) for keys in (before, after)]
@@ -156,9 +153,9 @@ class Pod:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A stage's global batch in the largest micro batches that fit, by bisection.
+        """A stage's global batch in the `number` largest micro batches that fit.
 
-        At most so many rows a group of devices at a time; None = all of its own.
+        `most` limits the rows of a group of devices in a pass.
         """
         ranks, multiple = spec.ranks, spec.rows_multiple
         rows = spec.samples // ranks
@@ -168,7 +165,10 @@ class Pod:
         def step(size: int) -> dict[str, Any]:
             return self.step(spec.of_size(rows // size, size * ranks))
 
-        low = bisect.bisect_left(sizes, True, key=lambda size: not step(size)["fits"])
+        def needed(size: int) -> float:
+            return step(size)["memory_gib"]["peak"] if step(size)["fits"] else math.inf
+
+        low = count_fitting(sizes, needed, self.limit)
         return [
             step(size)
             | {"global_batch_size": spec.samples}
@@ -177,8 +177,8 @@ class Pod:
             for size in reversed(sizes[max(0, low - number) : low])
         ]
 
-    def by_speed(self, spec: StageSpec) -> list[dict[str, Any]]:
-        """What fits of a stage's global batch, the most tokens per second first.
+    def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
+        """The ways to run a stage's global batch that fit, the fastest first.
 
         Under each remat policy, the two largest micro batches: a smaller one is slower but for
         small models, and each costs a compile.
@@ -196,9 +196,6 @@ class Pod:
         Returns:
           The lines to put into a config: the cheapest policy under which anything fits, and the
           most that fits under it.
-
-        Raises:
-          ConfigError: the device does not say how much memory it has, or one row is too much.
         """
         spec, batch, limit = self.ramp.stages[-1].spec, self.config.batch, self.limit
         # With accumulation the sums of the gradients live through the passes: two passes show it.
@@ -211,23 +208,23 @@ class Pod:
         parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
         least = least_rows(multiple)
 
-        def needed(policy: str, shares: int) -> float:
-            of_size = spec.of_size(passes, shares * multiple * spec.ranks)
+        def needed(policy: str, rows: int) -> float:
+            of_size = spec.of_size(passes, rows * spec.ranks)
             found = self.step(dataclasses.replace(of_size, remat_policy=policy))
             return found["memory_gib"]["peak"]
 
-        fitting, others = "", []
+        fitting, others, sizes = "", [], range(multiple, sys.maxsize, multiple)
         for policy in POLICIES:
             ask = functools.partial(needed, policy)
-            if ask(1) > limit:
-                others.append(f"{policy} needs {ask(1):.3g} GiB for {least}")
+            if not (number := count_fitting(sizes, ask, limit)):
+                others.append(f"{policy} needs {ask(multiple):.3g} GiB for {least}")
                 continue
-            found = edge(ask, limit)
-            size, above = (plain_number(Fraction(n * multiple, parallel)) for n in found)
+            edge = sizes[number - 1], sizes[number]
+            size, above = (plain_number(Fraction(rows, parallel)) for rows in edge)
             if fitting:
                 others.append(f"{policy} fits {size}")
                 continue
-            fits, too_much = map(ask, found)
+            fits, too_much = map(ask, edge)
             fitting = (
                 f"per_device_batch_size: {size}  # {fits:.3g} of {limit:.3g} GiB; "
                 f"{above} would need {too_much:.3g}\n"
@@ -235,7 +232,7 @@ class Pod:
             )
         if not fitting:
             raise ConfigError(
-                f"{least} per {count(parallel, 'device')} needs {ask(1):.3g} "
+                f"{least} per {count(parallel, 'device')} needs {ask(multiple):.3g} "
                 f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
                 "max_target_length, or more devices"
             )
@@ -247,27 +244,32 @@ def least_rows(multiple: int) -> str:
     return "one row" if multiple == 1 else f"{multiple} rows"
 
 
-def edge(needed: Callable[[int], float], limit: float) -> tuple[int, int]:
-    """The most rows that fit, and the one more that do not, with few questions.
+def count_fitting(sizes: Sequence[int], needed: Callable[[int], float], limit: float) -> int:
+    """How many of the rising sizes need no more memory than the limit, asked as seldom as possible.
 
-    A step's memory grows almost evenly with its rows: the line through one row and the last try
-    says where the limit is. Where that is wrong, every second try halves what is left. `needed` is
-    never less for more rows, and one row fits.
+    A step's memory grows almost evenly with its rows: the line through the first size and the last
+    try says where the limit is. Where that is wrong, every second try halves what is left.
     """
-    fits, too_much, rows, halve = 1, None, 2, False
-    while True:
-        fits, too_much = (rows, too_much) if needed(rows) <= limit else (fits, rows)
-        if too_much == fits + 1:
-            return fits, too_much
-        per_row = (needed(rows) - needed(1)) / (rows - 1)
-        most = too_much - 1 if too_much else 8 * fits  # a step far too large may not compile
-        guess = 1 + int((limit - needed(1)) / per_row) if per_row else most
-        rows = (fits + too_much) // 2 if halve else max(fits + 1, min(guess, most))
-        halve = bool(too_much) and not halve
+    fit, end, place, halve = 0, len(sizes), 0, False
+    while fit < end:
+        fit, end = (place + 1, end) if needed(sizes[place]) <= limit else (fit, place)
+        if place == 0:
+            place = 1  # for the line
+        elif halve:
+            place = (fit + end) // 2
+        elif fit < end:
+            first, rows = sizes[0], sizes[place]
+            # A step far too large may not compile.
+            most = 8 * sizes[fit - 1] if end == len(sizes) else sizes[end - 1]
+            if per_row := (needed(rows) - needed(first)) / (rows - first):
+                most = min(most, first + (limit - needed(first)) / per_row)
+            place = min(end - 1, max(fit, bisect.bisect_right(sizes, most) - 1))
+        halve = end < len(sizes) and not halve
+    return fit
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
-    """GiB that a refused program needs at least, and those there are; None if nothing is said."""
+    """GiB that a refused program needs at least, and GiB available; None if not said."""
     size = "([0-9.]+[KMGT])"
     used = re.search(
         rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}\)", error

@@ -32,7 +32,7 @@ _ASSUMED_TFLOPS = 400.0
 
 
 def price(keys: PlanKeys, device_hours: float | None) -> float | None:
-    """Of so many device-hours; None where they or price_per_device_hour are not known."""
+    """The price of device-hours; None if they or price_per_device_hour are unknown."""
     known = device_hours is not None and keys.price_per_device_hour != -1
     return device_hours * keys.price_per_device_hour if known else None
 
@@ -53,27 +53,22 @@ class PassCost:
         self._full_hours = None if given == -1 else hours
         self.restart = plan.restart_minutes / 60 / hours
 
-    def of(self, rows_per_device: float | Fraction) -> float:
-        """A pass with so many rows per device."""
+    def pass_time(self, rows_per_device: float | Fraction) -> float:
+        """The time of a pass, by its rows per device."""
         return float(pass_price(self._batch, Fraction(rows_per_device)))
 
     def hours(self, passes: float) -> float | None:
-        """Hours of so many passes; None where planned_tflops_per_device is not given."""
+        """The hours of passes; None without planned_tflops_per_device."""
         return None if self._full_hours is None else passes * self._full_hours
 
-    def of_step(self, rows_per_device: float) -> float:
-        """A step of so many rows per device, in as few equal passes as the largest allows."""
+    def step_time(self, rows_per_device: float) -> float:
+        """The time of a step, in as few equal passes as the largest allows."""
         count = math.ceil(rows_per_device / self._limit)
-        return count * self.of(rows_per_device / count)
+        return count * self.pass_time(rows_per_device / count)
 
 
 def with_nodes(config: Config) -> Config:
-    """A loaded config with its nodes: as the keys say, else compile_topology, else this machine.
-
-    Raises:
-      ConfigError: compile_topology names no machine, or another one than the two keys; this machine
-        does not have the hardware.
-    """
+    """A loaded config with its nodes: as the keys say, else compile_topology, else this machine."""
     batch, planning = config.batch, config.planning
     if not planning.compile_topology and batch.devices_per_node == -1:
         backend.take_hardware(config.backend.hardware)
@@ -99,7 +94,7 @@ def with_nodes(config: Config) -> Config:
 
 
 def _cause(config: Config, error: ConfigError) -> ConfigError:
-    """Why a stage has no nodes: of a phase that has no mesh on some, else what the ramp says."""
+    """Why a stage has no nodes: a phase without a mesh on some, else the ramp's error."""
     batch = config.batch
     changes = any(batch.changing(name) for name in MESH_KEYS)
     for nodes in range(min(batch.min_nodes, batch.nodes), batch.nodes) if changes else ():
@@ -121,13 +116,12 @@ class PlannedRun:
     stages: tuple[Stage, ...]  # those that the run reaches
 
     @classmethod
-    def of(cls, config: Config, meshes: Meshes, origin: Origin | None = None) -> "PlannedRun":
+    def from_config(
+        cls, config: Config, meshes: Meshes, origin: Origin | None = None
+    ) -> "PlannedRun":
         """Plans a run of a loaded config with its nodes (`with_nodes`).
 
         Meshes are those of `meshes_of`; `origin` says where a run stands that has begun.
-
-        Raises:
-          ConfigError: the keys do not make a run, or a stage does not fit its nodes' devices.
         """
         target = resolve_planned(config, config.batch.num_devices)
         cost = PassCost(target)
@@ -144,12 +138,12 @@ class PlannedRun:
         return cls(target, cost, ramp, tuple(stages))
 
     def time(self, stage: Stage) -> float:
-        """What the run's steps of a stage take, in passes of the largest micro batch."""
+        """The time of a stage, in passes of the largest micro batch."""
         passes = self.ramp.run_steps(stage) * stage.gradient_accumulation_steps
-        return passes * self.cost.of(float(stage.per_device_batch_size)) * self._share(stage)
+        return passes * self.cost.pass_time(float(stage.per_device_batch_size)) * self._share(stage)
 
     def _share(self, stage: Stage) -> float:
-        """Of the arithmetic of whole samples, as the keys begin, what the rows of a stage need."""
+        """FLOPs of a stage's rows over those of whole samples, as the keys begin."""
         model, spec = self.config.recipe.of(stage.spec).model, stage.spec
         of_stage = training_flops_per_token(model, spec.row_length)
         return of_stage / training_flops_per_token(self.config.model, spec.tokens)

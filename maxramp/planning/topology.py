@@ -1,4 +1,4 @@
-"""TPU slices by name, and what their chips are published to do.
+"""TPU slices by name, and the published rates of their chips.
 
 Sources: cloud.google.com/tpu/docs, the pages of each version (memory, peak bfloat16 rate, bandwidth
 of the interchip interconnect and of the data center network; for v4, which has none of the last,
@@ -63,7 +63,7 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """What one of its chips does."""
+        """The rates of its chips."""
         return CHIPS[self.version]
 
     @property
@@ -111,16 +111,12 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """`v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`.
-
-    Raises:
-      ConfigError: there is no such slice.
-    """
+    """`v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`."""
     found = re.fullmatch(r"(v\d\w*)(?::(\d+(?:x\d+)+)|-(\d+))", name)
     if not found or found[1] not in CHIPS:
         raise ConfigError(
-            f"compile_topology={name} is no TPU slice; give VERSION:AxB or AxBxC, or a name such "
-            f"as v5p-2048, with version {', '.join(CHIPS)}"
+            f"compile_topology={name} is not a TPU slice; give VERSION:AxB or AxBxC, or a name "
+            f"such as v5p-2048, with version {', '.join(CHIPS)}"
         )
     version, sides, cores = found.groups()
     chip = CHIPS[version]
@@ -131,7 +127,7 @@ def parse(name: str) -> Topology:
     nearest = Topology(version, near)
     if shape not in shapes and (sides or nearest.chips != chips):
         raise ConfigError(
-            f"compile_topology={name} is no slice: {version} has {_SIDES[chip.dimensions]}; the "
+            f"compile_topology={name} is not a slice: {version} has {_SIDES[chip.dimensions]}; the "
             f"nearest is {nearest} ({nearest.name})"
         )
     return Topology(version, shape or near)

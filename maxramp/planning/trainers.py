@@ -9,15 +9,16 @@ import bisect
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.peers import RENAMED
 from maxramp.keys.yamlfile import read_yaml
+from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import parse_count
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, walk
 
 _Batches = list[tuple[int, int]]  # (step from which on, global batch); none where a trainer stops
 
@@ -44,9 +45,6 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     Returns:
       `trainer`; `theirs` and `ours`, pairs of a step and the global batch from there on; `lines`
       about theirs; `refused`, why maxramp takes the keys for wrong, or "".
-
-    Raises:
-      ConfigError: the file holds no ramp, or something about it that is not understood here.
     """
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
@@ -74,16 +72,6 @@ def _batch_at(batches: _Batches, step: int) -> int | None:
     return batches[bisect.bisect_right(batches, step, key=lambda pair: pair[0]) - 1][1]
 
 
-def _number(path: Place, name: str, value: Any, kind: type) -> Any:
-    """A value of a file, as the number that the trainer takes it for."""
-    whole = kind is int and isinstance(value, float) and value.is_integer()
-    if isinstance(value, bool) or not isinstance(value, int | kind) and not whole:
-        raise ConfigError(
-            f"{path}: {name}={value} is no {'whole ' * (kind is int)}number; give one"
-        )
-    return kind(value)
-
-
 # --- MaxText -------------------------------------------------------------------------------------
 
 # What the ramp asks for, with the defaults of its configs/base.yml.
@@ -106,10 +94,13 @@ def _maxtext(path: Place, devices: int | None) -> Theirs:
         )
     if given.get("enable_rampup_batch_size") is not True:
         raise ConfigError(f"{path}: holds no ramp; MaxText's has enable_rampup_batch_size=True")
-    keys = {
-        name: _number(path, name, given.get(name, default), type(default))
-        for name, default in _MAXTEXT.items()
-    }
+    keys = {}
+    for name, default in _MAXTEXT.items():
+        value, kind = given.get(name, default), type(default)
+        if type(value) not in (int, float) or kind(value) != value:
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{path}: {name}={value} is not {what}; give one")
+        keys[name] = kind(value)
     if devices is None:
         raise ConfigError(
             "MaxText's batches follow from the devices: give num_nodes=N devices_per_node=N"
@@ -173,22 +164,21 @@ def _ramp_of_maxtext(keys: Mapping[str, Any], devices: int) -> tuple[_Batches, l
 
 # --- Megatron, and NeMo, which is Megatron-Bridge ------------------------------------------------
 
-# maxramp's keys that its arguments stand for, and how many numbers each takes.
+# maxramp's keys that their arguments and keys stand for.
 _MEGATRON = {
-    "--rampup-batch-size": ("rampup_batch_size", 3),
-    "--global-batch-size": ("global_batch_size", 1),
-    "--step-batch-size-schedule": ("step_batch_size_schedule", 1),
-    "--seq-length": ("max_target_length", 1),
-    "--train-samples": ("total_samples", 1),
-    "--train-iters": ("steps", 1),
+    "--rampup-batch-size": "rampup_batch_size",
+    "--global-batch-size": "global_batch_size",
+    "--step-batch-size-schedule": "step_batch_size_schedule",
+    "--seq-length": "max_target_length",
+    "--train-samples": "total_samples",
+    "--train-iters": "steps",
 }
-_NAMES = dict(_MEGATRON.values())
 _NEMO = RENAMED | {
+    **{name: name for name in _MEGATRON.values()},
     **{f"data.{name}": name for name in ("global_batch_size", "rampup_batch_size")},
-    **{f"train.{name}": name for name in ("step_batch_size_schedule",)},
+    "train.step_batch_size_schedule": "step_batch_size_schedule",
     "data.seq_length": "max_target_length",
 }
-_DECREASE = "decrease_batch_size_if_needed"
 
 
 def _megatron(path: Place, devices: int | None) -> Theirs:
@@ -198,26 +188,13 @@ def _megatron(path: Place, devices: int | None) -> Theirs:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
     words = [part for word in words for part in _halves(word)]
-    keys: dict[str, Any] = {}
+    pairs = []
     for index, word in enumerate(words):
-        if word == f"--{_DECREASE.replace('_', '-')}":
-            raise ConfigError(f"{path}: {word} changes batches by the devices; leave it out")
-        name, count = _MEGATRON.get(word, ("", 0))
-        if not name:
-            continue
-        if name in keys:
-            raise ConfigError(f"{path}: {word} stands twice; keep one")
-        values = words[index + 1 : index + 1 + count]
-        if name != "step_batch_size_schedule":
-            if len(values) < count or not all(v.isascii() and v.isdigit() for v in values):
-                shown = " ".join(values)
-                raise ConfigError(f"{path}: {word} {shown}: not {count} whole numbers; write them")
-            values = [*map(int, values)]
-        elif not values:
-            raise ConfigError(f"{path}: {word} has no value")
-        keys[name] = values if count > 1 else values[0]
-    batches, lines = _ramp_of_megatron(path, keys)
-    return Theirs("megatron-core 0.19.2", batches, lines, _ours(keys))
+        values = words[index + 1 : index + (4 if word == "--rampup-batch-size" else 2)]
+        values = [int(v) if v.isascii() and v.isdigit() else v for v in values] or [None]
+        pairs.append((word, values if len(values) > 1 else values[0]))
+    keys = _parse_keys(path, pairs, _MEGATRON)
+    return Theirs("megatron-core 0.19.2", *_ramp_of_megatron(path, keys), _ours(keys))
 
 
 def _halves(word: str) -> Sequence[str]:
@@ -227,105 +204,98 @@ def _halves(word: str) -> Sequence[str]:
 
 
 def _nemo(path: Place, devices: int | None) -> Theirs:
+    keys = _parse_keys(path, _flat("", read_yaml(path)), _NEMO)
+    return Theirs("Megatron-Bridge 0.6.2", *_ramp_of_bridge(path, keys), _ours(keys))
+
+
+def _flat(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{above}{name}.", value)
+        elif value not in (None, "", -1, False):
+            yield f"{above}{name}", value
+
+
+def _parse_keys(
+    path: Place, pairs: Iterable[tuple[str, Any]], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The ramp that a file gives, by maxramp's keys."""
     keys: dict[str, Any] = {}
-    for given, value in _flat("", read_yaml(path)):
-        name = _NEMO.get(given, given)
-        if given.rpartition(".")[2] == _DECREASE and value is True:
+    for given, value in pairs:
+        if given.rpartition(".")[2].strip("-").replace("-", "_") == "decrease_batch_size_if_needed":
             raise ConfigError(f"{path}: {given} changes batches by the devices; leave it out")
-        if name not in _NAMES or value in (None, "", -1):
+        if not (name := names.get(given)):
             continue
-        if name in keys and keys[name] != value:
-            raise ConfigError(f"{path}: {given}={value} and {name}={keys[name]}: keep one of them")
-        if _NAMES[name] == 3:
-            if not isinstance(value, list) or len(value) != 3:
-                raise ConfigError(f"{path}: {given}={value} is not [start, increment, samples]")
-            value = [_number(path, given, part, int) for part in value]
-        elif name != "step_batch_size_schedule":
-            value = _number(path, given, value, int)
-        keys[name] = value
-    batches, lines = _ramp_of_bridge(path, keys)
-    return Theirs("Megatron-Bridge 0.6.2", batches, lines, _ours(keys))
-
-
-def _flat(above: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    pairs = ((f"{above}{name}", value) for name, value in values.items())
-    return [
-        found
-        for name, value in pairs
-        for found in (_flat(f"{name}.", value) if isinstance(value, dict) else [(name, value)])
-    ]
+        if keys.get(name, value) != value:
+            raise ConfigError(f"{path}: {given} {value} and {name}={keys[name]}: keep one of them")
+        numbers = value if isinstance(value, list) else [value]
+        count = 3 if name == "rampup_batch_size" else 1
+        if name == "step_batch_size_schedule":
+            keys[name] = str(value)
+        elif len(numbers) != count or any(type(n) not in (int, float) or n % 1 for n in numbers):
+            what = "3 whole numbers" if count == 3 else "a whole number"
+            raise ConfigError(f"{path}: {given} {value} is not {what}; give one")
+        else:
+            keys[name] = [*map(int, numbers)] if count == 3 else int(value)
+    return keys
 
 
 def _ours(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The ramp in maxramp's keys: with a list of thresholds no other batch."""
-    if "step_batch_size_schedule" in keys:
-        left_out = ("global_batch_size", "rampup_batch_size")
-        return {name: value for name, value in keys.items() if name not in left_out}
-    return {name: value for name, value in keys.items() if name != "max_target_length"}
+    by_list = "step_batch_size_schedule" in keys
+    out = ("global_batch_size", "rampup_batch_size") if by_list else ("max_target_length",)
+    return {name: value for name, value in keys.items() if name not in out}
 
 
 def _ramp_of_megatron(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, list[str]]:
-    schedule, size = keys.get("step_batch_size_schedule"), keys.get("global_batch_size")
+    schedule, row = keys.get("step_batch_size_schedule"), keys.get("max_target_length")
     if schedule is None:
         size = _constant(path, keys)
         why = "since 0.18 nothing reads --rampup-batch-size, and no warning is given"
         lines = [f"trains with a constant batch of {size:,}: {why}"]
-        if row := keys.get("max_target_length"):
+        if row:
             lines.append(f'--step-batch-size-schedule "{_as_schedule(keys, row)}" ramps there')
         return [(0, size)], lines
-    if size is not None:
+    if "global_batch_size" in keys:
         why = "--step-batch-size-schedule with --global-batch-size"
         return [], [f"stops with a ValueError: {why}, which must be left out"]
-    row = keys.get("max_target_length")
     if row is None:
         raise ConfigError(f"{path}: the thresholds are tokens there; give --seq-length")
     pairs, lines = [], []
     for entry in schedule.replace(",", " ").split():
-        threshold, colon, batch = entry.partition(":")
+        threshold, _, batch = entry.partition(":")
         try:
-            tokens, rows = _in_floats(threshold), _in_floats(batch)
+            tokens, rows = _float_count(threshold), _float_count(batch)
         except (ValueError, OverflowError):
-            raise ConfigError(f'{path}: "{entry}" is no threshold:batch') from None
+            raise ConfigError(f'{path}: "{entry}" is not threshold:batch') from None
         if (meant := parse_count(threshold)) not in (None, tokens):
             lines.append(f"takes {threshold} for {tokens:,}, by way of floats, not {meant:,}")
-        pairs.append((tokens // row, rows))
-    pairs.sort(key=lambda pair: pair[0])
-    places = [place for place, _ in pairs]
-    if not pairs or places[0] or len({*places}) < len(places) or min(b for _, b in pairs) < 1:
+        pairs.append(Threshold(tokens // row, rows))
+    pairs.sort(key=lambda pair: pair.first_sample)
+    places = [pair.first_sample for pair in pairs]
+    least = min((pair.global_batch_size for pair in pairs), default=0)
+    if least < 1 or places[0] or len({*places}) < len(places):
         why = "thresholds must begin at 0 and rise in samples, batches be above 0"
         return [], [f"stops with an AssertionError: {why}"]
-    batches, consumed, step = [], 0, 0
-    for (_, batch), end in zip(pairs, [*places[1:], math.inf], strict=True):
-        if consumed >= end:
-            continue  # a step went past the whole of it
-        batches.append((step, batch))
-        if end < math.inf:
-            steps = -(-(end - consumed) // batch)
-            step, consumed = step + steps, consumed + steps * batch
-    return batches, lines
+    return [(one.first_step, one.threshold.global_batch_size) for one in walk(pairs, 0, 0)], lines
 
 
 def _ramp_of_bridge(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, list[str]]:
-    ramp = keys.get("rampup_batch_size")
-    if ramp is not None and "total_samples" in keys:
+    has_ramp, size = "rampup_batch_size" in keys, _constant(path, keys)
+    if has_ramp and "total_samples" in keys:
         return [], ["stops with an AssertionError: no rampup_batch_size beside train_samples"]
-    if ramp is None and "step_batch_size_schedule" in keys:
-        if "global_batch_size" not in keys:
-            raise ConfigError(f"{path}: holds no global_batch_size, which Megatron-Bridge takes")
-        size, why = keys["global_batch_size"], "step_batch_size_schedule is not passed on"
-    else:
-        size = _constant(path, keys)
-        why = "megatron-core since 0.18 warns and ignores rampup_batch_size"
+    why = "megatron-core since 0.18 warns and ignores rampup_batch_size"
+    why = why if has_ramp else "step_batch_size_schedule is not passed on"
     lines = [f"trains with a constant batch of {size:,}: {why}"]
     return [(0, size)], [*lines, "has no other key that makes a ramp"]
 
 
 def _constant(path: Place, keys: Mapping[str, Any]) -> int:
     """The batch that is left of a ramp that nothing reads."""
-    if "rampup_batch_size" not in keys:
+    if not {"rampup_batch_size", "step_batch_size_schedule"} & {*keys}:
         raise ConfigError(f"{path}: holds no ramp: no rampup_batch_size, no thresholds")
     if "global_batch_size" not in keys:
-        raise ConfigError(f"{path}: holds no global batch size, where the ramp ends")
+        raise ConfigError(f"{path}: holds no global_batch_size, where the ramp ends")
     return keys["global_batch_size"]
 
 
@@ -337,7 +307,7 @@ def _as_schedule(keys: Mapping[str, Any], row: int) -> str:
     return " ".join(f"{tokens}:{batch}" for tokens, batch in pairs)
 
 
-def _in_floats(text: str) -> int:
+def _float_count(text: str) -> int:
     """A number with a suffix as Megatron reads it; raises ValueError."""
     text = text.strip().upper()
     power = {"K": 3, "M": 6, "B": 9, "T": 12}.get(text[-1:], 0)

@@ -1,15 +1,22 @@
 """A command that does not outlive its parent.
 
-python -m maxramp.launch.bound PARENT COMMAND [ARGUMENT ...]
+python -m maxramp.processes.bound PARENT COMMAND [ARGUMENT ...]
 
-On Linux the kernel kills it when process PARENT dies, whatever of. A program of its own, because
-nothing of ours may run between the fork and the exec of a launcher that has threads.
+On Linux the kernel kills it when process PARENT dies, whatever the cause. A program of its own,
+because nothing of ours may run between the fork and the exec of a launcher that has threads.
 """
 
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterable
+
+
+def bind(command: Iterable[str]) -> list[str]:
+    """The command line of a process that ends when this one does."""
+    return [sys.executable, "-m", "maxramp.processes.bound", str(os.getpid()), *command]
+
 
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]

@@ -20,6 +20,7 @@ from maxramp.keys import base, peers
 from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
+from maxramp.rampup.numbers import nearest_multiples
 from maxramp.rampup.shape import ShapeKeys
 
 # Each of them makes a batch.
@@ -142,10 +143,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
         if tokens > 0:
             if tokens % sample:
-                near = f"{tokens // sample * sample} or " if tokens > sample else ""
                 raise ConfigError(
                     f"global_batch_tokens={tokens} is no multiple of max_target_length={sample}: a "
-                    f"batch holds whole samples; use {near}{-(-tokens // sample) * sample}"
+                    f"batch holds whole samples; use {nearest_multiples(tokens, sample)}"
                 )
             values = {**values, "global_batch_size": tokens // sample}
         return super().of(values)

@@ -21,7 +21,7 @@ from maxramp.errors import ConfigError
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
-from maxramp.rampup.numbers import exact, show
+from maxramp.rampup.numbers import exact, nearest_multiples, show
 from maxramp.rampup.shape import Meshes
 
 
@@ -136,20 +136,17 @@ def refusal(
     other = "fewer micro batches" if shares else "another number of devices"
     if size:
         unit, devices = Fraction(multiple, parallel), jobs[-1]
-        below = size // unit * unit
-        near = f"{show(below)} or {show(below + unit)}" if below else show(unit)
         return ConfigError(
             f"per_device_batch_size {show(size)} (stage {index}) on {devices} devices is "
             f"{show(size * devices)} rows, which do not divide over {over}; make "
             f"per_device_batch_size, its start and its increment multiples of {show(unit)} (the "
-            f"nearest are {near}), or use {other if shares else 'more ici_tensor_parallelism'}"
+            f"nearest are {nearest_multiples(size, unit)}), or use "
+            f"{other if shares else 'more ici_tensor_parallelism'}"
         )
     units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
-    below = max(batch // unit * unit for unit in units)
-    above = min(-(-batch // unit) * unit for unit in units)
-    near = f"{below} or {above}" if below else f"{above}"
     return ConfigError(
-        f"{stage} does not divide over {over}; the nearest sizes that do are {near}, as do "
+        f"{stage} does not divide over {over}; the nearest sizes that do are "
+        f"{nearest_multiples(batch, *units)}, as do "
         f"multiples of {min(units)}, or use {other}"
     )
 

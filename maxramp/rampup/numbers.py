@@ -7,7 +7,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_count(text: str) -> int | None:
-    """8.2M -> 8200000, exactly; None where it is no whole number."""
+    """8.2M -> 8200000, exactly; None where it is not a whole number."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isascii() or not digits.replace(".", "", 1).isdigit():
@@ -24,6 +24,13 @@ def exact(value: float | int | Fraction) -> Fraction:
 def plain_number(value: Fraction) -> int | float:
     """A Fraction as JSON and a person see it: an integer where it is one."""
     return value.numerator if value.denominator == 1 else float(value)
+
+
+def nearest_multiples(value: int | Fraction, *units: int | Fraction) -> str:
+    """The multiples of a unit, or of any of several, around a value: "8 or 12", or "4" near 0."""
+    below = max(value // unit * unit for unit in units)
+    above = min(-(-value // unit) * unit for unit in units)
+    return f"{show(below)} or {show(above)}" if 0 < below < above else show(above)
 
 
 def show(value: float | Fraction) -> str:

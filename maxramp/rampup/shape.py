@@ -7,6 +7,7 @@ from collections.abc import Callable
 from maxramp.errors import ConfigError
 from maxramp.keys.section import at_least, positive_or_open
 from maxramp.parallel.keys import MeshKeys
+from maxramp.rampup.numbers import nearest_multiples
 from maxramp.stage import Fields, SightKeys, StageSpec
 
 # The mesh by the number of devices and the first sample of a threshold, where there is one.
@@ -50,11 +51,9 @@ class ShapeKeys(MeshKeys, SightKeys):
                 "or 2 or more stages"
             )
         if count % stages:
-            low = count // stages * stages
-            near = f"{low} or {low + stages}" if low else f"{stages}"
             raise ConfigError(
                 f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
-                f"{made} make; use {near}"
+                f"{made} make; use {nearest_multiples(count, stages)}"
             )
         return count // stages
 

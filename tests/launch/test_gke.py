@@ -51,7 +51,7 @@ TPU = [
 def manifests(*arguments: str) -> dict[str, str]:
     merged = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
     line = [BASE, *(f"{name}={value}" for name, value in merged.items())]
-    return gke.manifests(Run.of(load(line), line))[1]
+    return gke.manifests(Run.from_config(load(line), line))[1]
 
 
 def jobsets(files: dict[str, str]) -> list[dict]:

@@ -97,7 +97,7 @@ class Launched:
             except OSError:
                 continue
             ours = f"base_output_directory={self.folder.parent}".encode() in words
-            if ours and b"maxramp.train" in words and b"maxramp.launch.bound" not in words:
+            if ours and b"maxramp.train" in words and b"maxramp.processes.bound" not in words:
                 found += [int(path.name)] if state != "Z" else []
         return found
 
@@ -221,7 +221,7 @@ def addresses(port: int) -> set[str]:
 
 def test_words_of_a_script_are_read_back_as_given(tmp_path):
     line = arguments(tmp_path, "", f"run_name={NASTY}", 'setup_lines=["export A=1"]')
-    launch = Run.of(load(line), line)
+    launch = Run.from_config(load(line), line)
     script = slurm.script(launch, 2)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assigned = [x for x in script.splitlines() if x.startswith(("folder=", "command=("))]
@@ -238,11 +238,11 @@ def test_containers(tmp_path):
     image = "image=/images/a b.sqsh"
     mounts = "container_mounts=/data:/data"
     line = arguments(tmp_path, "", "run_name=x", f"container_{image}", mounts)
-    script = slurm.script(Run.of(load(line), line), 1)
+    script = slurm.script(Run.from_config(load(line), line), 1)
     assert "'--container-image=/images/a b.sqsh'" in script
     assert "command=(python -m maxramp.train" in script
     line.append("container_runtime=apptainer")
-    script = slurm.script(Run.of(load(line), line), 1)
+    script = slurm.script(Run.from_config(load(line), line), 1)
     assert "command=(apptainer exec --nv --bind /data:/data '/images/a b.sqsh' python" in script
 
 
@@ -269,20 +269,20 @@ def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
     """8 rows alone would take 4 nodes; the run stays on 2, where a restart does not pay."""
     line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
     config = load(line)
-    launch = Run.of(config, line)
+    launch = Run.from_config(config, line)
     assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes == 2
     saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
-    assert Run.of(config, line).next_nodes == 2
+    assert Run.from_config(config, line).next_nodes == 2
     alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
-    assert Run.of(load(alone), alone).next_nodes == 4
+    assert Run.from_config(load(alone), alone).next_nodes == 4
 
 
 def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
     line = arguments(tmp_path, "", "run_name=x")
-    stages = [stage.to_json() for stage in Run.of(load(line), line).stages]
+    stages = [stage.to_json() for stage in Run.from_config(load(line), line).stages]
     saved_at(tmp_path / "x", 30, 80, stages)  # in stage 1, of 4 rows
     line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
-    launch = Run.of(load(line), line)
+    launch = Run.from_config(load(line), line)
     assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
     assert launch.next_nodes == 2
 
@@ -438,7 +438,7 @@ def test_a_chain_with_a_torn_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "x" / "slurm").mkdir(parents=True)
     chain = (job % 171 + job[:20] + "\n" + job % 172).encode() + b"\0"
     (tmp_path / "x" / "slurm" / "chain.jsonl").write_bytes(chain)
-    slurm.print_status(Run.of(load(line), line))
+    slurm.print_status(Run.from_config(load(line), line))
     assert re.findall(r"^ *(17\d) ", capsys.readouterr().out, re.M) == ["171", "172"]
 
 

@@ -73,7 +73,7 @@ def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
     metadata = (folder / "saved" / "checkpoint.json").read_text()
     (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
     line = [BASE, *CONFIG, f"base_output_directory={folder}"]
-    return Scripted.of(load(line), line)
+    return Scripted.from_config(load(line), line)
 
 
 def ends(folder: pathlib.Path) -> list[int]:

@@ -22,7 +22,7 @@ from maxramp.measuring.branches import (
     _Progress,
     compare,
     difference,
-    sizes_of,
+    parse_sizes,
     window,
 )
 from maxramp.measuring.inheritance import DROPPED, KEPT
@@ -208,7 +208,7 @@ def test_branches_that_cannot_be_compared(checkpointed, capsys):
         experiment.train(sys.stdout)
     shutil.rmtree(folders[0])
     write_branch(checkpointed, 8, [None, 3.0], [2.0, 2.0])
-    with pytest.raises(ConfigError, match="no number, so there is nothing to compare with"):
+    with pytest.raises(ConfigError, match="not a number, so there is nothing to compare with"):
         experiment.train(sys.stdout)
 
 
@@ -244,7 +244,7 @@ def test_a_tolerance_that_is_none(tmp_path, capsys, tolerance):
 @pytest.mark.parametrize("text", ("8", "8,8", "0,8", "8,²", "8,x", ""))
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="must be two or more different global batch sizes"):
-        sizes_of(text)
+        parse_sizes(text)
 
 
 def test_sizes_whose_window_is_far_more_than_was_asked_for():
@@ -316,4 +316,4 @@ def test_command(tmp_path, cache_dir):
     wrong = run(*line, "learning_rate=1", module="branch")
     assert wrong.returncode == 2 and "a branch has its own learning_rate" in wrong.stderr
     wrong = run(*line[:2], "7", *line[3:], module="branch")
-    assert wrong.returncode == 2 and "is no checkpoint; there are 10, 20, 40" in wrong.stderr
+    assert wrong.returncode == 2 and "is not a checkpoint; there are 10, 20, 40" in wrong.stderr

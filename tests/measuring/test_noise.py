@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxramp import noise
-from maxramp.measuring.noise import blocks_of, ratio_of_means
+from maxramp.measuring.noise import noise_blocks, ratio_of_means
 
 
 def records_of(rng, steps, signal, variance, spread, prefix=""):
@@ -51,22 +51,22 @@ def test_blocks():
     """Equal shares of the samples, each with the batch that was used; what is null is left out."""
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
     records[0]["noise_signal"] = None
-    blocks = blocks_of(records, "", 3)
+    blocks = noise_blocks(records, "", 3)
     assert [round(b.batch_rows) for b in blocks] == [8, 16, 16]
     assert sum(b.steps for b in blocks) == 299
     assert [b.first_sample for b in blocks] == [8, *(b.last_sample for b in blocks[:-1])]
     for block in blocks:
         assert block.low / 1.05 < 2000 < block.high * 1.05
         assert block.batch_target_tokens == 128 * block.batch_rows
-    assert blocks_of(records, "adam_", 3) == []
-    assert blocks_of(records[:6], "", 1) == []  # too few to tell their spread
+    assert noise_blocks(records, "adam_", 3) == []
+    assert noise_blocks(records[:6], "", 1) == []  # too few to tell their spread
 
 
 def test_no_block_mixes_lengths_of_rows():
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
     for record in records:
         record["row_length"] = 32 if record["step"] < 120 else 128
-    blocks = blocks_of(records, "", 2)
+    blocks = noise_blocks(records, "", 2)
     assert [b.steps for b in blocks] == [120, 67, 113]
     assert blocks[0].last_sample == blocks[1].first_sample == 8 * 120
 
@@ -74,15 +74,15 @@ def test_no_block_mixes_lengths_of_rows():
 def test_blocks_of_a_run_that_began_later():
     """Its own samples are cut, and records that are none of a step's are left out."""
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
-    early = blocks_of(records, "", 3)
+    early = noise_blocks(records, "", 3)
     for record in records:
         record["consumed_samples"] += 10**6
-    steps = [block.steps for block in blocks_of(records, "", 3)]
+    steps = [block.steps for block in noise_blocks(records, "", 3)]
     assert steps == [block.steps for block in early]
     estimates = {"noise_signal": 1.0, "noise_variance": 1.0}
     odd = [estimates, estimates | {"consumed_samples": 0, "global_batch_size": 0}]
     odd.append(records[0] | {"consumed_samples": "8"})
-    assert [block.steps for block in blocks_of([*odd, *records], "", 3)] == steps
+    assert [block.steps for block in noise_blocks([*odd, *records], "", 3)] == steps
 
 
 def write(folder, records):

@@ -9,7 +9,7 @@ from conftest import BASE, TINY, run
 
 from maxramp import suggest
 from maxramp.checkpoints import decisions
-from maxramp.measuring.noise import blocks_of
+from maxramp.measuring.noise import noise_blocks
 from maxramp.run.metrics import read_records
 
 LENGTHS = 16, 64
@@ -64,7 +64,7 @@ def test_targets_are_counted_beside_tokens(padded):
 def test_the_noise_scale_and_what_is_decided_by_it(padded):
     short, long = (steps_of(padded[1][length][0]) for length in LENGTHS)
     assert [r["target_tokens"] for r in short] == [r["target_tokens"] for r in long]
-    curves = [blocks_of(records, "norms_", 4) for records in (short, long)]
+    curves = [noise_blocks(records, "norms_", 4) for records in (short, long)]
     for a, b in zip(*curves, strict=True):
         assert a.noise_scale / a.row_target_tokens == pytest.approx(
             b.noise_scale / b.row_target_tokens, rel=1e-3

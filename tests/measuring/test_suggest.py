@@ -117,7 +117,7 @@ def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
     (shown,) = (row for row in found["rows"] if row["name"] == "suggested")
     for suggested in ([*line, *printed], [str(tmp_path / "after.yml")]):
         config = load(suggested, "train")
-        plan = PlannedRun.of(with_nodes(config), meshes_of(config))
+        plan = PlannedRun.from_config(with_nodes(config), meshes_of(config))
         pairs = [[stage.first_sample, stage.global_batch_size] for stage in plan.stages]
         assert (pairs, plan.ramp.total_steps) == (shown["pairs"], shown["steps"])
         assert plan.ramp.total_samples - found["keys"]["total_samples"] in range(32)
@@ -172,7 +172,9 @@ def test_a_ramp(tmp_path, capsys):
 
 def test_a_config_whose_batch_costs_something(tmp_path, capsys):
     run = write_branches(tmp_path, result(0, 16, 16), result(6000, 16, 16))
-    found, printed = suggested(capsys, "--branch", run, "global_batch_size=64")
+    more = ("global_batch_size=64", "learning_rate_schedule_steps=200")
+    found, printed = suggested(capsys, "--branch", run, *more)
+    assert "learning_rate_schedule_steps=200 counts steps" in printed
     assert [row["within"] for row in found["rows"][:2]] == [False, True]
     said = "more steps than your config, whose batch is above what was measured to cost nothing"
     assert said in printed

@@ -291,7 +291,7 @@ def test_shipped_pods_resolve():
 def test_shipped_pods_have_their_meshes():
     """Also where an axis is a part of a side of the torus."""
     for path in sorted((CONFIGS / "pods").glob("*.yml")):
-        assert Pod.of(load([str(path)]), print).mesh.size == 1024
+        assert Pod.from_config(load([str(path)]), print).mesh.size == 1024
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 from conftest import make_config
@@ -10,7 +11,7 @@ from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import compiled
 from maxramp.planning import machine as machines
-from maxramp.planning.pod import POLICIES, Pod, edge
+from maxramp.planning.pod import POLICIES, Pod, count_fitting
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -33,15 +34,20 @@ def test_the_edge_is_found_with_few_compiles(needed, questions, most):
         asked.add(rows)
         return needed(rows)
 
-    fits, too_much = edge(ask, limit)
-    assert needed(fits) <= limit < needed(too_much) and too_much == fits + 1
+    fits = count_fitting(range(1, sys.maxsize), ask, limit)
+    assert needed(fits) <= limit < needed(fits + 1)
     assert len(asked) <= questions
+    divisors = [size for size in range(1, 721) if 720 % size == 0]
+    asked.clear()
+    assert count_fitting(divisors, ask, limit) == sum(size <= fits for size in divisors)
+    assert len(asked) <= 10
+    assert count_fitting(divisors, ask, needed(1) - 1) == 0
 
 
 @pytest.fixture(scope="module")
 def one_device():
     """One device of this process."""
-    here = machines.here()
+    here = machines.local_machine()
     return dataclasses.replace(here, devices=here.devices[:1])
 
 
@@ -93,8 +99,8 @@ def test_a_program_that_cannot_be_read(one_device):
 def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
     config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
     ramp = RampupBatchManager(config.batch, 8)
-    monkeypatch.setattr(Pod, "of", lambda config, say: Pod(config, ramp, one_device))
-    monkeypatch.setattr(Pod, "by_speed", lambda pod, spec: [])
+    monkeypatch.setattr(Pod, "from_config", lambda config, say: Pod(config, ramp, one_device))
+    monkeypatch.setattr(Pod, "fastest_ways", lambda pod, spec: [])
     with pytest.raises(ConfigError, match=f"not even {least} a group of devices would fit"):
         compiled.compile_ways(config)
 
@@ -105,7 +111,7 @@ def test_the_ways_of_a_batch_by_speed(one_device):
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
     timed = dataclasses.replace(one_device, work=lambda text: {"step_seconds": 1 / len(text)})
     pod, spec = pod_of(config, timed)
-    ways = pod.by_speed(spec)
+    ways = pod.fastest_ways(spec)
     assert len(ways) == 8 and {way["remat_policy"] for way in ways} == set(POLICIES)
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])

@@ -253,7 +253,7 @@ def test_compilers_take_the_moves(topology):
     array as a whole."""
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
-    pod = Pod.of(config.replace(compile_topology=topology), lambda line: None)
+    pod = Pod.from_config(config.replace(compile_topology=topology), lambda line: None)
     meshes = [stage.spec.mesh for stage in stages_of(config)]
     sizes = [
         [mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(state)]
