@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _NOTHING = (
     *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
     "alora_invocation_tokens",
 )
+_OF_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)\.lora_")  # a tensor's layer and matrix
 # Ways to begin that leave the base as it is.
 _BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva", None)
 
@@ -67,10 +69,27 @@ class AdapterFolder:
         """Where its tensors lie (`safetensors.tensors_of`)."""
         return tensors_of(self.path, TENSORS)
 
-    @property
+    @functools.cached_property
     def layers(self) -> list[int]:
-        """The numbers of the layers that they adapt; none = all."""
-        return sorted({*_listed(self.config.get("layers_to_transform"))})
+        """The numbers of the layers that they adapt; none = all.
+
+        Raises:
+          ConfigError: layers are not adapted alike.
+        """
+        if not isinstance(pattern := self.config.get("target_modules"), str):
+            return sorted({*_listed(self.config.get("layers_to_transform"))})
+        # A regular expression chooses matrices one by one: those that it has chosen are there.
+        modules: dict[int, set[str]] = {}
+        for name in self.tensors:
+            if found := _OF_LAYER.search(name):
+                modules.setdefault(int(found[1]), set()).add(found[2])
+        if len({*map(frozenset, modules.values())}) > 1:
+            shown = "; ".join(f"{n}: {', '.join(sorted(modules[n]))}" for n in sorted(modules))
+            raise ConfigError(
+                f"{self.path}/{CONFIG}: target_modules={pattern} is not supported: it adapts other "
+                f"matrices in one layer than in another ({shown})"
+            )
+        return sorted(modules)
 
     @property
     def keys(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from maxramp.data import hub
 from maxramp.errors import ConfigError
 from maxramp.files import storage
+from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
 from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
@@ -21,6 +22,8 @@ BESIDE = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *TOKENIZER,
 )
+# Written last and removed first: a folder without either is no model, to other tools too.
+MARKS = ("config.json", CONFIG)
 # What a model of several parts says once.
 _OF_ALL_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 KEPT_IN = "huggingface"  # the folder of a run that began with such weights, for these files
@@ -63,6 +66,8 @@ class ModelFolder:
         found: dict[str, Tensor] = {}
         for name, tensor in tensors_of(self.path).items():
             short = name.replace("language_model.", "", 1)
+            if short.startswith(("embed_tokens.", "layers.", "norm.")):  # saved without a head
+                short = f"model.{short}"
             if short in found:
                 raise ConfigError(f"{self.path}: has both {found[short].name} and {name}")
             found[short] = tensor
@@ -123,6 +128,11 @@ class ModelFolder:
         raise ConfigError(
             f"{self.path}: has neither tokenizer.json nor tokenizer.model; give tokenizer_path=FILE"
         )
+
+
+def is_whole(folder: Place) -> bool:
+    """Whether a folder is a model or adapters, and not what a killed export has left."""
+    return any((folder / name).exists() for name in MARKS)
 
 
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:

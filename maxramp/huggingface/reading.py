@@ -88,8 +88,11 @@ def check(
             wanted = min(vocab_size, wanted[0]), *wanted[1:]
         for name in weight.names.values():
             if name not in tensors:
+                remedy = "fetch it again"
+                if name == "lm_head.weight":
+                    remedy = "save the model with its head (transformers' AutoModelForCausalLM)"
                 raise ConfigError(
-                    f"{folder}: has no tensor {name}, which config.json's model has; fetch it again"
+                    f"{folder}: has no tensor {name}, which config.json's model has; {remedy}"
                 )
             tensor = tensors[name]
             refuse(

@@ -66,12 +66,12 @@ def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
       ConfigError: the folder holds no safetensors, or a file is missing or torn.
     """
     index = f"{folder}/{INDEX}"
-    if one == ONE and storage.exists(index):
+    if storage.exists(f"{folder}/{one}"):  # before an index, as transformers has it
+        found = None
+    elif one == ONE and storage.exists(index):
         found = read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise ConfigError(f"{index}: has no weight_map, which names the file of every tensor")
-    elif storage.exists(f"{folder}/{one}"):
-        found = None
     else:
         pickles = [p for end in ("bin", "pt", "pth") for p in storage.find(f"{folder}/*.{end}")]
         why = f"; {pickles[0]} is a pickle, which could run any code" if pickles else ""

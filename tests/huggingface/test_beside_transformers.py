@@ -59,6 +59,21 @@ def test_logits_of_a_folder(tmp_path, name):
         assert moved > 100 * TOLERANCE * (expected.max() - expected.min())
 
 
+def test_a_model_saved_without_a_head_beside_an_index_of_others(tmp_path):
+    """Its embedding is its head; model.safetensors counts, and not what the index names."""
+    folder = write_folder(tmp_path / "in", "smollm2")
+    bare = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+    bare.save_pretrained(tmp_path / "out")
+    stale = {name: 0 * x for name, x in tensors(CONFIGS["smollm2"]).items()}
+    write_file(tmp_path / "out/model-00001-of-00001.safetensors", stale)
+    index = {"weight_map": dict.fromkeys(stale, "model-00001-of-00001.safetensors")}
+    (tmp_path / "out/model.safetensors.index.json").write_text(json.dumps(index))
+    config = config_of(tmp_path / "out")
+    expected = theirs(opened(tmp_path / "out"))
+    assert np.abs(expected).max() > 0.1
+    assert_near(logits(load(tmp_path / "out", config), config, TOKENS_BT), expected)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_was_made_here(tmp_path, name):
     """transformers opens what we write without a config.json that came in."""
