@@ -25,7 +25,7 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxramp import errors
-from maxramp.checkpoints.folder import Checkpoint, TornError
+from maxramp.checkpoints.folder import FILE, Checkpoint, TornError
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
 from maxramp.model.adapters import kept, onto
@@ -222,8 +222,11 @@ def _reading(path: Place) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        if is_near(path) and not (path / FILE).exists():
+            raise ConfigError(f"{path}: was removed meanwhile; give another checkpoint") from None
         raise ConfigError(
-            f"{path}: cannot be read: {reason_of(error)}; move it away to go on from the one before"
+            f"{path}: cannot be read: {reason_of(error)}; give another checkpoint, or move it away "
+            "so that its run goes on from the one before"
         ) from None
 
 

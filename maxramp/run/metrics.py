@@ -252,12 +252,11 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
     Raises:
       TrainingError: they end the run.
     """
-    stands = ", the last checkpoint is from before" if keys.enable_checkpointing else ""
     if bad_steps := int(read.get("bad_steps", 0)):
         if bad_steps >= keys.skip_bad_steps:
             raise TrainingError(
                 f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
-                f"skip_bad_steps={bad_steps} in a row end the run{stands}; lower "
+                f"skip_bad_steps={bad_steps} in a row end the run; lower "
                 "learning_rate, or look at the data of these steps"
             )
         return
@@ -269,8 +268,8 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
         ):
             if bad and getattr(keys, key):
                 raise TrainingError(
-                    f"{name}={value} at step {step}; {key}=True ends the run{stands}; lower "
-                    "learning_rate, or look at the data of this step"
+                    f"{name}={value} at step {step}; {key}=True ends the run, and the state after "
+                    "that step is not saved; lower learning_rate, or look at the data of this step"
                 )
 
 

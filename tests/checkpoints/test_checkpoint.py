@@ -411,7 +411,7 @@ def test_damage_that_keeps_the_sizes(copied, capsys):
     """Only reading the values finds it: a restore and `verify` do, in one line each."""
     path = largest(copied / "12" / "model")
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(ConfigError, match="^.*12: cannot be read: .*; move it away"):
+    with pytest.raises(ConfigError, match="^.*12: cannot be read: .*, or move it away"):
         Folder(copied, config_of()).restore()
     assert command.main(["verify", str(copied / "12")]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
