@@ -14,7 +14,7 @@ import jax
 from maxramp.commandline import OneLineParser, command
 from maxramp.config.load import list_keys
 from maxramp.files.place import place
-from maxramp.handover.export import export, whole
+from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import gguf, writing
 from maxramp.processes import backend
@@ -49,10 +49,7 @@ def main(arguments: list[str]) -> int:
         return 0
     opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
-    model = opened.load()
-    if given.merge:
-        model = whole(model)
-    export(opened, model, given.to, given.dtype or "")
+    export(opened, opened.load(), given.to, given.dtype or "", given.merge)
     if jax.process_index() == 0:
         print(f"wrote {given.to}")
     return 0

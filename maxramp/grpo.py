@@ -107,7 +107,7 @@ def _run(begun: start.Start) -> int:
                 f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
                 "the job; give all of them the same one"
             )
-    job = begun.open_run(prompts.hash, policy_fields, first_weights.settled)
+    job = begun.open_run(prompts.hash, policy_fields)
     if not job.has_work:
         return job.end()
     check_enough(prompts, config.rollout, job.span.ramp.total_samples)

@@ -51,7 +51,6 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.rl import first_weights
 from maxramp.run.metrics import Record, Taken, names_of_sums, of_sums
 from maxramp.stage import Fields, SightKeys, text_fields
 from maxramp.training.device_memory import device_memory
@@ -113,13 +112,9 @@ def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> C
     """The configuration of a run as long as `num_epoch` passes over its data, if no key says how
     long it is; what is left at the end and makes no whole step is not trained on.
 
-    One that stays near to the weights that it begins with names their checkpoint.
-
     Raises:
       ConfigError: they make not one step.
     """
-    if config.data.use_dpo:
-        config = first_weights.settled(config, folder)
     if not config.batch.is_open:
         return config
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))

@@ -12,7 +12,6 @@ without it is a save that goes on or was killed, or what a removal left, and no 
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -21,7 +20,7 @@ from typing import Any
 
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, is_near, move_tree, place, remove_tree, sizes, write_whole
+from maxramp.files.place import Place, is_near, place, remove_tree, sizes, write_whole
 from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
@@ -62,6 +61,7 @@ class Checkpoint:
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+    saved: str = ""  # what no other save has: the name of this state
     # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
     owes: list[str] = dataclasses.field(default_factory=list)
 
@@ -99,7 +99,7 @@ def is_step(name: str) -> bool:
 
 def steps_in(folder: Place) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
-    return sorted(int(path.name) for path in numbered(folder) if _is_committed(path))
+    return sorted(int(path.name) for path in numbered(folder) if is_committed(path))
 
 
 def numbered(folder: Place) -> list[Place]:
@@ -107,7 +107,8 @@ def numbered(folder: Place) -> list[Place]:
     return [p for p in folder.iterdir() if is_step(p.name)] if folder.is_dir() else []
 
 
-def _is_committed(path: Place) -> bool:
+def is_committed(path: Place) -> bool:
+    """Whether a folder is a checkpoint, torn or not, and not a save that goes on or was killed."""
     try:
         return (path / FILE).exists()
     except PermissionError:
@@ -137,24 +138,13 @@ def remove(path: Place) -> None:
     remove_tree(path)
 
 
-def set_aside(path: Place) -> None:
-    """Gives a torn checkpoint another name.
-
-    Raises:
-      OSError: it is still there.
-    """
-    again = (path.with_name(f"{path.name}-{n}{TORN}") for n in itertools.count(2))
-    names = itertools.chain([path.with_name(f"{path.name}{TORN}")], again)
-    move_tree(path, next(aside for aside in names if not aside.exists()))
-
-
 def discard(folder: Place) -> None:
     """Removes from a folder of checkpoints what saves and removals left that failed or were killed.
 
     What holds anything else than arrays of ours is somebody's, and stays. No save is going on.
     """
     for path in numbered(folder):
-        if path.is_dir() and not _is_committed(path):
+        if path.is_dir() and not is_committed(path):
             names = {inner.name for inner in path.iterdir()}
             if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):
                 remove_tree(path)
@@ -267,7 +257,7 @@ def find(path: Place) -> Place:
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
-    if is_step(path.name) and _is_committed(path):
+    if is_step(path.name) and is_committed(path):
         return path
     if path.name == BEST and not path.exists():
         return best(path.parent)

@@ -19,7 +19,11 @@ from maxramp.model.order import in_layer_order
 
 
 def check_parameters(
-    path: str, model: Decoder, values: Mapping[str, Any], note: Callable[[str], None] = print_note
+    path: str,
+    model: Decoder,
+    values: Mapping[str, Any],
+    note: Callable[[str], None] = print_note,
+    base: str = "",
 ) -> Callable[[], Decoder]:
     """Makes sure that the weights at a path are those of an abstract model.
 
@@ -29,6 +33,7 @@ def check_parameters(
       model: the shapes, dtypes and shardings of its weights.
       values: of all keys, resolved.
       note: takes a line about tensors that no weight takes.
+      base: of a checkpoint of adapters, where the weights below them are now; "" = where they were.
 
     Returns:
       What reads them, with the shardings of `model`; it raises a ConfigError too. Where `model`
@@ -52,9 +57,11 @@ def check_parameters(
         )
         rows = there["vocab_size"]
         _check_adapters(path, of_hub.adapter.keys if of_hub.adapter else {}, model, values)
-        base = reading.prepared(of_hub.path, of_hub.tensors, rows, without(model), family, note)
+        load_base = reading.prepared(
+            of_hub.path, of_hub.tensors, rows, without(model), family, note
+        )
         if not of_hub.adapter:
-            return base
+            return load_base
         try:
             files = of_hub.adapter.path, of_hub.adapter.tensors
             of_adapter = reading.prepared(
@@ -62,7 +69,7 @@ def check_parameters(
             )
         except ConfigError as error:
             raise ConfigError(f"{path} adapts another model than this: {error}") from None
-        return lambda: onto(of_adapter(), base())
+        return lambda: onto(of_adapter(), load_base())
     checkpoint = checkpoints.read(checkpoints.find(place(path)))
     _check_adapters(path, checkpoint.config, model, values)
     if not checkpoint.config.get("lora_rank"):
@@ -70,15 +77,15 @@ def check_parameters(
         arrays.compare(checkpoint, {"model": model}, values)
         return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
     arrays.compare(checkpoint, {"model": kept(model)}, values)
-    below = checkpoint.config["load_parameters_path"]
-    base = check_parameters(below, model, values, note)
+    below = base or checkpoint.config["load_parameters_path"]
+    load_base = check_parameters(below, model, values, note)
 
     def load() -> Decoder:
-        weights = without(base())
+        weights = without(load_base())
         if (found := fingerprint_of_weights(in_layer_order(weights))) != checkpoint.reference:
             raise ConfigError(
                 f"{below}: not the weights that {checkpoint.path} adapts (hash {found}, was "
-                f"{checkpoint.reference}); put those back"
+                f"{checkpoint.reference}); give load_parameters_path=PATH of those"
             )
         return onto(arrays.load(checkpoint.path, {"model": kept(model)})["model"], weights)
 
@@ -104,9 +111,11 @@ def _check_adapters(
             )
 
 
-def load_parameters(path: str, model: Decoder, values: Mapping[str, Any]) -> Decoder:
+def load_parameters(
+    path: str, model: Decoder, values: Mapping[str, Any], base: str = ""
+) -> Decoder:
     """The weights at a path (`check_parameters`)."""
-    return check_parameters(path, model, values, lambda line: None)()
+    return check_parameters(path, model, values, lambda line: None, base)()
 
 
 def find_released(path: str, key: str = "load_parameters_path") -> released.ModelFolder | None:
@@ -126,16 +135,25 @@ def beside(path: str) -> released.ModelFolder | None:
 
 
 def keep_beside(path: str, run: Place) -> None:
-    """Keeps in a run's folder what is said there about the weights that it begins with, once.
+    """Keeps in a run's folder what is said there about the weights that it begins with.
+
+    What an earlier start kept of others is gone then. config.json is removed first and written
+    last: without it nothing is kept.
+
+    Args:
+      path: of the weights; "" = new ones.
+      run: the folder of a run that begins.
 
     Raises:
       ConfigError: it cannot be read or written.
     """
-    own = run / released.KEPT_IN
-    if not (own / "config.json").exists() and (found := beside(path)):
-        try:
+    own, found = run / released.KEPT_IN, beside(path) if path else None
+    files = found.beside if found else {}
+    try:
+        for name in released.BESIDE if own.is_dir() else ():
+            (own / name).unlink(missing_ok=True)
+        for name, data in reversed(files.items()):
             own.mkdir(parents=True, exist_ok=True)
-            for name, data in reversed(found.beside.items()):  # config.json is the last
-                write_whole(own / name, data)
-        except OSError as error:
-            raise ConfigError(f"{own}: cannot be written: {error.strerror}") from None
+            write_whole(own / name, data)
+    except OSError as error:
+        raise ConfigError(f"{own}: cannot be written: {error.strerror}") from None

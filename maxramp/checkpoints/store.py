@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import math
 import platform
+import secrets
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since, seen
 from maxramp.checkpoints.saving import Saves
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.files.place import Place, is_near, place
+from maxramp.files.place import Place, is_near, place, set_aside
 from maxramp.model.adapters import has_adapters, without
 from maxramp.model.order import in_layer_order
 from maxramp.parallel.mesh import mesh_of
@@ -169,7 +170,7 @@ class Checkpoints(Saves):
         self.restart_clock()
         if self._keys.enable_checkpointing and self._is_first:
             for path in self._torn:
-                folder_lib.set_aside(path)
+                set_aside(path, folder_lib.TORN)
             folder_lib.discard(self._folder)
             self.best.find()
 
@@ -233,6 +234,7 @@ class Checkpoints(Saves):
             reference=self.reference,
             mixtures=seen(self._mixtures, consumed_samples),
             evaluation=_finite(evaluation),
+            saved=secrets.token_hex(8),
             owes=list(owes),
         )
         self.begin(step, self._writer(checkpoint, state, prepare))

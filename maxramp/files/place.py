@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
+import itertools
 import os
 import pathlib
 import shutil
@@ -195,7 +196,9 @@ def remove_tree(folder: Place) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
-        for name in sizes(folder):  # one by one: clients take a folder's name for a glob
+        # One by one: clients take a folder's name for a glob. Hidden names last: they say what
+        # the others are.
+        for name in sorted(sizes(folder), reverse=True):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -207,6 +210,19 @@ def move_tree(folder: Place, to: Place) -> None:
     for name in sizes(folder):
         (folder / name).ask("cp_file", str(to / name))
     remove_tree(folder)
+
+
+def set_aside(folder: Place, suffix: str) -> Place:
+    """Gives a folder its name with a suffix, or the next that is free; returns it.
+
+    Raises:
+      OSError: it is still there.
+    """
+    again = (folder.with_name(f"{folder.name}-{n}{suffix}") for n in itertools.count(2))
+    names = itertools.chain([folder.with_name(f"{folder.name}{suffix}")], again)
+    aside = next(aside for aside in names if not aside.exists())
+    move_tree(folder, aside)
+    return aside
 
 
 def lock(file: IO) -> str:

@@ -5,12 +5,13 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.commandline import print_note
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.errors import ConfigError
-from maxramp.files.place import Place
+from maxramp.errors import ConfigError, reason_of
+from maxramp.files.place import Place, set_aside
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
@@ -23,10 +24,13 @@ from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_STALE = ".stale"  # of an export of a state that the run no longer has
 
 
 def export_run(run: Place, mesh: MeshKeys) -> None:
     """Hands over the end of a run that is finished, in exported/STEP of its folder, once.
+
+    An export of another state of that number is set aside.
 
     Args:
       run: the run's folder.
@@ -40,26 +44,38 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
     ]
     opened = open_model(str(run), sizes)
     to = run / "exported" / opened.path.rpartition("/")[2]
-    there = agreement.raise_everywhere(lambda: writing.is_there(to))
-    if not agreement.all_gather_json(there)[0]:
-        model = opened.load()
-        if not opened.adapted:
-            model = whole(model)
-        export(opened, model, to, "")
-        if jax.process_index() == 0:
-            print(f"wrote {to}")
+    if agreement.all_gather_json(agreement.raise_everywhere(lambda: _is_made(to, opened)))[0]:
+        return
+    export(opened, opened.load(), to, "", merge=not opened.adapted)
+    if jax.process_index() == 0:
+        print(f"wrote {to}")
 
 
-def whole(model: Decoder) -> Decoder:
-    """The model with its adapters merged into it; it takes over the memory of their base."""
-    if not has_adapters(model):
-        return model
+def _is_made(to: Place, opened: Opened) -> bool:
+    """Whether an export is of a checkpoint; sets aside one that is not. Asked by process 0."""
+    if jax.process_index() or (made_of := writing.made_of(to)) is None:
+        return False
+    if made_of.get("weights") == opened.saved:
+        return True
+    try:
+        print_note(f"{to} is of another state than {opened.path}: now {set_aside(to, _STALE)}")
+    except OSError as error:
+        raise ConfigError(f"{to}: cannot be set aside: {reason_of(error)}") from None
+    return False
+
+
+def _whole(model: Decoder, dtype: str) -> Decoder:
+    """The model in a dtype with its adapters merged into it; it takes over the base's memory."""
+    base = without(model)
+    reusable = () if {x.dtype for x in jax.tree.leaves(base)} - {jnp.dtype(dtype)} else (0,)
     with jax.set_mesh(mesh_of(model)):
-        merge = jax.jit(lambda base, adapters: merged(onto(adapters, base)), donate_argnums=0)
-        return merge(without(model), kept(model))
+        merge = jax.jit(
+            lambda base, adapters: merged(onto(adapters, base), dtype), donate_argnums=reusable
+        )
+        return merge(base, kept(model))
 
 
-def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
+def export(opened: Opened, model: Decoder, to: Place, dtype: str = "", merge: bool = False) -> None:
     """Writes a model as a folder of Hugging Face's; every process of the job takes part.
 
     Of a model with adapters these alone are written, as PEFT has them.
@@ -69,16 +85,18 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
       model: the weights.
       to: the folder.
       dtype: of the tensors; "" for that in which they came, or weight_dtype.
+      merge: whether adapters are added to the model, and the whole is written.
 
     Raises:
       ConfigError: it cannot be written, or transformers has no such model.
     """
-    if has_adapters(model):
+    if has_adapters(model) and not merge:
         _export_adapters(opened, model, to, dtype)
         return
     keys, came_in = opened.config.model, opened.released.config if opened.released else {}
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
     dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
+    model = _whole(model, dtype) if has_adapters(model) else model
     beside = dict(opened.released.beside) if opened.released else {}
     tokenizer = _tokenizer_of(opened)
     marks: dict[str, Any] = {}
@@ -137,8 +155,8 @@ def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> N
 
 
 def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
-    """What an export is of. Other weights may come to lie at the same path."""
-    return {"path": opened.path, "weights": fingerprint_of_weights(in_layer_order(model))}
+    """What an export is of: a state that was saved, or weights by their hash."""
+    return {"weights": opened.saved or fingerprint_of_weights(in_layer_order(model))}
 
 
 def _tokenizer_of(opened: Opened) -> Tokenizer | None:

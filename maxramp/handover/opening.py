@@ -28,7 +28,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, place
+from maxramp.files.place import Place, is_near, place
 from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
@@ -39,6 +39,7 @@ from maxramp.processes.keys import BackendKeys
 from maxramp.stage import SIGHT_KEYS
 from maxramp.training.state import abstract_state
 
+_BASE = "load_parameters_path"  # of adapters, the weights below them
 # Keys of a run that say how it was computed and not what: they take their defaults.
 _OF_TRAINING = (
     "attention",
@@ -129,23 +130,25 @@ class Opened:
     # what a Hugging Face folder says of it: the one it is, or the one that its run began from
     released: ModelFolder | None
     adapted: str = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
+    saved: str = ""  # the name of a state that a run has saved (`Checkpoint.saved`)
 
-    def __init__(self, own: Mapping[str, Any], arguments: Sequence[str]):
+    def __init__(self, own: Mapping[str, Any], arguments: Sequence[str], *more: str):
         """Reads the keys; no device is touched.
 
         Args:
           own: the keys that the model brings.
           arguments: key=value, of those that may be given beside it.
+          more: keys that may be given beside this one.
 
         Raises:
           ConfigError: a key is wrong.
         """
         *_, given = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         for name, value in given.values.items():
-            if name not in _OPEN:
+            if name not in (*_OPEN, *more):
                 raise ConfigError(
                     f"{name}={value} does not change what a run generates; the keys that do are "
-                    f"{', '.join(_OPEN)}"
+                    f"{', '.join((*_OPEN, *more))}"
                 )
         self._given = given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
@@ -162,7 +165,8 @@ class Opened:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        return load_parameters(self.path, model, self.config.values)
+        base = self._given.get(_BASE, "")
+        return load_parameters(self.path, model, self.config.values, base)
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given.
@@ -224,19 +228,25 @@ class TrainedRun(Opened):
         """
         self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
         there = self.checkpoint.config | vars(self.checkpoint.sight)
-        self.path = str(self.checkpoint.path)
+        self.path, self.saved = str(self.checkpoint.path), self.checkpoint.saved
         self.released = beside(self.path)
-        below = there.get("load_parameters_path", "")
-        if there.get("lora_rank"):
-            kept = f"{self.checkpoint.path.parent.parent}/{KEPT_IN}"
-            found = find_or_kept("load_parameters_path", below, kept)
-            # What adapts them sees as they came, and a phase may have changed that.
-            if found and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS):
-                self.adapted = _named(found.adapter.base if found.adapter else below)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         names.add("trainable_layers")  # of adapters, those that there are
         taken = (names & there.keys()).difference(_OF_TRAINING)
-        super().__init__({name: there[name] for name in taken}, arguments)
+        more = [_BASE] if there.get("lora_rank") else []
+        super().__init__({name: there[name] for name in taken}, arguments, *more)
+        if more:
+            below = self._given.get(_BASE, there[_BASE])
+            kept = f"{self.checkpoint.path.parent.parent}/{KEPT_IN}"
+            found = find_or_kept(_BASE, below, kept)
+            # What adapts them sees as they came, and a phase may have changed that. Of weights that
+            # a run has trained, what is kept says only how they began.
+            if (
+                found
+                and not (found.path == kept and _is_run(below))
+                and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS)
+            ):
+                self.adapted = _named(found.adapter.base if found.adapter else below)
 
     def _of_data(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
@@ -295,8 +305,17 @@ def _of_documents(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bo
 
 
 def _named(path: str) -> str:
-    """A model's name on the Hub, or its folder from wherever it is asked for."""
-    return path if hub.is_name(path) else os.path.abspath(os.path.expanduser(path))
+    """A model's name on the Hub, its address, or its folder from wherever it is asked for."""
+    if hub.is_name(path) or not is_near(place(path)):
+        return path
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _is_run(path: str) -> bool:
+    """Whether a path means a checkpoint of ours."""
+    with contextlib.suppress(ConfigError):
+        return bool(folder.find(place(path)))
+    return False
 
 
 def open_model(path: str, arguments: Sequence[str]) -> Opened:

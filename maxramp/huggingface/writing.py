@@ -1,8 +1,9 @@
 """The weights of a model into a folder that transformers opens.
 
 Tensors are made one after the other on the devices; the process that writes a file gets its
-tensors whole, so that a host holds two of them beside its shards. The folder appears at once, when
-all of it is there; what a killed export has written is not written again.
+tensors whole, so that a host holds two of them beside its shards. On a disk and in an object
+storage alike config.json comes last (`folder.is_whole`). The first file says what the folder is
+made of: a killed export of the same goes on, and writes nothing twice.
 
 Shapes: L layers of a stack.
 """
@@ -12,7 +13,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxramp.errors import ConfigError, reason_of
-from maxramp.files.place import (
-    ObjectPath,
-    Place,
-    is_near,
-    lock,
-    make_folder,
-    move_tree,
-    remove_tree,
-    sizes,
-    write_whole,
-)
+from maxramp.files.place import ObjectPath, Place, is_near, lock, sizes, write_whole
+from maxramp.huggingface.folder import MARKS, is_whole
 from maxramp.huggingface.names import Form, Named, named
 from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
@@ -41,7 +33,7 @@ from maxramp.parallel.sharding import REPLICATED, unstacked
 from maxramp.processes import agreement
 
 FILE_BYTES = 5_000_000_000  # of a file, at most, as transformers writes them
-_SOURCE = ".source.json"  # what an unfinished export was made from
+_SOURCE = ".source.json"  # what the folder is made of
 _CODES = {str(dtype): code for code, dtype in DTYPES.items()}
 
 
@@ -61,13 +53,13 @@ def write(
     """Writes a model's folder; every process of the job takes part.
 
     Args:
-      folder: which is not there yet.
+      folder: which is not there yet, or not whole.
       model: the weights; others may be None.
       decoder_block: its family.
-      beside: other files of the folder, by name.
+      beside: other files of the folder, by name; one of MARKS among them.
       dtype: of the tensors, such as "bfloat16".
       vocab_size: rows of embedding and head that are written.
-      source: what the weights are, JSON; an unfinished export of the same is gone on with.
+      source: what the weights are, JSON; the folder keeps it (`made_of`).
       file_bytes: the size of a file of tensors, at most.
       one: the name of the file, where one is enough.
       layers: the numbers of those that are written; none = all.
@@ -75,8 +67,6 @@ def write(
     Raises:
       ConfigError: the folder is there, or cannot be written.
     """
-    agreement.raise_everywhere(lambda: check_free(folder))
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
     model = in_layer_order(model)
     tensors = {
         name: (weight, layer)
@@ -92,7 +82,7 @@ def write(
     files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes, one)
     source = {**source, "dtype": dtype, "files": list(files)}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
-        done = agreement.raise_everywhere(lambda: _begin(unfinished, source, held))
+        done = agreement.raise_everywhere(lambda: _begin(folder, source, held))
         done = agreement.all_gather_json(done)[0]
         for number, (file, names) in enumerate(files.items()):
             header = header_of({name: (_CODES[dtype], shapes[name]) for name in names})
@@ -102,45 +92,60 @@ def write(
             is_own = number % jax.process_count() == jax.process_index()
             parts = _parts(tensors, names, shapes, dtype, is_own)
             agreement.raise_everywhere(
-                functools.partial(_write_file, unfinished / file, header, parts, is_own)
+                functools.partial(_write_file, folder / file, header, parts, is_own)
             )
 
         def finish() -> None:
             if jax.process_index():
                 return
+            last = dict(sorted(beside.items(), key=lambda file: file[0] in MARKS))
+            if len(files) > 1:
+                total = sum(_bytes(shape, dtype) for shape in shapes.values())
+                where = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": total}, "weight_map": where}
+                last = {INDEX: json.dumps(index, indent=2).encode()} | last
             with _refusing(folder):
-                if len(files) > 1:
-                    total = sum(_bytes(shape, dtype) for shape in shapes.values())
-                    where = {name: file for file, names in files.items() for name in names}
-                    index = {"metadata": {"total_size": total}, "weight_map": where}
-                    write_whole(unfinished / INDEX, json.dumps(index, indent=2).encode())
-                for name, data in beside.items():
-                    write_whole(unfinished / name, data)
-                for name in sizes(unfinished).keys() - {*files, INDEX, *beside}:  # left by a kill
-                    (unfinished / name).unlink(missing_ok=True)
-                move_tree(unfinished, folder)
+                _remove(folder, sizes(folder).keys() - {*files, _SOURCE})  # left by a kill
+                for name, data in last.items():
+                    write_whole(folder / name, data)
 
         agreement.raise_everywhere(finish)
 
 
 def check_free(folder: Place) -> None:
-    """Makes sure that an export may make this folder.
+    """Makes sure that an export may make this folder: it is not there, or an export began it.
 
     Raises:
-      ConfigError: something is there, or it cannot be asked.
+      ConfigError: something else is there, or it cannot be asked.
     """
-    if is_there(folder):
-        raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
+    with _refusing(folder):
+        there = folder.exists() or (is_near(folder) and folder.is_symlink())  # to nowhere
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""] * there
+        if names and (_SOURCE not in names or not {*names}.isdisjoint(MARKS)):
+            raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
 
 
-def is_there(folder: Place) -> bool:
-    """Whether there is something at the place of an export.
+def made_of(folder: Place) -> dict[str, Any] | None:
+    """What a folder is made of: `source` of `write`, or nothing of one of another origin.
+
+    Returns:
+      None where there is no whole folder.
 
     Raises:
       ConfigError: it cannot be asked.
     """
     with _refusing(folder):
-        return folder.exists() or (is_near(folder) and folder.is_symlink())  # to nowhere
+        if not is_whole(folder):
+            return None
+        try:
+            return json.loads((folder / _SOURCE).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+
+def _remove(folder: Place, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -174,9 +179,7 @@ def _files(
     return {stem.format(i): names for i, names in enumerate(files, 1)}
 
 
-def _begin(
-    unfinished: Place, source: Mapping[str, Any], held: contextlib.ExitStack
-) -> dict[str, int]:
+def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack) -> dict[str, int]:
     """Makes the folder of an export, or goes on with it; returns the sizes of what is there.
 
     On a disk no other export may write it until `held` is closed.
@@ -184,24 +187,23 @@ def _begin(
     if jax.process_index():
         return {}
     text = json.dumps(source, sort_keys=True).encode()
-    with _refusing(unfinished):
-        if is_near(unfinished):
-            unfinished.parent.mkdir(parents=True, exist_ok=True)
-            path = unfinished.with_name(f"{unfinished.name}.lock")
+    with _refusing(folder):
+        if is_near(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            path = folder.with_name(f".{folder.name}.lock")
             file = held.enter_context(path.open("w"))
             try:
                 lock(file)
             except BlockingIOError:
-                raise ConfigError(f"{unfinished}: another export is writing it; wait") from None
+                raise ConfigError(f"{folder}: another export is writing it; wait") from None
             held.callback(path.unlink, missing_ok=True)
-        try:
-            if (unfinished / _SOURCE).read_bytes() == text:
-                return sizes(unfinished)
-        except FileNotFoundError:
-            pass
-        remove_tree(unfinished)  # of other weights
-        make_folder(unfinished)
-        write_whole(unfinished / _SOURCE, text)
+        check_free(folder)
+        folder.mkdir(exist_ok=True)
+        there = sizes(folder)
+        if _SOURCE in there and (folder / _SOURCE).read_bytes() == text:
+            return there
+        _remove(folder, there.keys() - {_SOURCE})  # of other weights
+        write_whole(folder / _SOURCE, text)
     return {}
 
 

@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays, decisions, folder
-from maxramp.checkpoints.parameters import check_parameters, keep_beside
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.parameters import check_parameters, find_released, keep_beside
 from maxramp.checkpoints.resume import Span, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -22,7 +23,7 @@ from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_STAGE_END, is_expected, report
-from maxramp.files.place import Place
+from maxramp.files.place import Place, place
 from maxramp.handover.export import export_run
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
@@ -122,7 +123,7 @@ class Start:
         output = self.closing.enter_context(Output(self.config.run, to_yaml(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config = settled(self.config, output.folder)
+        config = settled(pin_first_weights(self.config, output.folder), output.folder)
         there = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
             Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn, mixtures)
@@ -130,11 +131,11 @@ class Start:
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
         changed = checkpoints.changes_since(position) if position else ""
-        if path := config.checkpoints.load_parameters_path:
-            is_first = jax.process_index() == 0 and not position
-            agreement.raise_everywhere(lambda: is_first and keep_beside(path, output.here))
-        # Those of a start that left no checkpoint bind nobody.
         goes_on = checkpoints.newest is not None
+        if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
+            first = str(position.path) if position else config.checkpoints.load_parameters_path
+            is_first = jax.process_index() == 0
+            agreement.raise_everywhere(lambda: is_first and keep_beside(first, output.folder))
         recorded = agreement.raise_everywhere(lambda: goes_on and decisions.read(output.here))
         span = take_up(
             config.batch,
@@ -150,6 +151,37 @@ class Start:
         changes = [f"keys     {changed}"] * bool(changed) + [f"rate     {jump}"] * bool(jump)
         begun = vars(self) | {"config": config}
         return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
+
+
+def pin_first_weights(config: Config, run: Place) -> Config:
+    """The configuration with the checkpoint that a run begins with, where the keys give a folder.
+
+    That is the folder's newest at the first start and the same one at every restart: a run's first
+    weights do not move when the run that they are of trains on. All processes take that of the
+    first.
+
+    Raises:
+      ConfigError: there is no checkpoint.
+    """
+    names = ("load_parameters_path", "load_full_state_path")
+
+    def find(name: str, position: Checkpoint | None) -> str:
+        given, before = config.values[name], position.config[name] if position else ""
+        path, began = place(given).absolute(), place(before).absolute()
+        if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
+            return before
+        if find_released(given):
+            return given
+        found = folder.find(path)
+        moved = found.with_name(began.name)  # with the other run
+        return str(moved if found != path and folder.is_committed(moved) else found)
+
+    def find_all() -> dict[str, str]:
+        given = [] if jax.process_index() else [name for name in names if config.values[name]]
+        position = folder.newest(run / "checkpoints")[0] if given else None
+        return {name: find(name, position) for name in given}
+
+    return config.replace(**agreement.all_gather_json(agreement.raise_everywhere(find_all))[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,8 +114,13 @@ def onto(adapters: Any, base: Any) -> Any:
     )
 
 
-def merged(model: Any) -> Any:
-    """A model without adapters that is the same: W + scale * down @ up, summed in float32."""
+def merged(model: Any, dtype: str) -> Any:
+    """A model without adapters that is the same: W + scale * down @ up, summed in float32.
+
+    Args:
+      model: with adapters.
+      dtype: of the sums, which are rounded once.
+    """
 
     def sum_of(x: Any) -> Any:
         if not _is_adapted(x):
@@ -131,7 +136,7 @@ def merged(model: Any) -> Any:
             out_sharding=jax.typeof(weight).sharding.spec,
         )
         changed = weight.astype(jnp.float32) + x.scale * change
-        return x.weight.replace(changed.astype(weight.dtype))
+        return x.weight.replace(changed.astype(dtype))
 
     return jax.tree.map(sum_of, model, is_leaf=_is_adapted)
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Callable
 
-import jax
-
-from maxramp.checkpoints import folder
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
-from maxramp.checkpoints.parameters import find_released, load_parameters
+from maxramp.checkpoints.parameters import load_parameters
 from maxramp.commandline import print_note, quoted
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -17,7 +14,6 @@ from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import in_layer_order
-from maxramp.processes import agreement
 
 # What weights were trained as: the model that they make, and the documents with their tokenizer.
 _DATA = (
@@ -77,36 +73,6 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     return config
 
 
-def settled(config: Config, run: Place) -> Config:
-    """The configuration with the checkpoint that a run begins with, where it gives a folder.
-
-    That is the folder's newest at the first start, and the same one at every restart as long as it
-    is there: the weights to stay near to do not move when the other run trains on. All processes
-    take that of the first.
-
-    Args:
-      config: with first weights.
-      run: the folder of the run that begins with them.
-
-    Raises:
-      ConfigError: there is no checkpoint.
-    """
-    name, given = _key(config), path_of(config).absolute()
-
-    def find() -> str:
-        if jax.process_index():
-            return ""
-        if find_released(config.values[name]):
-            return config.values[name]
-        found = folder.find(given)
-        position = folder.newest(run / "checkpoints")[0] if found != given else None
-        began = found.with_name(place(position.config[name]).name) if position else found
-        return str(began if folder.is_step(began.name) and began.is_dir() else found)
-
-    path = agreement.all_gather_json(agreement.raise_everywhere(find))[0]
-    return config.replace(**{name: path})
-
-
 def load_reference(job: Job, model: Decoder) -> Decoder:
     """The first weights again, to stay near to; every checkpoint of the run keeps their hash.
 
@@ -133,5 +99,5 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
 
 
 def _key(config: Config) -> str:
-    full = config.checkpoints.load_full_state_path and not config.data.use_dpo
+    full = config.checkpoints.load_full_state_path
     return "load_full_state_path" if full else "load_parameters_path"

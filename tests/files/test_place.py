@@ -5,7 +5,15 @@ import pytest
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
-from maxramp.files.place import make_folder, move_tree, place, remove_tree, sizes, write_whole
+from maxramp.files.place import (
+    make_folder,
+    move_tree,
+    place,
+    remove_tree,
+    set_aside,
+    sizes,
+    write_whole,
+)
 from maxramp.files.run_folder import Mirror, take
 
 pytestmark = pytest.mark.slow
@@ -77,7 +85,7 @@ def test_only_whole_checkpoints_count(storage, tmp_path):
     (folder / "8" / "model" / "d").unlink()
     with pytest.raises(folder_lib.TornError, match="model/d: missing"):
         folder_lib.read(folder / "8")
-    folder_lib.set_aside(folder / "8")
+    set_aside(folder / "8", folder_lib.TORN)
     folder_lib.remove(folder / "4")
     folder_lib.discard(folder)
     assert sorted(p.name for p in folder.iterdir()) == ["16", "8.torn"]

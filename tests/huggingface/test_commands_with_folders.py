@@ -125,13 +125,14 @@ def test_what_was_left_by_another_export_is_not_handed_over(tmp_path):
     """Weights that lay at the same path before, and other files."""
     folder = with_tokenizer(tmp_path)
     hand_over(folder, tmp_path / "out")
-    expected, left = contents(tmp_path / "out"), tmp_path / ".again.unfinished"
+    expected, left = contents(tmp_path / "out"), tmp_path / "again"
     shutil.copytree(tmp_path / "out", left)
+    (left / "config.json").unlink()
     zeros = {name: np.zeros_like(x) for name, x in expected.items()}
     write_file(left / "model.safetensors", zeros)
-    source = {"dtype": "float32", "files": ["model.safetensors"], "path": str(folder)}
+    source = json.loads((left / ".source.json").read_bytes())
     (left / ".source.json").write_text(json.dumps(source | {"weights": "0" * 16}, sort_keys=True))
-    (left / "adapter_config.json").write_text("{}")
+    (left / "special_tokens_map.json").write_text("{}")
     hand_over(folder, tmp_path / "again")
     made = contents(tmp_path / "again")
     assert all(np.array_equal(made[name], x) for name, x in expected.items())
@@ -154,14 +155,18 @@ def test_what_cannot_be_handed_over(tmp_path):
     write_file(folder / "model.safetensors", weights)
     with pytest.raises(ConfigError, match="model.norm.weight: has numbers that float16 cannot"):
         hand_over(folder, out, dtype="float16")
-    assert not out.exists()
-    with open(tmp_path / ".out.unfinished.lock", "w") as file:
+    assert not (out / "config.json").exists()
+    with open(tmp_path / ".out.lock", "w") as file:
         assert not lock(file)
         with pytest.raises(ConfigError, match="another export is writing it"):
             hand_over(folder, out)
-    out.symlink_to("nowhere")
-    with pytest.raises(ConfigError, match="is there already"):
-        hand_over(folder, out)
+    hand_over(folder, out)  # what was begun there was an export
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for taken in (out, tmp_path / "notes", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is there already"):
+            hand_over(folder, taken)
 
 
 def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
@@ -217,8 +222,10 @@ def test_what_a_folder_says_of_keys(tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "checkpoint.json").touch()
     assert "nowhere --to FOLDER" in refused(tmp_path, *data, nowhere)
-    for step in (8, 12):
-        (tmp_path / f"nowhere/exported/{step}").mkdir(parents=True)
+    for name in ("8/config.json", "12/adapter_config.json", "16/.source.json"):  # the last is torn
+        file = tmp_path / "nowhere/exported" / name
+        file.parent.mkdir(parents=True)
+        file.touch()
     assert refused(tmp_path, *data, nowhere).endswith("nowhere/exported/12")
 
 
@@ -247,7 +254,43 @@ def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
     again = run(*command, devices=devices)
     assert again.returncode == 0 and exported.is_dir()
     longer = run(*[key.replace("steps=4", "steps=6") for key in command], devices=devices)
-    assert longer.returncode == 0 and (tmp_path / "r" / "exported" / "6").is_dir()
+    assert longer.returncode == 0
+    before = contents(tmp_path / "r" / "exported" / "6")
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "6")
+    other = [*command, "steps=6", "learning_rate=1e-3"]
+    trained = run(*other, devices=devices)  # another state after six steps
+    assert trained.returncode == 0 and "6 is of another state than" in trained.stderr
+    stale, now = (contents(tmp_path / "r" / "exported" / name) for name in ("6.stale", "6"))
+    assert all(np.array_equal(stale[name], x) for name, x in before.items())
+    made = run(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
+    assert made.returncode == 0, made.stderr
+    expected = contents(tmp_path / "now")
+    assert all(np.array_equal(now[name], x) for name, x in expected.items())
+    assert not all(np.array_equal(stale[name], x) for name, x in expected.items())
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_of_the_weights_that_a_run_begins_with(tmp_path):
+    """Not of those of a start that saved nothing; where it goes on from another's state, of its."""
+    other = with_tokenizer(tmp_path).rename(tmp_path / "other")
+    folder = with_tokenizer(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "steps=1")
+    first = (f"load_parameters_path={other}", "enable_checkpointing=False")
+    for more in (first, ()):
+        done = run(*given(tmp_path, "r", *data, *more))
+        assert done.returncode == 0, done.stderr
+        named = other if more else folder
+        kept = {path.name: path.read_bytes() for path in (tmp_path / "r/huggingface").iterdir()}
+        assert ("chat_template.jinja" in kept) == bool(more)
+        assert all((named / name).read_bytes() == data for name, data in kept.items())
+    full = (f"load_full_state_path={tmp_path / 'r'}", "steps=2", "export_huggingface=true")
+    config = tmp_path / "r" / "config.yml"
+    done = run(str(config), f"base_output_directory={tmp_path}", "run_name=next", *full)
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "next/exported/2/generation_config.json").read_bytes())
+    assert said == {"eos_token_id": 7}
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Folders in object storages, and jobs of several processes that read and write one."""
 
 import json
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-from conftest import BASE, run
+from conftest import BASE, command, environment, run
 from jobs import finish, start
 from small_models import write_folder
 
 from maxramp.files.place import place
+from maxramp.huggingface import folder as released
 from maxramp.huggingface.safetensors import tensors_of
 
 pytestmark = pytest.mark.slow
@@ -45,6 +48,34 @@ def test_a_storage(storage, tmp_path):
     (there / "in" / "model-00002-of-00003.safetensors").unlink()
     torn = run(str(there / "in"), "--to", str(there / "none"), module="convert")
     assert torn.returncode == 2 and "model-00002-of-00003.safetensors" in torn.stderr
+
+
+def test_a_kill_leaves_no_model(storages, tmp_path):
+    """Where files of an export were written, but not all of them; the same command ends it."""
+    storage, folder = storages("s3"), write_folder(tmp_path / "in", "qwen2.5")
+    there = place(f"{storage.address}/{tmp_path.name}")
+    line = command(
+        *(BASE, "model_name=hf", f"load_parameters_path={folder}", "steps=2", "learning_rate=0"),
+        *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
+        *("run_name=r", f"base_output_directory={there}", "eval_interval=-1"),
+        *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
+    )
+    since, environ = len(storage.requests), environment() | storage.environment
+
+    def is_written():
+        return any(r.startswith("PUT") and "exported/2/" in r for r in storage.requests[since:])
+
+    process = subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL)
+    while not is_written():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    exported = there / "r" / "exported" / "2"
+    assert not released.is_whole(exported)
+    again = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
+    assert f"wrote {exported}" in again.stdout
+    assert_equal(folder, exported)
 
 
 CONVERT = """

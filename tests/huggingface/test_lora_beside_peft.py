@@ -10,9 +10,11 @@ from conftest import batch_of, make_mesh
 from opened import logits
 from small_models import write_folder
 
+from maxramp.errors import ConfigError
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface.names import named
+from maxramp.huggingface.safetensors import tensors_of
 from maxramp.model.adapters import is_adapter, kept, merged, without
 from maxramp.model.parts.weights import joined, part_of
 from maxramp.training.loss import next_token_prediction
@@ -32,6 +34,7 @@ CASES = [
         "llama2",
         {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "layers_to_transform": [1, 3]},
     ),
+    ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
 
 
@@ -79,14 +82,34 @@ def test_an_adapter_that_peft_made(tmp_path, name, config):
     assert_near(logits(model, opened.config, TOKENS_BT), expected)
     assert_near(logits(without(model), opened.config, TOKENS_BT), plain)
     with jax.set_mesh(make_mesh(opened.config)):
-        whole = jax.jit(merged)(model)
+        whole = jax.jit(lambda model: merged(model, "float32"))(model)
     assert_near(logits(whole, opened.config, TOKENS_BT), expected)
-    export(opened, model, tmp_path / "again", "")
+    export(opened, model, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(opened_by_torch(base), tmp_path / "again")
     assert_near(theirs(again), expected)
     said = json.loads((tmp_path / "again/adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(base)
-    assert said["layers_to_transform"] == config.get("layers_to_transform")
+    chosen = [1, 3] if isinstance(config.get("target_modules"), str) else None
+    assert said["layers_to_transform"] == config.get("layers_to_transform", chosen)
+
+
+def test_layers_that_are_not_adapted_alike(tmp_path):
+    base = write_folder(tmp_path / "base", "qwen2.5")
+    pattern = r".*(layers\.0\..*q_proj|layers\.1\..*v_proj)"
+    adapted_by_peft(base, tmp_path / "adapter", target_modules=pattern)
+    with pytest.raises(ConfigError, match=r"0: self_attn.q_proj; 1: self_attn.v_proj"):
+        open_model(str(tmp_path / "adapter"), [])
+
+
+def test_a_merge_rounds_once(tmp_path):
+    """Of a base in bfloat16, the sums in float32."""
+    base = write_folder(tmp_path / "base", "qwen3", dtype="bfloat16")
+    expected = adapted_by_peft(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    opened = open_model(str(tmp_path / "adapter"), [])
+    opened.config = opened.config.replace(weight_dtype="bfloat16")
+    export(opened, opened.load(), tmp_path / "whole", "float32", merge=True)
+    for name, x in tensors_of(str(tmp_path / "whole")).items():
+        np.testing.assert_allclose(x.read(0, x.rows), expected[name], atol=1e-6, err_msg=name)
 
 
 def test_gradients(tmp_path):

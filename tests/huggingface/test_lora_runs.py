@@ -71,3 +71,31 @@ def test_a_run_of_adapters(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "whole/config.json").exists()
     assert not (tmp_path / "whole/adapter_config.json").exists()
+
+
+def test_adapters_of_a_run_that_trains_on(tmp_path):
+    """They keep the checkpoint that they began with, wherever it lies later; no other does."""
+    base = write_folder(tmp_path / "base", "llama2")
+    whole = given(tmp_path, "r", base, "export_huggingface=False")
+    done = run(*whole)
+    assert done.returncode == 0, done.stderr
+    config, lora = str(tmp_path / "r/config.yml"), (*LORA, "export_huggingface=True")
+    lora = (config, "model_name=default", f"load_parameters_path={tmp_path / 'r'}", *lora)
+    lora = (*lora, f"base_output_directory={tmp_path}", "run_name=l")
+    for steps in (4, 6):
+        tuned = run(*lora, f"steps={steps}")
+        assert tuned.returncode == 0, tuned.stderr
+        done = run(*whole, f"steps={steps + 2}", "max_num_checkpoints_to_keep=9")
+        assert done.returncode == 0, done.stderr
+    assert "load_parameters_path" not in tuned.stdout
+    exported = tmp_path / "l/exported/6"  # whole: no other tool opens what they adapt
+    assert (exported / "config.json").exists() and not (exported / "adapter_config.json").exists()
+    (tmp_path / "r").rename(tmp_path / "moved")
+    for step, status in ((4, 0), (6, 2)):
+        moved = f"load_parameters_path={tmp_path / 'moved/checkpoints' / str(step)}"
+        made = (str(tmp_path / "l"), moved, "--merge", "--to", str(tmp_path / f"of-{step}"))
+        done = run(*made, module="convert")
+        assert done.returncode == status, done.stderr
+    assert "not the weights that" in done.stderr
+    names = [{p.name: p.read_bytes() for p in of.iterdir()} for of in (exported, tmp_path / "of-4")]
+    assert names[0] == names[1]

@@ -220,6 +220,7 @@ def _spoil(folder, what):
     elif what == "a file that is not there":
         index = {"weight_map": {one: "model-00001-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        file.unlink()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,14 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path, what, says):
     _spoil(folder, what)
     with pytest.raises(ConfigError, match=says):
         load(folder, config)
+
+
+def test_a_head_that_was_not_saved(tmp_path):
+    folder, held = write_folder(tmp_path, "llama2"), tensors(CONFIGS["llama2"])
+    del held["lm_head.weight"]
+    write_file(folder / "model.safetensors", held)
+    with pytest.raises(ConfigError, match="lm_head.weight, .*; save the model with its head"):
+        load(folder, config_of(folder))
 
 
 @pytest.mark.parametrize("outer", ["language_model.", "model.language_model."])
@@ -337,13 +346,17 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_write_file", stops)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "out", config, model, file_bytes=20_000)
-    assert not (tmp_path / "out").exists()
+    assert not released.is_whole(tmp_path / "out")
     before = list(written)
     written[:] = []
     monkeypatch.setattr(writing, "_write_file", lambda *a: (written.append(a[0].name), real(*a)))
+    order, last = [], writing.write_whole
+    monkeypatch.setattr(writing, "write_whole", lambda *a: (order.append(a[0].name), last(*a)))
     write(tmp_path / "out", config, model, file_bytes=20_000)
+    assert order[-1] == "config.json"  # without which the folder is no model
     assert written and not {*written} & {*before}
     assert_same_tensors(tmp_path / "out", tensors(CONFIGS["llama2"]))
     with pytest.raises(ConfigError, match="is there already"):
         write(tmp_path / "out", config, model)
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
+    assert {*os.listdir(tmp_path / "out")} >= {"config.json", ".source.json"}

@@ -17,6 +17,7 @@ from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.job.start import pin_first_weights
 from maxramp.rl import first_weights
 from maxramp.rl.prompts import FilePrompts, check_enough, open_prompts
 from maxramp.run.metrics import read_records
@@ -199,19 +200,24 @@ def checkpoint(run, step, **config):
 
 @pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
 def test_a_run_begins_with_one_checkpoint(tmp_path, key):
-    """Whatever the run that it is of has trained since, and wherever that was moved."""
+    """Whatever the run that it is of has trained since, and wherever that was moved. Where it is
+    gone no other takes its place."""
     other, run = tmp_path / "other", tmp_path / "run"
     config = load([RL, f"{key}={other}"])
     first = checkpoint(other, 100)
-    assert first_weights.settled(config, run).values[key] == str(first)
+    assert pin_first_weights(config, run).values[key] == str(first)
     checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
     newest = checkpoint(other, 300)
-    settled = first_weights.settled(config, run)
+    settled = pin_first_weights(config, run)
     assert settled.values[key] == str(first_weights.path_of(settled)) == str(first)
     given = config.replace(**{key: str(newest)})
-    assert first_weights.settled(given, run).values[key] == str(newest)
+    assert pin_first_weights(given, run).values[key] == str(newest)
     shutil.rmtree(first)
-    assert first_weights.settled(config, run).values[key] == str(newest)
+    assert pin_first_weights(config, run).values[key] == str(newest)
+    checkpoint(run, 6, **{key: str(first)})
+    for place in (other, other / "checkpoints", other / "checkpoints" / "best", first):
+        given = config.replace(**{key: str(place)})
+        assert pin_first_weights(given, run).values[key] == str(first)
 
 
 def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
