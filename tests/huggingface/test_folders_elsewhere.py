@@ -12,6 +12,7 @@ from jobs import finish, start
 from small_models import write_folder
 
 from maxramp.files.place import place
+from maxramp.handover.opening import open_model
 from maxramp.huggingface import folder as released
 from maxramp.huggingface.safetensors import tensors_of
 
@@ -35,13 +36,16 @@ def test_a_storage(storage, tmp_path):
     made = run(str(there / "in"), "--to", str(there / "out"), module="convert")
     assert made.returncode == 0, made.stderr
     assert_equal(folder, there / "out")
-    trained = run(
+    keys = (
         *(BASE, "model_name=hf", f"load_parameters_path={there / 'in'}", "steps=2"),
         *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
-        *("learning_rate=0", "run_name=r", f"base_output_directory={there}"),
-        *("enable_rampup_batch_size=False", "per_device_batch_size=1", "eval_interval=-1"),
+        *("learning_rate=0", f"base_output_directory={there}", "eval_interval=-1"),
+        *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
     )
-    assert trained.returncode == 0, trained.stderr
+    for more in (("run_name=r",), ("run_name=adapters", "lora_rank=2")):
+        trained = run(*keys, *more)
+        assert trained.returncode == 0, trained.stderr
+    assert open_model(str(there / "adapters/exported/2"), []).adapted == str(there / "in")
     assert_equal(folder, there / "r" / "exported" / "2")
     said = json.loads((there / "r" / "huggingface" / "config.json").read_bytes())
     assert said == json.loads((folder / "config.json").read_bytes())
