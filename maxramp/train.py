@@ -31,17 +31,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
-from maxramp.data.rows import Corpus
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.evaluation.in_run import RunTasks
-from maxramp.files.place import Place
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import with_reference
@@ -50,9 +47,9 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Record, Taken, names_of_sums, of_sums
-from maxramp.stage import Fields, SightKeys, text_fields
+from maxramp.stage import SightKeys, text_fields
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objectives import objective_of
@@ -87,8 +84,8 @@ def _run(begun: Start) -> int:
     fields = functools.partial(text_fields, separate=corpus.packed)
     if config.data.use_dpo:
         fields = config.data.fields
-    settled = functools.partial(_settled, corpus, fields)
-    job = begun.open_run(corpus.hash, fields, settled, corpus.changes)
+    rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
+    job = begun.open_run(corpus.hash, fields, corpus.changes, rows)
     if not job.has_work:
         return job.end()
     if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
@@ -108,26 +105,6 @@ def _run(begun: Start) -> int:
     return train(job, Pretrainer(job, loader, abstract, tasks))
 
 
-def _settled(corpus: Corpus, fields: Fields, config: Config, folder: Place) -> Config:
-    """The configuration of a run as long as `num_epoch` passes over its data, if no key says how
-    long it is; what is left at the end and makes no whole step is not trained on.
-
-    Raises:
-      ConfigError: they make not one step.
-    """
-    if not config.batch.is_open:
-        return config
-    rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
-    ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
-    if not (samples := ramp.samples_before(ramp.step_at_sample(rows))):
-        raise ConfigError(
-            f"num_epoch={config.data.num_epoch} over the data is {count(rows, 'row')}, fewer than "
-            f"the {ramp.samples_before(1)} of the first step; use more data, a larger num_epoch, "
-            "or a smaller batch"
-        )
-    return config.replace(total_samples=samples)
-
-
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
@@ -145,7 +122,7 @@ class Pretrainer:
         """
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
-        self._recipe = config.recipe
+        self._recipe, self._ramp = config.recipe, span.ramp
         self._programs = Programs(
             config.recipe,
             loader.expansion,
@@ -187,20 +164,21 @@ class Pretrainer:
           StepError: its program does not compile.
         """
         batch, data_seconds = self._loader.batch(step)
+        consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._held, stage)
         self._held.arrays, shown = train_step(self._held.arrays, batch)
         self._programs.lower()
 
         def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            seconds, sample = end - begin, stage.spec.tokens
-            tokens, row = stage.global_batch_size * sample, stage.spec.row_length
+            seconds, row = end - begin, stage.spec.row_length
+            tokens = stage.global_batch_size * stage.spec.tokens
             model = self._recipe.of(stage.spec).model
             flops = tokens * training_flops_per_token(model, row) / stage.devices
             targets = int(read["target_tokens"])
             high, low = (int(word) for word in read["batch_fingerprint"])
             return {
-                "consumed_tokens": first_sample * sample + tokens,
+                "consumed_tokens": consumed_tokens,
                 "target_tokens": targets,
                 "step_seconds": seconds,
                 "data_seconds": data_seconds,

@@ -24,7 +24,7 @@ from maxramp.files.place import Place, is_near, place, remove_tree, sizes, write
 from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
-from maxramp.stage import SightKeys
+from maxramp.stage import SIGHT_KEYS, SightKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"
@@ -57,6 +57,8 @@ class Checkpoint:
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
+    # what was trained before the schedule's first stage, with other keys (`origin_of`)
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # of the mixtures after the first that it has seen: first row; name, weight, hash of each part
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
@@ -68,7 +70,11 @@ class Checkpoint:
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
         keys = BatchKeys.of(base.base() | self.config)
-        end, of = (keys.steps, "step") if keys.steps != -1 else (keys.samples_of_run, "sample")
+        end, of = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
+        if keys.total_tokens != -1:
+            first = self.stages[0]["first_sample"]
+            before = sum(s["samples"] * s["max_target_length"] for s in self.history)
+            end = first - (before - keys.total_tokens) // keys.max_target_length
         return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{of}"] < end]
 
     def stage(self) -> dict[str, Any]:
@@ -80,7 +86,7 @@ class Checkpoint:
         """What tokens saw in the stage of the last step; before the first, of that."""
         trained = [stage for stage in self.stages[1:] if stage["first_step"] < self.step]
         stage = [self.stages[0], *trained][-1]
-        return BatchKeys.of(base.base() | self.config).at(stage["first_sample"]).sight
+        return SightKeys(**{name: stage[name] for name in SIGHT_KEYS})
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys that the checkpoint and `values` both have with different values: (there, here)."""

@@ -8,13 +8,14 @@ from typing import Any
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.rampup.shape import Meshes
-from maxramp.stage import Fields, text_fields
+from maxramp.stage import SIGHT_KEYS, Fields, text_fields
 from maxramp.training.keys import LearningRateKeys
 from maxramp.training.learning_rate import LearningRate
 
@@ -39,6 +40,9 @@ _HISTORY_KEYS = (
     "separate_documents",
 )
 _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not count as another one
+# Of a stage in plan.json, what no devices decide.
+_SHAPE = ("first_step", "steps", "first_sample", "global_batch_size")
+_SHAPE += ("max_target_length", "row_length", *SIGHT_KEYS)
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -125,6 +129,7 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
         first_step=first["first_step"],
         first_sample=first["first_sample"],
         first_index=first["index"],
+        history=position.history,
         decided=[(s["first_sample"], s["global_batch_size"]) for s in position.stages[1:]]
         if values["rampup_policy"] == "noise"
         else [],
@@ -251,6 +256,45 @@ def take_up(
     return span
 
 
+def length_by_epochs(
+    batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
+) -> tuple[int, str]:
+    """The samples of a run that no key gives a length: whole steps of the rows that its data has,
+    from where it stands.
+
+    Args:
+      batch: resolved.
+      num_devices: as of `origin_of`.
+      position: the checkpoint to go on from.
+      rows: in num_epoch passes over the data.
+      num_epoch: the key.
+
+    Returns:
+      The samples, and which rows no step trains on, in one line; "" if all are trained on.
+
+    Raises:
+      ConfigError: they make not one step.
+    """
+    origin, _ = origin_of(batch, num_devices, position)
+    ramp = RampupBatchManager(batch, num_devices, **origin)
+    samples = first = ramp.stages[0].first_sample
+    if rows > first:
+        samples = ramp.samples_before(step := ramp.step_at_sample(rows))
+    has = f"num_epoch={num_epoch} over the data is {count(rows, 'row')}"
+    if not samples:
+        raise ConfigError(
+            f"{has}, fewer than the {ramp.samples_before(1)} of the first step; use more data, a "
+            "larger num_epoch, or a smaller batch"
+        )
+    if samples >= rows:
+        return samples, ""
+    batch_size = ramp.stage_at_step(step).global_batch_size
+    return (
+        samples,
+        f"{has}; the last {rows - samples} fill no step of {batch_size} and are left out",
+    )
+
+
 def origin_of(
     batch: BatchKeys,
     num_devices: int,
@@ -259,10 +303,10 @@ def origin_of(
 ) -> tuple[dict[str, Any], str]:
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 
-    The batch sizes that are to come decide: if they are still those of the checkpoint, its schedule
-    goes on; else a new one begins where the run stands. Stages are numbered on: the first of a new
-    schedule is the stage that the checkpoint's last step was in if it has its batch size, and the
-    next otherwise.
+    If today's keys make the stages that were trained, and the batch sizes that were to come, the
+    checkpoint's schedule goes on; else a new one begins where the run stands, and what was trained
+    becomes its history. Stages are numbered on: the first of a new schedule is the stage that the
+    checkpoint's last step was in if it has its batch size, and the next otherwise.
 
     Args:
       batch: resolved.
@@ -271,8 +315,8 @@ def origin_of(
       recorded: what the run has decided (`decisions.read`).
 
     Returns:
-      `first_step`, `first_sample`, `first_index` and `decided` for RampupBatchManager; and what
-      changed in the batch sizes, in one line, "" if nothing.
+      `first_step`, `first_sample`, `first_index`, `history` and `decided` for RampupBatchManager;
+      and what changed, in one line, "" if nothing.
     """
     decided = decisions.binding(batch, recorded, position)
     if not position:
@@ -283,6 +327,7 @@ def origin_of(
         "first_step": first["first_step"],
         "first_sample": first["first_sample"],
         "first_index": first["index"],
+        "history": position.history,
         "decided": decided,
     }
     step, consumed = position.step, position.consumed_samples
@@ -291,19 +336,40 @@ def origin_of(
     # What was decided after the checkpoint is no change.
     known = len(position.stages) if decided else None
     same = _sizes_from(_json(ramp)[:known], consumed) == before
-    if same and ramp.samples_before(step) == consumed:
+    trained, today = _trained(position.stages, step), _trained(_json(ramp), step)
+    if same and ramp.samples_before(step) == consumed and _shapes(today) == _shapes(trained):
         return origin, ""
-    origin = {"first_step": step, "first_sample": consumed, "decided": decided}
+    history = [*position.history, *trained]
+    origin = {"first_step": step, "first_sample": consumed, "history": history, "decided": decided}
     ramp = RampupBatchManager(batch, num_devices, **origin)
-    trained = [stage for stage in position.stages if stage["first_step"] < step]
-    if trained:
-        new = ramp.stages[0].global_batch_size != trained[-1]["global_batch_size"]
-        first = {"index": trained[-1]["index"] + new}
-    return origin | {"first_index": first["index"]}, (
+    if history:
+        new = ramp.stages[0].global_batch_size != history[-1]["global_batch_size"]
+        first = {"index": history[-1]["index"] + new}
+    origin |= {"first_index": first["index"]}
+    if same:
+        return origin, (
+            f"what today's keys say of the samples before {consumed} (step {step}) is not what was "
+            "trained there, and is ignored; from there on they hold"
+        )
+    return origin, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
         f"{_shown(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
         f"{_shown(before)}"
     )
+
+
+def _trained(stages: list[dict], step: int) -> list[dict]:
+    """The stages of the steps before one, the last with those of its steps alone."""
+    found = [dict(stage) for stage in stages if stage["first_step"] < step]
+    for last in found[-1:]:
+        steps = step - last["first_step"]
+        last |= {"steps": steps, "samples": steps * last["global_batch_size"]}
+    return found
+
+
+def _shapes(stages: list[dict]) -> list[list]:
+    """The stages as any devices would train them."""
+    return [[stage[name] for name in _SHAPE] for stage in stages]
 
 
 def _json(ramp: RampupBatchManager) -> list[dict]:

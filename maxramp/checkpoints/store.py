@@ -60,11 +60,13 @@ class Checkpoints(Saves):
           mixtures: of the data, after the first (`Corpus.changes`).
         """
         super().__init__(folder.absolute(), keys, warn)
-        self._corpus_hash, self._values, self._mixtures = corpus_hash, values, list(mixtures)
+        self._corpus_hash, self.values, self._mixtures = corpus_hash, values, list(mixtures)
         self.best = Best(keys.checkpoint_best, self._folder, corpus_hash)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
+        # What the run trained before the schedule of this job, which every checkpoint keeps.
+        self.history: list[dict[str, Any]] = []
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
 
@@ -115,7 +117,7 @@ class Checkpoints(Saves):
         """What this start changes against a checkpoint, as `resume.changes_since`."""
         allowed = self._keys.allow_changed
         today = self._corpus_hash, versions(), self._mixtures
-        return changes_since(checkpoint, self._values, allowed, *today)
+        return changes_since(checkpoint, self.values, allowed, *today)
 
     def first_state(
         self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
@@ -133,7 +135,7 @@ class Checkpoints(Saves):
         if position:
             return arrays.restore(position, abstract)
         if path:
-            return state_of(recipe, load_parameters(path, abstract.model, self._values))
+            return state_of(recipe, load_parameters(path, abstract.model, self.values))
         with jax.set_mesh(mesh_of(abstract)):
             return initial_state(recipe)
 
@@ -150,7 +152,7 @@ class Checkpoints(Saves):
                 f"lora_rank={recipe.model.lora_rank} adapts the model of load_parameters_path, "
                 "which is not given; give the folder of one"
             )
-        first = load_parameters(path, abstract.model, self._values)
+        first = load_parameters(path, abstract.model, self.values)
         base = without(first)
         self.reference = fingerprint_of_weights(in_layer_order(base))
         if not position:
@@ -229,9 +231,10 @@ class Checkpoints(Saves):
             consumed_samples=consumed_samples,
             stages=stages,
             corpus_hash=self._corpus_hash,
-            config=dict(self._values),
+            config=dict(self.values),
             versions=versions(),
             reference=self.reference,
+            history=self.history,
             mixtures=seen(self._mixtures, consumed_samples),
             evaluation=_finite(evaluation),
             saved=secrets.token_hex(8),

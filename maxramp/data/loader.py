@@ -1,9 +1,9 @@
 """The batch of each step as arrays of all processes, read and placed ahead of the step."""
 
+import bisect
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ class Loader:
         """Starts to read; a ConfigError says that the run needs more rows than there are."""
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         rows = RunRows(corpus.train, data.num_epoch, seed, corpus.later)
-        self._check_enough = functools.partial(_check_enough, corpus, rows, data.num_epoch, ramp)
+        self._check_enough = functools.partial(check_enough, corpus, rows, data.num_epoch, ramp)
         self._check_enough()
         self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
@@ -132,7 +132,12 @@ class Loader:
         return ReadAhead(batches, first, last, self._reading, size, workers)
 
 
-def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
+def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
+    """Refuses a run that needs more rows than its data has, and says what would do.
+
+    Raises:
+      ConfigError: it does.
+    """
     keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
         beyond = ramp.rungs[-1].global_batch_size - 1
@@ -141,17 +146,23 @@ def _check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBat
         return
     once, _ = rows.length(1)
     part = rows.length(num_epoch)[1]
-    least = 1 if corpus.later else -(-needed // once)
-    epochs = next(n for n in itertools.count(least) if rows.length(n)[0] >= needed)
+    most = num_epoch
+    while rows.length(most)[0] < needed:
+        most *= 2
+    found = range(num_epoch, most + 1)
+    epochs = found[bisect.bisect_left(found, needed, key=lambda n: rows.length(n)[0])]
     has = f"{once} x num_epoch={num_epoch} = {there}"
     has = f"{there} with num_epoch={num_epoch}" if corpus.later else has
-    length, most, why = f"steps={ramp.total_steps}", f"steps={ramp.step_at_sample(there)}", ""
-    if keys.rampup_policy == "noise":
-        name, row = "total_samples", 1
-        if keys.total_tokens != -1:
-            name, row = "total_tokens", ramp.stages[-1].spec.tokens
-        length, most = f"{name}={getattr(keys, name)}", f"{name}={(there - beyond) * row}"
+    length, why = ramp.shown_length, ""
+    name = length.partition("=")[0]
+    if name == "steps":
+        most = ramp.step_at_sample(there)
+    elif keys.rampup_policy == "noise":
+        most = there - beyond
         why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
+    else:
+        most = ramp.samples_before(ramp.step_at_sample(there))
+    most = f"{name}={ramp.tokens(most) if name == 'total_tokens' else most}"
     most = f", or at most {most}" if there > beyond else ""
     raise ConfigError(
         f"{length} takes {needed} rows{why}, but the data has {has}"

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from maxramp.checkpoints import arrays, decisions, folder
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.parameters import check_parameters, find_released, keep_beside
-from maxramp.checkpoints.resume import Span, rate_change, take_up
+from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -103,19 +103,15 @@ class Start:
     closing: contextlib.ExitStack  # closes what the job opens, the last first
 
     def open_run(
-        self,
-        data_hash: str,
-        fields: Fields,
-        settled: Callable[[Config, Place], Config] = lambda config, folder: config,
-        mixtures: Sequence[Any] = (),
+        self, data_hash: str, fields: Fields, mixtures: Sequence[Any] = (), rows: int = 0
     ) -> "Job":
         """Opens the run's folder, and finds where the run stands.
 
         Args:
           data_hash: what identifies the data.
           fields: the arrays of a batch.
-          settled: the configuration with what the run's folder decides about it.
           mixtures: of the data, after the first (`Corpus.changes`).
+          rows: in num_epoch passes over the data: the length of a run that no key gives one.
 
         Raises:
           ConfigError: the folder cannot be taken, or what it holds does not suit the keys.
@@ -123,13 +119,20 @@ class Start:
         output = self.closing.enter_context(Output(self.config.run, to_yaml(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config = settled(pin_first_weights(self.config, output.folder), output.folder)
+        config = pin_first_weights(self.config, output.folder)
         there = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
             Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn, mixtures)
         )
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()
+        left_over = ""
+        if config.batch.is_open:
+            samples, left_over = length_by_epochs(
+                config.batch, jax.device_count(), position, rows, config.data.num_epoch
+            )
+            config = config.replace(total_samples=samples)
+            checkpoints.values = config.values
         changed = checkpoints.changes_since(position) if position else ""
         goes_on = checkpoints.newest is not None
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
@@ -147,8 +150,10 @@ class Start:
             agreement.all_gather_json(recorded or [])[0],
             fields,
         )
+        checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
-        changes = [f"keys     {changed}"] * bool(changed) + [f"rate     {jump}"] * bool(jump)
+        lines = {"keys": changed, "rate": jump, "rows": left_over}
+        changes = [f"{name}     {line}" for name, line in lines.items() if line]
         begun = vars(self) | {"config": config}
         return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
 
@@ -191,7 +196,7 @@ class Job(Start):
     output: Output  # the run's folder and display
     checkpoints: Checkpoints  # reads and saves
     span: Span  # the steps of this job, and the checkpoint that they go on from
-    changes: list[str]  # what changed since that checkpoint, in lines
+    changes: list[str]  # since that checkpoint, and what no step trains on, in lines
 
     @property
     def has_work(self) -> bool:

@@ -8,6 +8,7 @@ Shapes: B rows, L layers.
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -147,23 +148,24 @@ def dropout_of(model: Any) -> float:
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 
 
-def dropping(model: Any, rows_B2: jax.Array) -> Any:
+def dropping(model: Any, places_B2: jax.Array) -> Any:
     """A model whose adapters drop inputs, others for every row and every weight of every layer.
 
-    A row's number in the run decides which: neither a split of the batch, a mesh nor a restart
+    A row's place in the run decides which: neither a split of the batch, a mesh nor a restart
     changes them, and the same row of a later epoch has others.
 
     Args:
       model: of stacks [L, ...].
-      rows_B2: the number of each row of a micro batch, uint32, low and high word.
+      places_B2: how many tokens of the run come before each row, uint32, low and high word.
     """
-    counted = iter(range(1, 1 << 16))
+    counted = itertools.count(1)
 
     def seeded(x: Any) -> Any:
         if not _is_adapted(x) or not x.dropout:
             return x
         number, layers = next(counted), x.down.shape[0]
-        seeds_B = mixed(mixed(rows_B2[:, 0] + jnp.uint32(number << 16)) ^ rows_B2[:, 1])
+        of_weight = jnp.uint32(number * 0x9E3779B9 % 2**32)
+        seeds_B = mixed((mixed(places_B2[:, 0]) ^ places_B2[:, 1]) + of_weight)
         layers_L1 = jnp.arange(layers, dtype=jnp.uint32)[:, None]
         spec = stacked(jax.typeof(seeds_B).sharding.spec)
         seeds_1B = jax.lax.reshape(seeds_B, (1, len(seeds_B)), out_sharding=spec)

@@ -40,7 +40,7 @@ def make_plan(config: Config) -> dict[str, Any]:
     ramp, config = run.ramp, run.config
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
-    warnings = ("" if program in ("", "train") else other, ramp.cut_short)
+    warnings = ("" if program in ("", "train") else other, *ramp.warnings)
     return ramp.to_json() | {
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,

@@ -179,7 +179,13 @@ class BatchKeys(CurveKeys, ShapeKeys):
     @property
     def is_open(self) -> bool:
         """Whether the length of the run is left to the data."""
-        return self.steps == self.total_samples == self.total_tokens == -1
+        return not self.shown_length
+
+    @property
+    def shown_length(self) -> str:
+        """The key that says how long the run is, with its value; "" where the data does."""
+        names = ("steps", "total_samples", "total_tokens")
+        return next((f"{n}={x}" for n in names if (x := getattr(self, n)) != -1), "")
 
     @property
     def samples_of_run(self) -> int:

@@ -18,7 +18,7 @@ from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
-from maxramp.rampup.phases import Phase
+from maxramp.rampup.phases import WARMUP, Phase
 
 # What only rope_type=llama3.1 reads.
 _SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
@@ -128,10 +128,10 @@ def _of_phase(keys: BatchKeys, phase: Phase) -> Relations:
             f"{name}={phase.given.get(name)} is part of rope_type=llama3.1, and rope_type=default "
             "holds here; give rope_type too, or leave it out",
         )
-    warmup = phase.given.get("warmup_steps_fraction")
+    warmup = phase.given.get(WARMUP)
     yield (
         warmup is not None and keys.learning_rate_by == "steps",
-        f"warmup_steps_fraction={warmup} rises over samples from the phase on, and "
+        f"{WARMUP}={warmup} rises over samples from the phase on, and "
         "learning_rate_by=steps counts steps; use learning_rate_by=samples, or leave it out",
     )
     yield (

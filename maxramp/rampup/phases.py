@@ -28,6 +28,7 @@ KeysT = TypeVar("KeysT")
 # them.
 MESH_KEYS = tuple(f"ici_{axis.key}_parallelism" for axis in TABLE if "layers" not in axis.divides)
 MIXTURE = "grain_train_files"
+WARMUP = "warmup_steps_fraction"
 KEYS = (
     "global_batch_size",
     "global_batch_tokens",
@@ -37,7 +38,7 @@ KEYS = (
     "row_length",
     "remat_policy",
     "learning_rate",
-    "warmup_steps_fraction",
+    WARMUP,
     *MESH_KEYS,
     *SIGHT_KEYS,
     MIXTURE,
@@ -70,7 +71,8 @@ class Phase(Generic[KeysT]):
     name: str  # its threshold as it is given
     first_sample: int
     given: Mapping[str, Any]  # by this phase
-    values: Mapping[str, Any]  # by it and those before it, but for those that hold at the beginning
+    # by it and those before it, but for a warm-up anew and what holds at the beginning
+    values: Mapping[str, Any]
     keys: KeysT  # with these values
 
     def __str__(self) -> str:
@@ -189,5 +191,7 @@ def of(keys: KeysT) -> tuple[Phase[KeysT], ...]:
             of_phase = type(keys).of({**values, **held})
         except ConfigError as error:
             raise ConfigError(f"{_NAME}.{threshold}: {error}") from None
+        if held.pop(WARMUP, None) is not None:  # of this phase, and no part of the run's curve
+            of_phase = dataclasses.replace(of_phase, **{WARMUP: values[WARMUP]})
         found.append(Phase(threshold, sample, given, held, of_phase))
     return tuple(found)

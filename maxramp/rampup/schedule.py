@@ -173,6 +173,7 @@ class Stage:
         """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
         found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
+        found |= {"max_target_length": self.spec.tokens}
         found |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
         return {name: value for name, value in found.items() if name != "spec"}
 
@@ -199,6 +200,7 @@ class RampupBatchManager:
         first_step: int = 0,
         first_sample: int = 0,
         first_index: int = 0,
+        history: Sequence[dict[str, Any]] = (),
         decided: Sequence[tuple[int, int]] = (),
         meshes: Meshes | None = None,
         fields: Fields = text_fields,
@@ -214,6 +216,7 @@ class RampupBatchManager:
           first_step, first_sample, first_index: where the schedule is taken up, and the number of
             the stage that it begins with. A run whose batch keys changed at a restart has steps and
             stages behind it that the keys of today would have made otherwise.
+          history: those stages, as in plan.json.
           decided: (first sample, global batch size) of the rungs that a run with
             rampup_policy=noise has taken (`adaptive.decided`).
           meshes: None where the model has none on so many devices: `node_schedule` does not take
@@ -230,6 +233,13 @@ class RampupBatchManager:
         keys = BatchKeys.read(config)
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
+        self.history, self.shown_length = list(history), keys.shown_length
+        # How many tokens more the samples before were than as many of today.
+        longer = ((s["max_target_length"] - keys.max_target_length, s["samples"]) for s in history)
+        self._more_tokens = sum(more * samples for more, samples in longer)
+        if keys.total_tokens != -1:
+            rest = keys.total_tokens - self._more_tokens
+            keys = dataclasses.replace(keys, total_tokens=max(1, rest))
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         walked = list(walk(thresholds, first_step, first_sample))
         stretches = walked + undecided(keys, thresholds)
@@ -369,29 +379,42 @@ class RampupBatchManager:
         """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
 
+    def tokens(self, samples: int) -> int:
+        """Tokens of the run's first samples, at least of those before this schedule."""
+        return samples * self.keys.max_target_length + self._more_tokens
+
     @property
-    def cut_short(self) -> str:
-        """That the run ends before its ramp does, in one line; "" where it does not."""
-        end, final = self.total_steps, self.stages[-1]
-        if end > final.first_step or end <= self.stages[0].first_step:
-            return ""
-        keys = self.keys
-        lengths = {"steps": keys.steps, "total_samples": keys.total_samples}
-        lengths["total_tokens"] = keys.total_tokens
-        given = next(f"{name}={value}" for name, value in lengths.items() if value != -1)
-        return (
-            f"{given} ends the run inside the ramp: after {end} steps the batch is "
-            f"{self.stage_at_step(end - 1).global_batch_size}, and the final batch of "
-            f"{final.global_batch_size} begins after {final.first_step}"
-        )
+    def warnings(self) -> list[str]:
+        """In a line each: that the run ends before its ramp does, or goes on after its curve."""
+        end, final, keys = self.total_steps, self.stages[-1], self.keys
+        length, found = self.shown_length, []
+        if self.stages[0].first_step < end <= final.first_step:
+            last = self.stage_at_step(end - 1)
+            sizes = [f" (batch {stage.global_batch_size})" for stage in (last, final)]
+            sizes = sizes if sizes[0] != sizes[1] else ["", ""]
+            found.append(
+                f"{length} ends the run inside the ramp: after {end} steps it is in stage "
+                f"{last.index}{sizes[0]}, and the final stage {final.index}{sizes[1]} begins after "
+                f"{final.first_step}"
+            )
+        if 0 < (steps := keys.learning_rate_schedule_steps) < end:
+            found.append(
+                f"learning_rate_schedule_steps={steps} ends the learning rate's curve before the "
+                f"run, which has {end} steps: it is 0 in the last {end - steps}"
+            )
+        return found
 
     def to_json(self) -> dict[str, Any]:
-        """The stages and the length of the run, as they stand in plan.json."""
+        """The stages and the length of the run, as they stand in plan.json.
+
+        `history` is what was trained before the first of the stages.
+        """
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "total_steps": self.total_steps,
             "total_samples": self.total_samples,
-            "total_tokens": self.total_samples * self.keys.max_target_length,
+            "total_tokens": self.tokens(self.total_samples),
+            "history": self.history,
         }
 
     def check(self, stages: Sequence[Stage]) -> None:

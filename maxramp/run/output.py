@@ -298,8 +298,8 @@ class Output:
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
             self.say(f"ramp     decided as the run goes on: batch {rungs}")
-        if ramp.cut_short:
-            self.say(f"ramp     {ramp.cut_short}")
+        for line in ramp.warnings:
+            self.say(f"ramp     {line}")
         if step := span.first_step:
             self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
         for line in changes:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 from maxramp.rampup.curve import Curve
+from maxramp.rampup.phases import WARMUP
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import LearningRateKeys
 from maxramp.training.optimizers.half_lives import Pace
@@ -90,14 +91,14 @@ class LearningRate:
         Such a warm-up rises from 0 over its part of the curve's samples; None where there is none.
         """
         phases = self.ramp.keys.in_phases
-        if not any({"learning_rate", "warmup_steps_fraction"} & {*p.given} for p in phases):
+        if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
             return self.keys.learning_rate, None
         starts, peaks, lengths = jnp.asarray(
             [
                 (
                     phase.first_sample,
                     phase.values.get("learning_rate", self.keys.learning_rate),
-                    self.curve.part(phase.given.get("warmup_steps_fraction", 0.0)),
+                    self.curve.part(phase.given.get(WARMUP, 0.0)),
                 )
                 for phase in phases
             ],

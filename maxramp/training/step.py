@@ -108,11 +108,11 @@ def train_step(
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
-        micro_batch, rows_B2 = micro_batch
+        micro_batch, places_B2 = micro_batch
 
         def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = joined(frozen, trained)
-            return objective(dropping(model, rows_B2) if drops else model, micro_batch)
+            return objective(dropping(model, places_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimized, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -135,8 +135,8 @@ def train_step(
 
     zeros = zero_sums(trained, objective.shown)
     drops = dropout_of(trained) > 0
-    rows_AB2 = _numbers(state.consumed_samples, batch) if drops else None
-    sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, rows_AB2))
+    places_AB2 = places_of_rows(state.consumed_samples, batch) if drops else None
+    sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, places_AB2))
     gradients, found = sums
     shown, targets = found.shown, found.shown["tokens"]
     shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
@@ -158,12 +158,26 @@ def train_step(
     return state, {**metrics, **of_batch, **noise}
 
 
-def _numbers(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
-    """The number in the run of each row of a batch: uint32 [A, B, 2], low and high word."""
-    (A, B, _), (low, high) = batch.tokens.shape, consumed_samples
-    number_AB = low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
-    rows_AB2 = jnp.stack([number_AB, high + (number_AB < low).astype(jnp.uint32)], -1)
-    return jax.reshard(rows_AB2, BATCH_ABT)
+def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
+    """How many tokens of the run come before each row: uint32 [A, B, 2], low and high word.
+
+    A run whose samples are cut into rows, and one on rows of that length, have the same ones.
+    """
+    (A, B, T), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
+    first_low, first_high = _product(*consumed_samples, A * B * T // samples)
+    low_AB = first_low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B) * jnp.uint32(T)
+    places_AB2 = jnp.stack([low_AB, first_high + (low_AB < first_low).astype(jnp.uint32)], -1)
+    return jax.reshard(places_AB2, BATCH_ABT)
+
+
+def _product(low: jax.Array, high: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """A number of 64 bits times one of 32, as its low and high word (uint32)."""
+    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    below, above = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
+    of_low, one, other = (low & mask) * below, (low & mask) * above, (low >> half) * below
+    middle = (of_low >> half) + (one & mask) + (other & mask)
+    carried = (low >> half) * above + (one >> half) + (other >> half) + (middle >> half)
+    return (of_low & mask) | (middle << half), carried + high * jnp.uint32(factor)
 
 
 def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, environment, make_config
 
+from maxramp.data.loader import check_enough
 from maxramp.data.order import Interleaving, RunRows
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.rows import Part
+from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.rampup.schedule import RampupBatchManager
 
 WEIGHTS = (
     (0.7, 0.3),
@@ -223,3 +226,27 @@ def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
         time.sleep(0.005)
         assert elements.furthest <= taken + ahead
     reading.close()
+
+
+@pytest.mark.parametrize(
+    "length, shown",
+    [
+        ("steps=100000000", "steps=100000000 takes 800000000 rows, but the data has 80 with"),
+        ("total_samples=800000000", "total_samples=800000000 takes 800000000 rows, but"),
+        ("total_tokens=12800000000", "total_tokens=12800000000 takes 800000000 rows, but"),
+    ],
+)
+def test_what_is_refused_names_what_was_given_at_once(length, shown):
+    """The fewest epochs that suffice, found by halves: of a phase's mixture too."""
+    batch = make_config("global_batch_size=8", length).batch
+    parts = (Part("a", 1.0, range(60)), Part("b", 0.0, range(20)))
+    corpus = Corpus(parts, (), "", "", later=((40, [1.0, 1.0]),))
+    rows = RunRows(corpus.train, 1, None, corpus.later)
+    with pytest.raises(ConfigError) as caught:
+        check_enough(corpus, rows, 1, RampupBatchManager(batch, 1))
+    name = length.partition("=")[0]
+    most = {"steps": 10, "total_samples": 80, "total_tokens": 80 * 16}[name]
+    line = str(caught.value)
+    assert line.startswith(shown) and line.endswith(f", or at most {name}={most}")
+    epochs = int(re.search(r"num_epoch=(\d+), or", line)[1])
+    assert rows.length(epochs - 1)[0] < 800_000_000 <= rows.length(epochs)[0]

@@ -150,6 +150,14 @@ def test_learning_rate_of_a_phase():
         assert float(rate(sample)) == pytest.approx(value * 1e-3, rel=1e-6), sample
 
 
+def test_a_warm_up_anew_is_no_part_of_the_curve():
+    keys = ("lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.8", "warmup_steps_fraction=0.1")
+    config = loaded(*BATCH, *keys, "phases_unit=samples", "phases.400.warmup_steps_fraction=0.5")
+    assert config.batch.at(400).warmup_steps_fraction == 0.1
+    with pytest.raises(ConfigError, match="phases.400: warmup_steps_fraction=1.5 must lie"):
+        loaded(*BATCH, "phases_unit=samples", "phases.400.warmup_steps_fraction=1.5")
+
+
 BATCH = ("global_batch_size=8", "total_samples=4000")
 CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenizer_path=t.json")
 

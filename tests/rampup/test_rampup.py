@@ -262,19 +262,33 @@ def test_stages_between(first, last, indices):
     ],
 )
 def test_a_run_that_ends_inside_its_ramp_says_so(length, batch):
-    line = RampupBatchManager(settings(**length)).cut_short
+    (line,) = RampupBatchManager(settings(**length)).warnings
     (name, value) = list(length.items())[-1]
     assert line.startswith(f"{name}={value} ends the run inside the ramp: ")
-    assert line.endswith(f"batch is {batch}, and the final batch of 16 begins after 10")
+    assert f"(batch {batch}), and the final stage 3 (batch 16) begins after 10" in line
+
+
+def test_a_run_that_ends_before_its_last_phase_names_no_batch():
+    phases = {"phases": {"900": {"row_length": 1}}, "phases_unit": "samples"}
+    keys = {"global_batch_size": 8, "steps": 10, "devices_per_node": 1} | phases
+    (line,) = RampupBatchManager(keys).warnings
+    assert line.endswith("after 10 steps it is in stage 0, and the final stage 1 begins after 113")
+
+
+def test_a_run_that_goes_on_after_its_curve_says_so():
+    keys = settings(enable_rampup_batch_size=False, steps=30, learning_rate_schedule_steps=20)
+    (line,) = RampupBatchManager(keys).warnings
+    assert line.startswith("learning_rate_schedule_steps=20 ends the learning rate's curve before")
+    assert line.endswith("30 steps: it is 0 in the last 10")
 
 
 def test_a_run_that_ends_after_its_ramp_says_nothing():
-    assert not RampupBatchManager(settings(steps=11)).cut_short
-    assert not RampupBatchManager(settings(total_samples=69)).cut_short
+    assert not RampupBatchManager(settings(steps=11)).warnings
+    assert not RampupBatchManager(settings(total_samples=69)).warnings
     constant = settings(enable_rampup_batch_size=False, steps=1)
-    assert not RampupBatchManager(constant).cut_short
+    assert not RampupBatchManager(constant).warnings
     # Taken up past its end, there is nothing more to run.
-    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).cut_short
+    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).warnings
 
 
 def test_negative_positions_are_refused():

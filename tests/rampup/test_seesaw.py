@@ -71,6 +71,19 @@ def test_every_step_takes_the_rung_of_the_base_curve(seed):
         assert found == simulate(ladder, samples, keys), (ladder, samples, keys)
 
 
+def test_a_warm_up_anew_is_of_its_phase_alone():
+    """The batch follows the run's curve, which is the rate's too."""
+    alone, found = (
+        ramp_of([4, 8, 16], 8000, phases_unit="samples", phases=phases)
+        for phases in ({}, {"2000": {"warmup_steps_fraction": 0.3}, "3000": {"row_length": 1}})
+    )
+    sizes = [
+        [(t.first_sample, t.global_batch_size) for t in ramp.thresholds] for ramp in (alone, found)
+    ]
+    assert [pair for pair in sizes[1] if pair[0] not in (2000, 3000)] == sizes[0]
+    assert found.total_steps == alone.total_steps
+
+
 @pytest.mark.parametrize(
     "ratio, rungs, final, nearest, below",
     [

@@ -12,6 +12,7 @@ from conftest import BASE, TINY, make_config, run
 from test_output import start
 
 from maxramp.checkpoints import decisions
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import take_up
 from maxramp.errors import ConfigError
 from maxramp.rampup.ladder import DELAY
@@ -103,35 +104,25 @@ def test_history_goes_on(tmp_path):
     first = next(step for step, rows in expected.items() if rows == 16)
     (tmp_path / decisions.FILE).unlink()
 
-    class Position:  # of a checkpoint, as far as a schedule reads one
-        step, consumed_samples = first - DELAY - 3, 8 * (first - DELAY - 3)
-        path = tmp_path
-        config = {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
-        stages = [span_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
-
-    span = span_of(config, position=Position)
+    step, config_there = first - DELAY - 3, {"rampup_policy": "noise", "rampup_ladder": [8, 16, 32]}
+    stages = [span_of(make_config(*POLICY, devices=1)).ramp.stages[0].to_json()]
+    position = Checkpoint(tmp_path, step, 8 * step, stages, "", config_there, {})
+    span = span_of(config, position=position)
     records = [record(k, 8 * (k + 1), 8, 20.0) for k in range(len(expected))]
     history = recent(records, span)
-    assert 0 < len(history) <= Position.step == history[-1]["step"] + 1
+    assert 0 < len(history) <= step == history[-1]["step"] + 1
     got = drive(span, tmp_path, lambda consumed: 20.0, history)
-    assert got == {step: rows for step, rows in expected.items() if step >= Position.step}
+    assert got == {step: rows for step, rows in expected.items() if step >= position.step}
 
 
 def position_of(config, step, folder):
-    """A checkpoint of a run, as far as a schedule reads one."""
+    """A checkpoint of a run."""
     ramp = span_of(config, decisions.read(folder)).ramp
 
-    class Position:
-        path = folder
-        consumed_samples = ramp.samples_before(step)
-        stages = [stage.to_json() for stage in ramp.stages]
-
-    Position.step = step
-    Position.config = {
-        "rampup_policy": config.batch.rampup_policy,
-        "rampup_ladder": config.batch.rampup_ladder,
-    }
-    return Position
+    stages = [stage.to_json() for stage in ramp.stages]
+    names = ("rampup_policy", "rampup_ladder")
+    there = {name: getattr(config.batch, name) for name in names}
+    return Checkpoint(folder, step, ramp.samples_before(step), stages, "", there, {})
 
 
 @pytest.mark.parametrize("ladder", ([16, 32], [8, 32]))

@@ -1,12 +1,13 @@
 """What a start says before it trains: where it begins, what changed, and what is not there."""
 
+import dataclasses
 import re
 
 import pytest
 from conftest import BASE, TINY, make_config, run
 
-from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import origin_of, rate_change
+from maxramp.checkpoints.folder import Checkpoint, commit, read
+from maxramp.checkpoints.resume import length_by_epochs, origin_of, rate_change
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 
@@ -67,6 +68,84 @@ def test_another_batch_is_no_other_curve_over_steps(batch):
     assert rate_change(now.learning_rate, ramp, position) == ""
     other = make_config(*keys, "learning_rate=1", devices=1)
     assert "after 0.00" in rate_change(other.learning_rate, ramp, position)
+
+
+def standing(step, consumed, *keys):
+    """A checkpoint of a run with some keys, and what a start with others takes up."""
+    before = make_config(*keys, devices=1)
+    stages = [stage.to_json() for stage in RampupBatchManager(before.batch, 1).stages]
+    return Checkpoint("", step, consumed, stages, "", dict(before.values), {})
+
+
+@pytest.mark.parametrize(
+    "devices, batch, step, consumed, samples, left",
+    [
+        (1, 4, 0, 0, 100, 0),
+        (1, 4, 3, 12, 100, 0),
+        (4, 16, 3, 12, 92, 8),  # counted from step 0 it would be 96, which 7 steps more exceed
+        (1, 12, 10, 40, 100, 0),
+        (1, 64, 10, 40, 40, 60),
+        (1, 8, 25, 100, 100, 0),
+    ],
+)
+def test_a_run_by_epochs_ends_with_whole_steps_of_its_rows(
+    devices, batch, step, consumed, samples, left
+):
+    open_length = ("steps=-1", "enable_rampup_batch_size=False", "dataset_type=text")
+    position = standing(step, consumed, *open_length, "per_device_batch_size=4") if step else None
+    size = f"per_device_batch_size={batch / devices}"
+    keys = make_config(*open_length, size, devices=devices).batch
+    found, line = length_by_epochs(keys, devices, position, 100, 1)
+    assert found == samples
+    assert line.startswith("num_epoch=1 over the data is 100 rows") if left else not line
+    assert f"the last {left} fill no step of {batch} " in line or not left
+    closed = dataclasses.replace(keys, total_samples=found)
+    origin, _ = origin_of(closed, devices, position)
+    assert RampupBatchManager(closed, devices, **origin).total_samples == samples
+
+
+PHASED = ("phases_unit=samples", "global_batch_size=4", "total_samples=400")
+
+
+def taken_up(position, *keys):
+    batch = make_config(*keys, devices=1).batch
+    origin, line = origin_of(batch, 1, position)
+    return RampupBatchManager(batch, 1, **origin), line
+
+
+def test_what_was_trained_stays_whatever_phases_say_of_it(tmp_path):
+    """Thresholds before the samples consumed change: at the next restart too it is as trained."""
+    before = ("phases.40.row_length=4", "phases.80.row_length=8", "phases.200.global_batch_size=8")
+    position = standing(30, 120, *PHASED, *before)
+    ramp, line = taken_up(position, *PHASED, *before)
+    assert not line and ramp.history == [] and ramp.stages[0].first_step == 0
+    # The phase at 80 comes at 60, and the batch is as it was.
+    now = ("phases.60.row_length=8", "phases.200.global_batch_size=8")
+    ramp, line = taken_up(position, *PHASED, *now)
+    assert "before 120 (step 30) is not what was trained there, and is ignored" in line
+    lengths = [(s["index"], s["first_sample"], s["samples"], s["row_length"]) for s in ramp.history]
+    assert lengths == [(0, 0, 40, 16), (1, 40, 40, 4), (2, 80, 40, 8)]
+    assert [(s.index, s.first_sample, s.global_batch_size) for s in ramp.stages] == [
+        (2, 120, 4),
+        (3, 200, 8),
+    ]
+    plan = ramp.to_json()
+    path = tmp_path / "45"
+    path.mkdir()
+    keys = dict(make_config(*PHASED, *now, devices=1).values)
+    commit(Checkpoint(path, 45, 180, plan["stages"], "", keys, {}, history=plan["history"]))
+    again, line = taken_up(read(path), *PHASED, *now)
+    assert not line and again.to_json() == plan
+
+
+def test_tokens_are_those_that_were_trained():
+    """At another length of samples: 80 of 32 tokens, then 80 of 64 to the end of 7,680."""
+    keys = ("global_batch_size=8", "total_tokens=7680", "steps=-1", "eval_interval=-1")
+    position = standing(10, 80, *keys, "max_target_length=32")
+    ramp, _ = taken_up(position, *keys, "max_target_length=64")
+    assert ramp.tokens(80) == 80 * 32 and ramp.tokens(88) == 80 * 32 + 8 * 64
+    assert (ramp.total_samples, ramp.to_json()["total_tokens"]) == (160, 7680)
+    assert ramp.shown_length == "total_tokens=7680"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BASE, TINY, batch_of, environment, make_config, make_mesh, run
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 from jobs import KILLED
 
 from maxramp.data import pieces
+from maxramp.data.batch import Batch
 from maxramp.data.row import PADDING, Row
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.parallel.sharding import BATCH_ABT
@@ -24,7 +26,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import init_state
-from maxramp.training.step import make_train_step
+from maxramp.training.step import make_train_step, places_of_rows
 
 R, T, K, STEPS = 16, 64, 4, 3
 MESHES = {
@@ -37,6 +39,8 @@ MESHES = {
         "gradient_accumulation_steps=4",
     ),
 }
+MESHES["data 8, adapters"] = (*MESHES["data 8"], "lora_rank=2", "lora_dropout=0.25")
+MESHES["data 8, adapters"] += ("log_gradient_noise_scale=False",)
 
 
 def trained(stream, begins, tokens, samples, *keys):
@@ -69,9 +73,13 @@ def trained(stream, begins, tokens, samples, *keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data 8", "2 x 2 x 2"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_cut_sample_is_rows_of_that_length(mesh):
-    """Losses, gradients, noise scale and weights, to the last bit, with documents kept apart."""
+    """Losses, gradients, noise scale and weights, to the last bit, with documents kept apart.
+
+    With dropout, masks and losses are; XLA adds up gradients in another order on several devices.
+    """
+    tolerance = 1e-6 if "adapters" in mesh else 0
     rng = np.random.default_rng(0)
     stream = rng.integers(0, 264, STEPS * R * T + 1, dtype=np.int32)
     begins = rng.random(stream.size) < 1 / 20
@@ -82,9 +90,30 @@ def test_a_cut_sample_is_rows_of_that_length(mesh):
     wanted, of_rows = trained(stream, begins, T // K, R * K, *rows)
     for ours, theirs in zip(cut, wanted, strict=True):
         for name in theirs.keys() - {"batch_fingerprint"}:
-            np.testing.assert_array_equal(ours[name], theirs[name], name)
+            rtol = 0 if name == "loss" else tolerance
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=rtol, err_msg=name)
     for x, y in zip(weights, of_rows, strict=True):
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("consumed", [0, 7, 2**16 + 3, 2**32 - 5, 2**40 + 12345])
+@pytest.mark.parametrize("length", [48, 2**20])
+def test_a_row_drops_by_its_place_in_the_run(consumed, length):
+    """The tokens before it, in whole numbers, whatever the samples are cut into."""
+    samples, k = 8, 4
+    for before, cut in ((consumed, k), (consumed * k, 1)):
+        A, B, T = 2, samples * k // 2, length // k
+        batch = Batch(
+            tokens=jax.ShapeDtypeStruct((A, B, T), jnp.int32),
+            targets=None,
+            hashes=jax.ShapeDtypeStruct((A, B // cut, 2), jnp.uint32),
+        )
+        clock = jnp.array([before % 2**32, before // 2**32], jnp.uint32)
+        with jax.set_mesh(make_mesh(make_config("ici_data_parallelism=8"))):
+            found = np.asarray(places_of_rows(clock, batch), np.uint64)
+        found = found[..., 0] + (found[..., 1] << np.uint64(32))
+        first = consumed * length
+        assert found.ravel().tolist() == [first + n * T for n in range(A * B)]
 
 
 def test_what_is_lost():
