@@ -65,7 +65,7 @@ class Named:
     @property
     def is_stack(self) -> bool:
         """Whether it has an axis of layers in front."""
-        return self.weight.ndim > len(self.form.axes)
+        return bool(self.weight.layers)
 
 
 def named(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
@@ -83,8 +83,8 @@ def named(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Ite
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         name, groups = _tensor_of(path, tensors)
-        shape = weight.shape[weight.ndim - len(weight.axes) :]
-        form = Form(weight.axes, tuple(shape), tuple(groups.split()))
+        shape = weight.shape[len(weight.leading) :]
+        form = Form(weight.own, tuple(shape), tuple(groups.split()))
         names = {0: name}
         if "{}" in name:
             own = enumerate(numbers[path.split(".")[1]])

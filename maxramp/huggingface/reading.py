@@ -267,7 +267,7 @@ def _spec_of(weight: Named) -> tuple[str | None, ...]:
     (array,) = jax.tree.leaves(weight.weight)
     partitions = array.sharding.spec.partitions
     partitions += (None,) * (array.ndim - len(partitions))
-    return partitions[array.ndim - len(weight.form.axes) :]
+    return partitions[len(weight.weight.leading) :]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.weights import Adapted, Weight, is_weight, mixed, part_of, weights_of
+from maxramp.model.parts.weights import Adapted, Weight, is_weight, made, mixed, part_of, weights_of
 from maxramp.parallel.sharding import of_axes, stacked
 
 _DTYPE = "float32"  # of adapters, whatever the base's: their steps are small beside them
@@ -40,28 +40,27 @@ def adapting(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Ca
     def make(key: jax.Array) -> Any:
         def adapted(path: Any, weight: Weight) -> Weight | Adapted:
             path = jax.tree_util.keystr(path, simple=True, separator=".")
-            name, groups = tensors[f"layers.{kind}.{path}"]
+            name, _ = tensors[f"layers.{kind}.{path}"]
             if weight.role != "matrix" or name.split(".")[-2] not in keys.lora_modules:
                 return weight
             own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            return _adapted(weight, groups.split(), keys, own)
+            return _adapted(weight, keys, own)
 
         return jax.tree_util.tree_map_with_path(adapted, born(key), is_leaf=is_weight)
 
     return make
 
 
-def _adapted(weight: Weight, groups: list[str], keys: ModelKeys, key: jax.Array) -> Adapted:
-    outputs, inputs = groups  # letters of a tensor's rows and columns
+def _adapted(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
     sizes = dict(zip(weight.axes, weight.shape, strict=True))
     spec = jax.typeof(weight[...]).sharding.spec.partitions
     parts = dict(zip(weight.axes, (*spec, *(None,) * (weight.ndim - len(spec))), strict=True))
     sizes["r"], parts["r"] = keys.lora_rank, None
 
-    def made(axes: str, values: Callable) -> Weight:
-        sharding = of_axes(*map(parts.get, axes))
-        shape = tuple(map(sizes.get, axes))
-        return Weight(values(shape, sharding).astype(_DTYPE), role="adapter", axes=axes)
+    def factor(inputs: str, outputs: str, values: Callable) -> Weight:
+        shape = tuple(map(sizes.get, inputs + outputs))
+        x = values(shape, of_axes(*map(parts.get, inputs + outputs)))
+        return made(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
 
     def uniform(shape: tuple[int, ...], sharding: Any) -> jax.Array:
         bound = (jnp.prod(jnp.array(shape[:-1])) ** -0.5).astype(jnp.float32)
@@ -71,7 +70,7 @@ def _adapted(weight: Weight, groups: list[str], keys: ModelKeys, key: jax.Array)
     def zeros(shape: tuple[int, ...], sharding: Any) -> jax.Array:
         return jnp.zeros(shape, jnp.float32, out_sharding=sharding)
 
-    down, up = made(f"{inputs}r", uniform), made(f"r{outputs}", zeros)
+    down, up = factor(weight.inputs, "r", uniform), factor("r", weight.outputs, zeros)
     return Adapted(weight, down, up, keys.lora_scale, keys.lora_dropout)
 
 
@@ -126,11 +125,9 @@ def merged(model: Any, dtype: str) -> Any:
     def sum_of(x: Any) -> Any:
         if not _is_adapted(x):
             return x
-        inputs, outputs = x.down.axes[:-1], x.up.axes[1:]
-        subscripts = f"...{inputs}r,...r{outputs}->...{x.weight.axes}"
         weight = x.weight[...]
         change = jnp.einsum(
-            subscripts,
+            f"{x.down.axes},{x.up.axes}->{x.weight.axes}",
             x.down[...].astype(jnp.float32),
             x.up[...].astype(jnp.float32),
             precision="highest",

@@ -19,7 +19,7 @@ from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, awaited, of_rows
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.weights import map_products, normal
+from maxramp.model.parts.weights import map_products, normal, relabel
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
 
 
@@ -35,7 +35,7 @@ class Decoder(nnx.Module):
         self.head_dim = keys.head_dim
         self.tied = keys.logits_via_embedding
         self.embedding_VD = normal(
-            "embedding", "VD", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
+            "embedding", "V D", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
         )
         keys_L, stacks = jax.random.split(of_layers, L), {}
         for kind in self.pattern.kinds:
@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
         self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
         if not self.tied:
-            self.head_DV = normal("head", "DV", head, (D, V), HEAD_DV, D**-0.5, dtype)
+            self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 
     def __call__(
         self, tokens_BT: jax.Array, execution: Execution, segments_BT: jax.Array | None = None
@@ -161,10 +161,11 @@ class Decoder(nnx.Module):
 def _stack(born, keys_L: jax.Array, repeats: int):
     """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...] (`pipeline.by_repeats`)."""
     born = jax.vmap(born)
-    if pipeline.num_stages() == 1:
-        return born(keys_L)
-    keys_L = pipeline.by_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
-    return (jax.vmap(born) if repeats > 1 else born)(keys_L)
+    if pipeline.num_stages() > 1:
+        keys_L = pipeline.by_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
+        if repeats > 1:
+            return relabel(jax.vmap(born)(keys_L), "", "RL")
+    return relabel(born(keys_L), "", "L")
 
 
 def num_parameters(model: Decoder) -> int:

@@ -15,7 +15,7 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.attention import CONTEXT, Rule, starts
 from maxramp.model.parts.aux import Aux, joined
 from maxramp.model.parts.rotary import Rope
-from maxramp.model.parts.weights import STAGE_PRODUCTS
+from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.parallel.sharding import X_BTD
 from maxramp.stage import SightKeys
 
@@ -153,9 +153,8 @@ def run(
     def turn(x_BTD: jax.Array, blocks: Stacks) -> tuple[jax.Array, Aux]:
         found = []
         for layer, place in period.places():
-            block = blocks[layer.kind]
-            if period.count(layer.kind) > 1:
-                block = _at(block, place)
+            block, is_stack = blocks[layer.kind], period.count(layer.kind) > 1
+            block = _at(block, place) if is_stack else relabel(block, "L", "")
             x_BTD, aux = through(layer, x_BTD, block, in_loop)
             found.append(aux)
         return x_BTD, joined(found)
@@ -198,7 +197,7 @@ def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:
 
 
 def _at(stack: Any, place: int) -> Any:
-    return jax.tree.map(lambda w_L: w_L[place], stack)
+    return relabel(jax.tree.map(lambda w_L: w_L[place], stack), "L", "")
 
 
 def _turns(stack: Any, first: int, turns: int, count: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from maxramp.model.parts.weights import Weight, map_weights, weights_of
+from maxramp.model.parts.weights import Weight, map_weights, relabel, weights_of
 from maxramp.model.pipeline import by_layers, by_repeats
 from maxramp.parallel.mesh import mesh_of, on_mesh
 
@@ -37,20 +37,25 @@ def in_stage_order(tree: Any, like: Any) -> Any:
 
 
 def _is_circular(weight: Weight) -> bool:
-    return weight.ndim == len(weight.axes) + 2
+    return "R" in weight.leading
 
 
 # Compiled once for every mesh: a run saves often.
 @jax.jit
 def _in_layer_order(tree: Any) -> Any:
-    return map_weights(lambda w: jax.tree.map(by_layers, w) if _is_circular(w) else w, tree)
+    def ordered(weight: Weight) -> Weight:
+        if not _is_circular(weight):
+            return weight
+        return relabel(jax.tree.map(by_layers, weight), "RL", "L")
+
+    return map_weights(ordered, tree)
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
 def _in_stage_order(tree: Any, repeats: int) -> Any:
     def ordered(weight: Weight) -> Weight:
-        if weight.ndim == len(weight.axes):
+        if not weight.layers:
             return weight
-        return jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight)
+        return relabel(jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight), "L", "RL")
 
     return map_weights(ordered, tree)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, of_stages
-from maxramp.model.parts.weights import Weight, map_products, map_weights
+from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import on_devices
@@ -99,13 +99,14 @@ def run(
       x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
     """
     m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
-    shape = R, S, execution.num_layers_per_pipeline_stage
+    shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
     weights, sums = _by_turns(layers, shape, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _to_slots(x_BTD, m // S)
     segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
 
     def turn(x_BTD, weights, sums, segments_mBT, t) -> tuple[jax.Array, Aux]:
         layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
+        layers = relabel(layers, held, "LS")
         x_BTD, aux = run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
         counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
         return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
@@ -156,12 +157,14 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
 
     def split(weight: Weight) -> Weight:
         w, R = weight[...], shape[0]
-        if w.ndim == len(weight.axes) + 1:
+        if weight.leading[0] == "L":
             w = by_repeats(w, R)
         rest = w.shape[1 + (R > 1) :]
         spec = by_turn(jax.typeof(w).sharding.spec, len(rest))
         w = jax.lax.reshape(w, (*shape, *rest), out_sharding=spec).swapaxes(1, 2)
-        return weight.replace(w[0] if R == 1 else w)
+        if R == 1:
+            return relabel(weight.replace(w[0]), "L", "LS")
+        return relabel(weight.replace(w), weight.leading[: len(weight.layers)], "RLS")
 
     def read(w: jax.Array) -> jax.Array:
         if not gather_once:

@@ -50,7 +50,7 @@ def by_rows(model: Decoder, rows: int) -> Decoder:
         if weight.role != "scale":
             return weight
         *layers, D = weight[...].shape
-        spec = stacked(STREAM_BD if weight.axes == "D" else HEAD_Bh, len(layers))
+        spec = stacked(STREAM_BD if weight.own == "D" else HEAD_Bh, len(layers))
         return RowScale(weight, jnp.zeros((*layers, rows, D), jnp.float32, out_sharding=spec))
 
     return map_weights(probed, model)

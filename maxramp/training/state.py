@@ -138,7 +138,7 @@ def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
 def _chosen(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
     """Which layers of a stack are among some: bool [L], or of a circular pipeline [R, L / R]."""
     own = [i for i, layer in enumerate(tree.pattern) if layer.kind == _kind(path)]
-    return np.isin(own, numbers).reshape(weight.shape[: weight.ndim - len(weight.axes)])
+    return np.isin(own, numbers).reshape(weight.layers)
 
 
 def _kind(path: Any) -> str | None:

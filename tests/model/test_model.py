@@ -18,7 +18,7 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import block
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.weights import dense
+from maxramp.model.parts.weights import dense, made, relabel
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -30,8 +30,10 @@ from maxramp.parallel.sharding import (
     TOKENS_BT,
     X_BTD,
     X_BTF,
+    of_axes,
     of_gradient,
     of_weight,
+    stacked,
 )
 from maxramp.training.loss import cross_entropy_sums
 
@@ -243,11 +245,11 @@ def test_initial_weights():
 
 
 @pytest.mark.parametrize(
-    "subscripts, x_spec, spec, y_spec",
-    [("BTD,DF->BTF", X_BTD, MLP_IN_DF, X_BTF), ("BTF,FD->BTD", X_BTF, MLP_OUT_FD, STREAM_BTD)],
+    "axes, x_spec, spec, y_spec",
+    [("D F", X_BTD, MLP_IN_DF, X_BTF), ("F D", X_BTF, MLP_OUT_FD, STREAM_BTD)],
 )
 @pytest.mark.parametrize("apart", [(), ("data",)])
-def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
+def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
     """On all axes, and their gradients: XLA alone returns the rows in another order."""
     config = make_config(
         "enable_rampup_batch_size=False",
@@ -259,7 +261,7 @@ def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
 
     def products(x, weight, dy):
         weight = jax.reshard(weight, of_weight(spec, apart))
-        y, back = jax.vjp(lambda x, w: dense(x, subscripts, w, y_spec), x, weight)
+        y, back = jax.vjp(lambda x, w: dense(x, made(w, "matrix", axes), y_spec), x, weight)
         dx, dweight = back(dy)
         assert jax.typeof(dweight).sharding.spec == of_gradient(of_weight(spec, apart))
         return y, dx, jax.reshard(dweight, spec)
@@ -270,6 +272,34 @@ def test_products_of_few_tokens(subscripts, x_spec, spec, y_spec, apart):
         found = jax.jit(products)(*placed)
     for one, other in zip(found, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("apart", [(), ("data",)])
+def test_products_of_experts(apart):
+    """Each expert's matrix has tokens of its own: those of the products one by one."""
+    E, mesh = 3, make_mesh(make_config("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
+    random, spec = np.random.default_rng(0), stacked(MLP_IN_DF)
+    x, weight, dy = (random.standard_normal(s) for s in ((8, 2, E, 16), (E, 16, 32), (8, 2, E, 32)))
+    x_spec, y_spec = (of_axes(*s.partitions[:2], None, s.partitions[2]) for s in (X_BTD, X_BTF))
+
+    def products(x, weight, dy):
+        experts = relabel(
+            made(jax.reshard(weight, of_weight(spec, apart)), "matrix", "D F"), "", "E"
+        )
+        y, back = jax.vjp(lambda x, w: dense(x, w, y_spec), x, experts)
+        dx, dweight = back(dy)
+        return y, dx, jax.reshard(dweight[...], spec)
+
+    with jax.set_mesh(mesh):
+        arrays = zip((x, weight, dy), (x_spec, spec, y_spec), strict=True)
+        placed = (jax.device_put(np.float32(a), NamedSharding(mesh, s)) for a, s in arrays)
+        found = jax.jit(products)(*placed)
+    for e in range(E):
+        X, W, dY = x[:, :, e], weight[e], dy[:, :, e]
+        expected = X @ W, dY @ W.T, np.einsum("BTD,BTF->DF", X, dY)
+        actual = found[0][:, :, e], found[1][:, :, e], found[2][e]
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("T, vectors_travel", [(3, True), (6, False), (16, False)])

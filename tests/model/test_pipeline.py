@@ -21,7 +21,7 @@ from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import Weight, dense
+from maxramp.model.parts.weights import dense, made, relabel
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
@@ -71,7 +71,11 @@ def by_name(model):
 
 
 def matrices(weights_LDF):
-    return Weight(weights_LDF, role="matrix", axes="DF")
+    return relabel(made(weights_LDF, "matrix", "D F"), "", "L")
+
+
+def first(weights_LSDF):
+    return relabel(jax.tree.map(lambda w: w[0], weights_LSDF), "L", "")
 
 
 @functools.cache
@@ -218,7 +222,7 @@ def test_every_turn_computes_on_rows(slots):
         return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
 
     def of_stages(weights, x_BTD, segments):
-        return dense(norm(x_BTD), "BTD,DF->BTF", weights[0], X_BTD), Aux()
+        return dense(norm(x_BTD), first(weights), X_BTD), Aux()
 
     def by_turns(weights_LDF, x_BTD):
         return pipeline.run(by_turns_of(4 * slots), of_stages, None, weights_LDF, x_BTD, None)[0]
@@ -260,7 +264,7 @@ def test_micro_batches_are_added_in_float32():
     mesh = make_mesh(config_of("ici_pipeline_parallelism=2", devices=2))
 
     def layer(weights, x_BTD, segments):
-        return dense(x_BTD, "BTD,DF->BTF", weights[0], X_BTD), Aux()
+        return dense(x_BTD, first(weights), X_BTD), Aux()
 
     def total(weights_LDF, x_BTD):
         y_BTD, _ = pipeline.run(by_turns_of(16), layer, None, weights_LDF, x_BTD, None)

@@ -62,7 +62,7 @@ def test_every_weight_has_a_role_and_letters_of_its_axes():
     assert len(weights_of(state.model)) == len(jax.tree.leaves(state.model))
     assert {weight.role for weight in weights_of(state.model)} <= set(ROLES)
     for weight in weights_of(state.model.layers):
-        assert weight.ndim == 1 + len(weight.axes)
+        assert weight.leading == "L" and weight.ndim == len(weight.axes)
     assert state.model.embedding_VD.axes == "VD"
 
 

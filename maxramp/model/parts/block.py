@@ -61,9 +61,9 @@ class RowScale:
         return self.scale[index]
 
     @property
-    def axes(self) -> str:
-        """Those of the scale."""
-        return self.scale.axes
+    def leading(self) -> str:
+        """The axes in front of the scale's own."""
+        return self.scale.leading
 
 
 @jax.custom_vjp
@@ -93,17 +93,17 @@ class MLP(nnx.Module):
         D, F, dtype = keys.base_emb_dim, keys.base_mlp_dim, keys.weight_dtype
         gate, up, out = jax.random.split(key, 3)
         self.activations = tuple(keys.mlp_activations)
-        self.gate_DF = normal("matrix", "DF", gate, (D, F), MLP_IN_DF, D**-0.5, dtype)
-        self.up_DF = normal("matrix", "DF", up, (D, F), MLP_IN_DF, D**-0.5, dtype)
-        self.out_FD = normal("matrix", "FD", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
+        self.gate_DF = normal("matrix", "D F", gate, (D, F), MLP_IN_DF, D**-0.5, dtype)
+        self.up_DF = normal("matrix", "D F", up, (D, F), MLP_IN_DF, D**-0.5, dtype)
+        self.out_FD = normal("matrix", "F D", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         x_BTD = jax.reshard(x_BTD, X_BTD)
         f, g = (_ACTIVATIONS[name] for name in self.activations)
-        gate_BTF = f(dense(x_BTD, "BTD,DF->BTF", self.gate_DF, X_BTF))
-        up_BTF = g(dense(x_BTD, "BTD,DF->BTF", self.up_DF, X_BTF))
-        return dense(gate_BTF * up_BTF, "BTF,FD->BTD", self.out_FD, STREAM_BTD)
+        gate_BTF = f(dense(x_BTD, self.gate_DF, X_BTF))
+        up_BTF = g(dense(x_BTD, self.up_DF, X_BTF))
+        return dense(gate_BTF * up_BTF, self.out_FD, STREAM_BTD)
 
 
 Angles = tuple[jax.Array, jax.Array]
@@ -121,10 +121,10 @@ class Attention(nnx.Module):
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
         q, k, v, o = jax.random.split(key, 4)
         matrix = functools.partial(normal, "matrix")
-        self.query_DHh = matrix("DHh", q, (D, H, h), HEADS_IN_DHh, D**-0.5, dtype)
-        self.key_DKh = matrix("DKh", k, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
-        self.value_DKh = matrix("DKh", v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
-        self.out_HhD = matrix("HhD", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
+        self.query_DHh = matrix("D Hh", q, (D, H, h), HEADS_IN_DHh, D**-0.5, dtype)
+        self.key_DKh = matrix("D Kh", k, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
+        self.value_DKh = matrix("D Kh", v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
+        self.out_HhD = matrix("Hh D", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
         self.has_biases, self.has_norms = keys.attention_bias, keys.use_qk_norm
         if self.has_biases:
             self.query_bias_Hh = zeros("bias", "Hh", (H, h), HEADS_Hh, dtype)
@@ -147,9 +147,9 @@ class Attention(nnx.Module):
           cache: of this layer.
         """
         x_BTD = jax.reshard(x_BTD, X_BTD)
-        q_BTHh = dense(x_BTD, "BTD,DHh->BTHh", self.query_DHh, X_BTHh)
-        k_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.key_DKh, X_BTHh)
-        v_BTKh = dense(x_BTD, "BTD,DKh->BTKh", self.value_DKh, X_BTHh)
+        q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)
+        k_BTKh = dense(x_BTD, self.key_DKh, X_BTHh)
+        v_BTKh = dense(x_BTD, self.value_DKh, X_BTHh)
         if self.has_biases:
             q_BTHh = _plus(q_BTHh, self.query_bias_Hh)
             k_BTKh = _plus(k_BTKh, self.key_bias_Kh)
@@ -163,7 +163,7 @@ class Attention(nnx.Module):
         kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T)
         attend_to = attend if cache is None else cache.attend
         a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-        return dense(a_BTHh, "BTHh,HhD->BTD", self.out_HhD, STREAM_BTD)
+        return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
 
 def _plus(x: jax.Array, bias: Weight) -> jax.Array:

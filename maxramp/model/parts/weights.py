@@ -1,14 +1,14 @@
 """Weights that say what they are, and products with them on any mesh and in a pipeline.
 
-Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, r rank of an adapter.
+Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, r rank of an adapter; in
+front of a weight's own axes R repeats of a circular pipeline, L layers, S stages, E experts.
 """
 
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,38 @@ class Weight(nnx.Param):
     """An array that training may change."""
 
     role: str  # one of `keys.ROLES`; decay, cast, optimizer and noise scale ask it
-    # a letter for each axis, as in the name ("DHh"). What an array has in front of them are layers
-    # of a stack.
-    axes: str
+    # A letter for each of its axes: those of a stack, of which a product has one after the other
+    # ("L", "RL"; of a layer of each stage "S") or all at once ("E"), ...
+    leading: str
+    inputs: str  # ... those that a product sums over ("D"), ...
+    outputs: str  # ... and those that it makes ("Hh")
+
+    @property
+    def own(self) -> str:
+        """The axes of one matrix or vector, as in the weight's name ("DHh")."""
+        return self.inputs + self.outputs
+
+    @property
+    def axes(self) -> str:
+        """All axes of the array."""
+        return self.leading + self.own
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The sizes of the axes of layers: [L], [R, L / R], or none."""
+        sizes = zip(self.leading, self.shape, strict=False)
+        return tuple(size for axis, size in sizes if axis in "RL")
 
     @property
     def is_in_products(self) -> bool:
         """Whether it is used in the arithmetic's dtype; others are in float32."""
         return self.role in ROLES_IN_PRODUCTS
+
+
+def made(x: jax.Array, role: str, axes: str) -> Weight:
+    """The weight of one layer with these values; axes are "inputs outputs", of a vector one."""
+    *inputs, outputs = axes.split()
+    return Weight(x, role=role, leading="", inputs="".join(inputs), outputs=outputs)
 
 
 def normal(
@@ -49,17 +73,17 @@ def normal(
     """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
-    return Weight((x * (std / 0.87962566)).astype(dtype), role=role, axes=axes)
+    return made((x * (std / 0.87962566)).astype(dtype), role, axes)
 
 
 def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
     """A factor that changes nothing yet, on every device."""
-    return Weight(jnp.ones(shape, dtype), role=role, axes=axes)
+    return made(jnp.ones(shape, dtype), role, axes)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
     """A summand that changes nothing yet."""
-    return Weight(jnp.zeros(shape, dtype, out_sharding=spec), role=role, axes=axes)
+    return made(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
 
 
 @functools.partial(
@@ -101,6 +125,16 @@ def map_products(change: Callable, tree: Any) -> Any:
     return map_weights(lambda w: jax.tree.map(change, w) if w.is_in_products else w, tree)
 
 
+def relabel(tree: Any, old: str, new: str) -> Any:
+    """A tree whose weights' arrays have the axes `new` in front, where they had `old`."""
+
+    def change(weight: Weight) -> Weight:
+        assert weight.leading.startswith(old), f"{weight.axes} does not begin with {old}"
+        return weight.copy(leading=new + weight.leading.removeprefix(old))
+
+    return map_weights(change, tree)
+
+
 def weights_of(tree: Any) -> list[Weight]:
     """The weights of a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_weight) if is_weight(x)]
@@ -131,7 +165,7 @@ def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
       weight: of a layer, of the last axes of x; or of a layer on every stage of a pipeline.
     """
     w = weight[...].astype(jnp.float32)
-    if w.ndim == len(weight.axes):
+    if "S" not in weight.leading:
         return change(x, w)
     spec = jax.typeof(x).sharding.spec
     y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged(spec))
@@ -142,53 +176,56 @@ def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
 STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps
 
 
-def dense(x: jax.Array, subscripts: str, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
-    """An einsum with a weight, computed in x's dtype.
+class _Axes(NamedTuple):
+    """The letters of a product: of what is multiplied by a weight, the weight, and the result."""
+
+    x: str
+    weight: str
+    y: str
+
+
+def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
+    """The product with a weight, computed in x's dtype: [B, T, inputs] -> [B, T, outputs].
 
     Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
     weight and not the activations.
 
     Args:
-      x: [B, T, ...].
-      subscripts: of x, the weight and the result, such as "BTD,DF->BTF".
-      weight: of a layer; or with an axis S in front of it, of a layer on every stage of a pipeline.
+      x: its last axes are those that the weight sums over. A weight of experts has its own x for
+        each: [B, T, E, inputs] -> [B, T, E, outputs].
+      weight: of a layer; or of a layer on every stage of a pipeline.
       out_sharding: of the result.
     """
     if isinstance(weight, Adapted):
-        return _adapted(x, subscripts, weight, out_sharding)
-    weight = weight[...].astype(x.dtype)
-    weight_spec = jax.typeof(weight).sharding.spec
-    is_apart = weight_spec.reduced or _confuses_rows(weight_spec)
-    product = _product_apart if is_apart else _product
-    x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
-    is_staged = weight.ndim > len(weight_axes)
+        return _adapted(x, weight, out_sharding)
+    w = weight[...].astype(x.dtype)
+    w_spec = jax.typeof(w).sharding.spec
+    product = _product_apart if w_spec.reduced or _confuses_rows(w_spec) else _product
     (B, T), letters = x.shape[:2], "BT"
     rows, spec, y_spec = (B, T), jax.typeof(x).sharding.spec, out_sharding
     if platform() == "cpu":
         # Products of matrices, rows and tokens in one axis N, make a step on CPUs 1.2 to 1.3 times
         # as fast, and one on TPUs slower.
         rows, letters, spec, y_spec = (B * T,), "N", merged(spec), merged(y_spec)
+    is_staged = "S" in weight.leading
     if is_staged:
         rows, letters, spec, y_spec = stages_of(rows), f"dS{letters}", staged(spec), staged(y_spec)
-        weight_axes = f"S{weight_axes}"
-    subscripts = f"{x_axes},{weight_axes}->{y_axes}".replace("BT", letters)
+    letters += weight.leading.removeprefix("S")
+    axes = _Axes(letters + weight.inputs, weight.axes, letters + weight.outputs)
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
-    y = _with_whole_gradient(product(subscripts, y_spec, x, weight))
+    y = _with_whole_gradient(product(axes, y_spec, x, w))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
 
 
-def _adapted(x: jax.Array, subscripts: str, adapted: Adapted, out_sharding: Spec) -> jax.Array:
-    x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
-    y = dense(x, subscripts, adapted.weight, out_sharding)
+def _adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Array:
+    y = dense(x, adapted.weight, out_sharding)
     if adapted.seeds_B is not None:
         x = _dropped(x, adapted.seeds_B, adapted.dropout)
-    inputs = "".join(axis for axis in weight_axes if axis in x_axes)
-    outputs = "".join(axis for axis in weight_axes if axis not in x_axes)
-    x_BTr = dense(x, f"{x_axes},{inputs}r->BTr", adapted.down, X_BTD)
+    x_BTr = dense(x, adapted.down, X_BTD)
     x_BTr = (x_BTr.astype(jnp.float32) * adapted.scale).astype(x.dtype)
-    return y + dense(x_BTr, f"BTr,r{outputs}->{y_axes}", adapted.up, out_sharding)
+    return y + dense(x_BTr, adapted.up, out_sharding)
 
 
 def _dropped(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
@@ -230,11 +267,11 @@ def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     return d, S, rows[0] // (d * S), *rows[1:]
 
 
-def _product(subscripts: str, out_sharding: Spec, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(axes: _Axes, out_sharding: Spec, x: jax.Array, weight: jax.Array) -> jax.Array:
     spec = jax.typeof(weight).sharding.spec
     if _confuses_rows(spec):
         weight = jax.reshard(weight, without_axis(spec, "fsdp"))
-    return jnp.einsum(subscripts, x, weight, out_sharding=out_sharding)
+    return jnp.einsum(f"{axes.x},{axes.weight}->{axes.y}", x, weight, out_sharding=out_sharding)
 
 
 def _confuses_rows(spec: Spec) -> bool:
@@ -256,19 +293,19 @@ def _confuses_rows(spec: Spec) -> bool:
 _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
 
-def _product_apart_backward(subscripts, out_sharding, residuals, dy):
+def _product_apart_backward(axes, out_sharding, residuals, dy):
     x, weight = residuals
-    x_axes, weight_axes, y_axes = re.split(",|->", subscripts)
     spec = jax.typeof(weight).sharding.spec
-    dx = _product(f"{y_axes},{weight_axes}->{x_axes}", jax.typeof(x).sharding.spec, dy, weight)
+    transposed = _Axes(axes.y, axes.weight, axes.x)
+    dx = _product(transposed, jax.typeof(x).sharding.spec, dy, weight)
     # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
     # and then over those on which the weight is a shard.
-    subscripts = f"{x_axes},{y_axes}->{weight_axes}"
+    subscripts = f"{axes.x},{axes.y}->{axes.weight}"
     dweight = jnp.einsum(subscripts, x, dy, out_sharding=of_own_gradient(spec))
     return dx, jax.reshard(dweight, of_gradient(spec))
 
 
 _product_apart.defvjp(
-    lambda subscripts, out_sharding, *arrays: (_product(subscripts, out_sharding, *arrays), arrays),
+    lambda axes, out_sharding, *arrays: (_product(axes, out_sharding, *arrays), arrays),
     _product_apart_backward,
 )

@@ -73,8 +73,7 @@ class Muon:
         """It has none."""
 
     def _factor(self, weight: Any) -> float:
-        of_layer = weight.shape[weight.ndim - len(weight.axes) :]
-        cut = _inputs(weight.axes)
+        of_layer, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
         inputs, outputs = math.prod(of_layer[:cut]), math.prod(of_layer[cut:])
         if self._keys.muon_consistent_rms is None:
             return math.sqrt(max(1.0, outputs / inputs))
@@ -85,7 +84,7 @@ def orthogonal(tree: Any, epsilon: float) -> Any:
     """A tree of weights' arrays with every layer's matrix made nearly orthogonal, in their dtype.
 
     Args:
-      tree: arrays on the mesh that is set; axes in front of a weight's own are layers.
+      tree: of weights, on the mesh that is set.
       epsilon: is added to the norm that a matrix is divided by.
     """
     arrays, structure = jax.tree.flatten(tree)
@@ -130,8 +129,7 @@ class _Form:
     @classmethod
     def of(cls, weight: Any, spec: Spec) -> "_Form":
         """Of a weight with an array, sharded so: at most the first axis of each side is."""
-        sides, cut = len(weight.axes), _inputs(weight.axes)
-        layers = weight.ndim - sides
+        sides, cut, layers = map(len, (weight.own, weight.inputs, weight.leading))
         partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]
         used = {*jax.tree.leaves(partitions)}
         sizes, partitions = weight.shape[layers:], partitions[layers:]
@@ -155,11 +153,6 @@ class _Form:
     def weight(self, x_lmn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `matrices`."""
         return (x_lmn.swapaxes(1, 2) if self.is_turned else x_lmn).reshape(shape)
-
-
-def _inputs(axes: str) -> int:
-    """How many of a matrix's axes, by their letters, its product with the stream sums over."""
-    return 1 if axes[0] == "D" else len(axes) - 1
 
 
 def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
