@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING, Row
+from maxramp.model.parts.places import Places
 from maxramp.stage import Field
 
 _Array = jax.Array | np.ndarray
@@ -39,6 +40,13 @@ class Batch:
     sampled_log_probs: _Array | None = None  # float32, of the target when it was sampled
     # float32, under a policy to stay near: of a target, or of the answers of a pair, [..., 2]
     reference_log_probs: _Array | None = None
+    # int32, of each token in its document, where the tokens of a row lie in another order than that
+    positions: _Array | None = None
+
+    @property
+    def places(self) -> Places:
+        """Where the tokens stand in their documents."""
+        return Places(self.segments, self.positions)
 
 
 def abstract_batch(

@@ -19,8 +19,11 @@ from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, awaited, of_rows
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
+from maxramp.model.parts.places import Places
 from maxramp.model.parts.weights import map_products, normal, relabel
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
+
+_IN_ORDER = Places()
 
 
 class Decoder(nnx.Module):
@@ -51,10 +54,10 @@ class Decoder(nnx.Module):
             self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 
     def __call__(
-        self, tokens_BT: jax.Array, execution: Execution, segments_BT: jax.Array | None = None
+        self, tokens_BT: jax.Array, execution: Execution, places: Places = _IN_ORDER
     ) -> jax.Array:
         """float32 logits [B, T, V] of the token after each one; arguments as of `hidden`."""
-        return self.logits(self.hidden(tokens_BT, execution, segments_BT)[0])
+        return self.logits(self.hidden(tokens_BT, execution, places)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 logits [B, T, V] of what `hidden` or `read` returned."""
@@ -67,15 +70,14 @@ class Decoder(nnx.Module):
         )
 
     def hidden(
-        self, tokens_BT: jax.Array, execution: Execution, segments_BT: jax.Array | None = None
+        self, tokens_BT: jax.Array, execution: Execution, places: Places = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
         """The vectors [B, T, D] whose products with `head` are the logits, and the layers' sums.
 
         Args:
           tokens_BT: token ids; padding reads as token 0.
           execution: how it is computed.
-          segments_BT: integers, rising along a row; tokens of different segments do not see each
-            other, and positions start anew in each.
+          places: where the tokens stand; by default every row is one text in order.
         """
         x_BTD = self._embedded(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
@@ -88,10 +90,10 @@ class Decoder(nnx.Module):
                     layers.KEPT[execution.remat_policy],
                     self.layers,
                     x_BTD,
-                    segments_BT,
+                    places,
                 )
             else:
-                x_BTD, aux = run(self.pattern, self.layers, x_BTD, segments_BT)
+                x_BTD, aux = run(self.pattern, self.layers, x_BTD, places)
                 aux = of_rows(aux)
         return jax.reshard(self.norm(awaited(x_BTD, aux)), X_BTD), aux
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
-from maxramp.model.parts.attention import CONTEXT, Rule, starts
+from maxramp.model.parts.attention import CONTEXT, Rule
 from maxramp.model.parts.aux import Aux, joined
+from maxramp.model.parts.places import Places
 from maxramp.model.parts.rotary import Rope
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.parallel.sharding import X_BTD
@@ -110,7 +111,7 @@ def run(
     pattern: Pattern,
     stacks: Stacks,
     x_BTD: jax.Array,
-    segments_BT: jax.Array | None,
+    places: Places,
     *,
     execution: Execution,
     head_dim: int,
@@ -121,7 +122,7 @@ def run(
       pattern: the layers.
       stacks: their weights, each kind in the order in which a row meets its layers.
       x_BTD: the stream.
-      segments_BT: integers, rising along a row; None where rows are one text.
+      places: where the rows' tokens stand.
       execution: how they are computed.
       head_dim: of attention.
 
@@ -129,16 +130,15 @@ def run(
       The stream behind them, and their sums of each row: minimized and shown over all layers
       [B], counts of each layer [l, B, ...], in the pattern's order.
     """
-    positions_T = jnp.arange(x_BTD.shape[1])
-    turned = angles(pattern, execution, positions_T, head_dim)
-    if segments_BT is not None:
-        positions_BT = positions_T - starts(segments_BT)
+    tokens = x_BTD.shape[1]
+    turned = angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
+    if (positions_BT := places.positions(tokens)) is not None:
         turned = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), turned)
 
     def through(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
             rope, window = layer.sight(execution)
-            rule = Rule(segments_BT, window=window)
+            rule = Rule(places, window)
             return block(x_BTD, turned[rope], rule, execution.attention)
 
         if execution.remat_policy != "none":
@@ -159,8 +159,8 @@ def run(
             found.append(aux)
         return x_BTD, joined(found)
 
-    def outside(places: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
-        for layer, place in places:
+    def outside(placed: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
+        for layer, place in placed:
             x_BTD, aux = through(layer, x_BTD, _at(stacks[layer.kind], place), False)
             found.append(aux)
         return x_BTD
@@ -168,8 +168,8 @@ def run(
     found = []
     in_loop = pattern.repeats > 1 and execution.scan_layers
     before, period = Pattern(pattern.prefix, 1), Pattern(pattern.period, 1)
-    places = list(pattern.places())
-    x_BTD = outside(places[: len(pattern.prefix)], x_BTD)
+    placed = list(pattern.places())
+    x_BTD = outside(placed[: len(pattern.prefix)], x_BTD)
     blocks = {
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
@@ -179,7 +179,7 @@ def run(
     minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
     counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
     found.append(Aux(minimized, shown, counts))
-    x_BTD = outside(places[len(places) - len(pattern.remainder) :], x_BTD)
+    x_BTD = outside(placed[len(placed) - len(pattern.remainder) :], x_BTD)
     return x_BTD, joined(found)
 
 

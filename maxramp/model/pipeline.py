@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, of_stages
+from maxramp.model.parts.places import Places
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
@@ -38,7 +39,7 @@ from maxramp.parallel.cpu import after, recomputed_after
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
-    SEGMENTS_mBT,
+    TOKENS_mBT,
     by_repeat,
     by_stage,
     by_turn,
@@ -49,7 +50,7 @@ from maxramp.parallel.sharding import (
     without_axis,
 )
 
-Run = Callable[[Any, jax.Array, jax.Array | None], tuple[jax.Array, Aux]]
+Run = Callable[[Any, jax.Array, Places], tuple[jax.Array, Aux]]
 
 
 def num_stages() -> int:
@@ -82,18 +83,18 @@ def run(
     kept: Callable[..., bool],
     layers: Any,
     x_BTD: jax.Array,
-    segments_BT: jax.Array | None,
+    places: Places,
 ) -> tuple[jax.Array, Aux]:
     """Every row through all layers, by turns.
 
     Args:
       execution: how many micro batches, repeats and layers of a stage in a turn.
-      run_layers: takes layers [l, S, ...], the x of a turn and its segments, and returns the x
+      run_layers: takes layers [l, S, ...], the x of a turn and its places, and returns the x
         behind them and sums of each row.
       kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
       layers: weights [L, ...], or [R, L / R, ...] as `by_repeats` places them.
       x_BTD: rows over all batch axes; on each device a multiple of k of them.
-      segments_BT: of the same rows, or None.
+      places: of the same rows.
 
     Returns:
       x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
@@ -102,12 +103,13 @@ def run(
     shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
     weights, sums = _by_turns(layers, shape, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _to_slots(x_BTD, m // S)
-    segments_mBT = None if segments_BT is None else _all_segments(segments_BT, m // S)
+    places_mBT = jax.tree.map(functools.partial(_on_all_stages, k=m // S), places)
 
-    def turn(x_BTD, weights, sums, segments_mBT, t) -> tuple[jax.Array, Aux]:
+    def turn(x_BTD, weights, sums, places_mBT, t) -> tuple[jax.Array, Aux]:
         layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
         layers = relabel(layers, held, "LS")
-        x_BTD, aux = run_layers(layers, x_BTD, _segments_of(segments_mBT, t, S, R))
+        places = jax.tree.map(functools.partial(_of_turn, t=t, S=S, R=R), places_mBT)
+        x_BTD, aux = run_layers(layers, x_BTD, places)
         counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
         return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
 
@@ -115,7 +117,7 @@ def run(
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:
         slots_kBTD, x_BTD = carry
-        y_BTD, aux = turn(x_BTD, weights, sums, segments_mBT, t)
+        y_BTD, aux = turn(x_BTD, weights, sums, places_mBT, t)
         return _exchange(slots_kBTD, y_BTD, t, S, R), aux
 
     # Every stage begins with rows of its own: what nobody reads is finite as well.
@@ -240,27 +242,25 @@ def _from_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
     return on_devices(local, spec_kBTD, unstacked(spec_kBTD))(slots_kBTD)
 
 
-def _all_segments(segments_BT: jax.Array, k: int) -> jax.Array:
-    """[m, B, T]: the segments of every micro batch, on every stage; little beside their x."""
+def _on_all_stages(x_BT: jax.Array, k: int) -> jax.Array:
+    """[m, B, T]: what every micro batch says of its tokens, on every stage; little beside its x."""
 
-    def local(segments_BT: jax.Array) -> jax.Array:
-        every = jax.lax.all_gather(segments_BT.reshape(k, -1, segments_BT.shape[-1]), "stage")
+    def local(x_BT: jax.Array) -> jax.Array:
+        every = jax.lax.all_gather(x_BT.reshape(k, -1, x_BT.shape[-1]), "stage")
         return every.reshape(-1, *every.shape[2:])
 
-    return on_devices(local, TOKENS_BT, SEGMENTS_mBT)(segments_BT)
+    return on_devices(local, TOKENS_BT, TOKENS_mBT)(x_BT)
 
 
-def _segments_of(segments_mBT: jax.Array | None, t: jax.Array, S: int, R: int) -> jax.Array | None:
+def _of_turn(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
     """[B, T]: of the micro batch that each stage is at in turn t."""
-    if segments_mBT is None:
-        return None
 
-    def local(segments_mBT: jax.Array, t: jax.Array) -> jax.Array:
+    def local(x_mBT: jax.Array, t: jax.Array) -> jax.Array:
         since = t - jax.lax.axis_index("stage")
         micro_batch = since // (S * R) * S + since % S
-        return jax.lax.dynamic_index_in_dim(segments_mBT, micro_batch, 0, False)
+        return jax.lax.dynamic_index_in_dim(x_mBT, micro_batch, 0, False)
 
-    return on_devices(local, (SEGMENTS_mBT, REPLICATED), TOKENS_BT)(segments_mBT, t)
+    return on_devices(local, (TOKENS_mBT, REPLICATED), TOKENS_BT)(x_mBT, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -28,7 +28,7 @@ TOKENS_BT = P(ROW_AXES, TOKEN_AXES)
 ROWS_B = P(ROW_AXES)
 ROWS_ACB = P(None, _COPIES, _IN_COPY)  # rows by the copy of the weights that reads them
 SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
-SEGMENTS_mBT = P(None, _IN_LAYERS, TOKEN_AXES)  # of a pipeline's micro batches, on all stages
+TOKENS_mBT = P(None, _IN_LAYERS, TOKEN_AXES)  # of a pipeline's micro batches, on all stages
 
 # Activations: rows and tokens as of the batch; heads, MLP, vocabulary and the residual stream over
 # tensor

@@ -204,7 +204,7 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.segments)
+        x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
         with jax.named_scope("loss"):
             minimized, *found = cross_entropy_sums(
                 x_BTD,

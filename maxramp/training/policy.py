@@ -101,7 +101,7 @@ def of_tokens(
     """Log-probabilities of a batch's targets, and entropies: two [B, T]; what layers sum up."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
-        x_BTD, aux = model.hidden(batch.tokens, execution)
+        x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
         temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
         head_DV = model.head(execution.dtype)
         return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux

@@ -87,7 +87,7 @@ def of_answers(
     Returns:
       Them, 0 of what is no answer, and what the layers sum up.
     """
-    x_BTD, aux = model.hidden(batch.tokens, execution, batch.segments)
+    x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
     head_DV = model.head(execution.dtype)
     log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
     return _by_answer(batch, log_p_BT), aux

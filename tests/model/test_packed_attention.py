@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxramp.model.parts.attention import starts
 from maxramp.model.parts.packed_attention import packed_attention
+from maxramp.model.parts.places import starts
 
 
 def plain(q_BTHh, k_BTKh, v_BTKh, start_BT):

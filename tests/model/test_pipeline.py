@@ -296,7 +296,7 @@ def program(request):
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
             execution = config.model
-            x_BTD, _ = model.hidden(batch.tokens, execution, batch.segments)
+            x_BTD, _ = model.hidden(batch.tokens, execution, batch.places)
             return (x_BTD**2).sum()
 
         text = jax.jit(jax.grad(layers)).lower(model, batch).compile().as_text()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.places import Places
 from maxramp.parallel.collectives import on_devices
 from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
@@ -30,16 +31,14 @@ CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("segments_BT",),
+    data_fields=("places",),
     meta_fields=("window", "scale", "cap"),
 )
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Which tokens a token sees, of those up to its own, and what its scores are."""
 
-    # integers, rising along a row; tokens of different ones do not see each other. None where a row
-    # is one text.
-    segments_BT: jax.Array | None = None
+    places: Places = Places()
     # tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
     window: int = 0
     scale: float = 0.0  # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
@@ -48,10 +47,21 @@ class Rule:
 
     def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
         """[..., T, S]: whether tokens at places T of a text see those at places S of it."""
-        seen_TS = at_S <= at_T[..., None]
+        at_T1, at_1S = at_T[..., None], at_S[..., None, :]
+        seen_TS = at_1S <= at_T1
         if self.window:
-            seen_TS &= at_S > at_T[..., None] - self.window
+            seen_TS &= at_1S > at_T1 - self.window
         return seen_TS
+
+    def seen(self, tokens: int) -> jax.Array:
+        """Whether each token of a row sees each: [T, S], or of each row [B, 1, 1, T, S]."""
+        at = self.places.order(tokens)
+        seen = self.sees(at, at)
+        if not self.places.in_order:
+            seen = seen[:, None, None]
+        if self.places.segments_BT is not None:
+            seen = seen & self.places.same_segment[:, None, None]
+        return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
         """What each token takes of those that it sees, as their sums are 1: [B, K, G, T, S].
@@ -70,7 +80,9 @@ class Rule:
         return self.scale or q.shape[-1] ** -0.5
 
 
-def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int) -> str:
+def select(
+    asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, in_order: bool = True
+) -> str:
     """What computes the attention: what was asked for, or under autoselected the best that can.
 
     Args:
@@ -79,13 +91,16 @@ def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: 
       dtype: of queries, keys and values.
       head_dim: of each head.
       tokens: of a row.
+      in_order: whether they lie in the order of their positions.
 
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
     """
     there, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
+    order = {"needs tokens that lie in order, and these do not": not in_order}
     obstacles = {
         "cudnn_flash": {
+            **order,
             f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
             f"needs dtype=bfloat16, not {dtype}": dtype != "bfloat16",
             f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}": (
@@ -93,6 +108,7 @@ def select(asked: str, platform: str | None, dtype: str, head_dim: int, tokens: 
             ),
         },
         "splash": {
+            **order,
             f"needs TPUs, not {there}": platform != "tpu",
             f"needs a {length} that is a multiple of {_LANES}, not {tokens}": tokens % _LANES,
         },
@@ -163,17 +179,13 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
     q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
-    at_T = jnp.arange(T)
-    seen_TS = rule.sees(at_T, at_T)
-    if rule.segments_BT is not None:
-        seen_TS = seen_TS & _same_segment(rule.segments_BT)[:, None, None]
     scores_BKGTS = jnp.einsum(
         "BTKGh,BSKh->BKGTS",
         q_BTKGh * rule.scale_of(q_BTKGh),
         k_BSKh,
         preferred_element_type=jnp.float32,
     )
-    weights_BKGTS = rule.weights(scores_BKGTS, seen_TS).astype(v_BSKh.dtype)
+    weights_BKGTS = rule.weights(scores_BKGTS, rule.seen(T)).astype(v_BSKh.dtype)
     out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
     return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
 
@@ -181,17 +193,14 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
     assert not (rule.scale or rule.cap), "no family has them with this kernel"
-    segments_BT, mask = rule.segments_BT, None
-    if segments_BT is not None:
+    mask = None
+    if rule.places.segments_BT is not None:
         if _has_packed_kernel():
             from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-            first_BT = starts(segments_BT)
-            if rule.window:
-                at_T = jnp.arange(first_BT.shape[1], dtype=jnp.int32)
-                first_BT = jnp.maximum(first_BT, at_T - rule.window + 1)
+            first_BT = rule.places.first(rule.window)
             return packed_attention(q_BTHh, k_BSKh, v_BSKh, first_BT, interpret)
-        mask = _same_segment(segments_BT)[:, None]
+        mask = rule.places.same_segment[:, None]
     return jax.nn.dot_product_attention(
         q_BTHh,
         k_BSKh,
@@ -230,17 +239,6 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
         return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
 
     return jax.vmap(row)(q_BTHh, k_BSKh, v_BSKh, *jax.tree.leaves(rule))
-
-
-def starts(segments_BT: jax.Array) -> jax.Array:
-    """The place in the row, int32, where every token's segment starts; segments rise along it."""
-    index_T = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
-    return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
-
-
-def _same_segment(segments_BT: jax.Array) -> jax.Array:
-    return segments_BT[:, :, None] == segments_BT[:, None, :]  # [B, T, S]
 
 
 _KERNELS = {

@@ -160,7 +160,7 @@ class Attention(nnx.Module):
         _, T, _, h = q_BTHh.shape
         if cache is not None:
             kernel = for_length(kernel, T)
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T)
+        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.places.in_order)
         attend_to = attend if cache is None else cache.attend
         a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)

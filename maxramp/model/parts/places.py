@@ -1,0 +1,61 @@
+"""Where tokens stand in their documents, which alone says what attention may see.
+
+Shapes: B rows, T tokens of a row, S the same tokens as others see them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("segments_BT", "positions_BT"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tokens of rows stand, as their batch says it.
+
+    Nothing else depends on where a token lies in its row: with their positions tokens may lie in
+    any order.
+    """
+
+    # integers; tokens of different ones do not see each other. None where a row is one text.
+    segments_BT: jax.Array | None = None
+    # int32, of each token in its segment. None where tokens lie in order: segments rise along a row
+    positions_BT: jax.Array | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tokens lie in order, as kernels want them (`attention.select`)."""
+        return self.positions_BT is None
+
+    def order(self, tokens: int) -> jax.Array:
+        """Of two tokens of a segment the one with the lower number comes first: [T], or [B, T]."""
+        return jnp.arange(tokens, dtype=jnp.int32) if self.in_order else self.positions_BT
+
+    def positions(self, tokens: int) -> jax.Array | None:
+        """Those of tokens in their segments, int32 [B, T]; None where every row is 0 to T - 1."""
+        if self.in_order and self.segments_BT is not None:
+            return self.order(tokens) - starts(self.segments_BT)
+        return self.positions_BT
+
+    def first(self, window: int) -> jax.Array:
+        """Of rows in order the first token, int32 [B, T], that each one sees."""
+        first_BT = starts(self.segments_BT)
+        if window:
+            first_BT = jnp.maximum(first_BT, self.order(first_BT.shape[1]) - window + 1)
+        return first_BT
+
+    @property
+    def same_segment(self) -> jax.Array:
+        """[B, T, S]: whether two tokens are of one segment."""
+        return self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
+
+
+def starts(segments_BT: jax.Array) -> jax.Array:
+    """The place in the row, int32, where every token's segment starts; segments rise along it."""
+    index_T = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
