@@ -134,8 +134,8 @@ def _pipeline(config: Config) -> dict[str, int]:
         if config.batch.rampup_policy == "noise":
             given = "rampup_policy=noise measures the noise scale, which"
         raise ConfigError(
-            f"{given} takes gradients by rows, which a pipeline ({batch.written('stage')}) cuts "
-            "into micro batches; leave one of them out"
+            f"{given} takes gradients by rows, which a pipeline ({batch.command_line('stage')}) "
+            "cuts into micro batches; leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
         per_stage, repeats = layers, 1
@@ -146,7 +146,7 @@ def _pipeline(config: Config) -> dict[str, int]:
     if stages * per_stage * repeats != layers:
         raise ConfigError(
             f"base_num_decoder_layers={layers} is not {count(stages, 'stage')} "
-            f"({batch.written('stage')}) x "
+            f"({batch.command_line('stage')}) x "
             f"num_pipeline_repeats={model.num_pipeline_repeats} x "
             f"num_layers_per_pipeline_stage={model.num_layers_per_pipeline_stage}; use "
             "stages whose product with one of the two divides it, and -1 for the other"

@@ -36,21 +36,26 @@ class Form:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
 
 
-# What PEFT calls the parts of an `Adapted`, and the places of its axes among the weight's.
+# What PEFT calls the parts of an `Adapted`.
 _OF_ADAPTED = {
-    "weight": ("{}.weight", "{} {}"),
-    "down": ("base_model.model.{}.lora_A.weight", "r {1}"),
-    "up": ("base_model.model.{}.lora_B.weight", "{0} r"),
+    "weight": "{}.weight",
+    "down": "base_model.model.{}.lora_A.weight",
+    "up": "base_model.model.{}.lora_B.weight",
 }
 
 
-def _tensor_of(path: str, tensors: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
-    """Name and axes of the tensor of a weight, as in `Family.tensors`."""
+def _tensor_of(path: str, tensors: Mapping[str, str]) -> str:
+    """The tensor of a weight, as in `Family.tensors`."""
     if path in tensors:
         return tensors[path]
     of_weight, _, part = path.rpartition(".")
-    (name, groups), (full_name, axes) = tensors[of_weight], _OF_ADAPTED[part]
-    return full_name.replace("{}", name.removesuffix(".weight")), axes.format(*groups.split())
+    return _OF_ADAPTED[part].replace("{}", tensors[of_weight].removesuffix(".weight"))
+
+
+def _groups(weight: Weight) -> tuple[str, ...]:
+    """The axes of a weight's tensor: a matrix has its outputs as rows, an embedding its tokens."""
+    groups = weight.outputs, weight.inputs
+    return tuple(filter(None, groups[::-1] if weight.role == "embedding" else groups))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +87,9 @@ def named(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Ite
         numbers[layer.kind].append(number)
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        name, groups = _tensor_of(path, tensors)
+        name = _tensor_of(path, tensors)
         shape = weight.shape[len(weight.leading) :]
-        form = Form(weight.own, tuple(shape), tuple(groups.split()))
+        form = Form(weight.own, tuple(shape), _groups(weight))
         names = {0: name}
         if "{}" in name:
             own = enumerate(numbers[path.split(".")[1]])

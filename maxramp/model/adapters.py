@@ -18,7 +18,15 @@ import jax.numpy as jnp
 
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.weights import Adapted, Weight, is_weight, made, mixed, part_of, weights_of
+from maxramp.model.parts.weights import (
+    Adapted,
+    Weight,
+    is_weight,
+    mixed,
+    new_weight,
+    part_of,
+    weights_of,
+)
 from maxramp.parallel.sharding import of_axes, stacked
 
 _DTYPE = "float32"  # of adapters, whatever the base's: their steps are small beside them
@@ -29,18 +37,13 @@ def adapting(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Ca
 
     `down` begins at random, uniform within 1 / sqrt(inputs), and `up` at zero, as PEFT has it: so
     the model begins as the base.
-
-    Args:
-      born: makes a block.
-      kind: of its layer.
-      keys: of the model.
     """
     tensors = FAMILIES[keys.decoder_block].tensors
 
     def make(key: jax.Array) -> Any:
         def adapted(path: Any, weight: Weight) -> Weight | Adapted:
             path = jax.tree_util.keystr(path, simple=True, separator=".")
-            name, _ = tensors[f"layers.{kind}.{path}"]
+            name = tensors[f"layers.{kind}.{path}"]
             if weight.role != "matrix" or name.split(".")[-2] not in keys.lora_modules:
                 return weight
             own = jax.random.fold_in(key, zlib.crc32(path.encode()))
@@ -60,7 +63,7 @@ def _adapted(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
     def factor(inputs: str, outputs: str, values: Callable) -> Weight:
         shape = tuple(map(sizes.get, inputs + outputs))
         x = values(shape, of_axes(*map(parts.get, inputs + outputs)))
-        return made(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
+        return new_weight(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
 
     def uniform(shape: tuple[int, ...], sharding: Any) -> jax.Array:
         bound = (jnp.prod(jnp.array(shape[:-1])) ** -0.5).astype(jnp.float32)
@@ -99,12 +102,7 @@ def without(model: Any) -> Any:
 
 
 def onto(adapters: Any, base: Any) -> Any:
-    """A base with the adapters of another model that is like it.
-
-    Args:
-      adapters: a model with adapters; its other weights do not count.
-      base: a model without.
-    """
+    """A base, with the adapters of another model that is like it."""
 
     def joined(x: Any, weight: Weight) -> Any:
         return dataclasses.replace(x, weight=weight) if _is_adapted(x) else weight
@@ -148,12 +146,9 @@ def dropout_of(model: Any) -> float:
 def dropping(model: Any, places_B2: jax.Array) -> Any:
     """A model whose adapters drop inputs, others for every row and every weight of every layer.
 
-    A row's place in the run decides which: neither a split of the batch, a mesh nor a restart
-    changes them, and the same row of a later epoch has others.
-
-    Args:
-      model: of stacks [L, ...].
-      places_B2: how many tokens of the run come before each row, uint32, low and high word.
+    The numbers of tokens of the run before each row, uint32, low and high word, decide which:
+    neither a split of the batch, a mesh nor a restart changes them, and the same row of a later
+    epoch has others.
     """
     counted = itertools.count(1)
 

@@ -74,10 +74,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """The vectors [B, T, D] whose products with `head` are the logits, and the layers' sums.
 
-        Args:
-          tokens_BT: token ids; padding reads as token 0.
-          execution: how it is computed.
-          places: where the tokens stand; by default every row is one text in order.
+        Padding reads as token 0. By default every row is one text in order.
         """
         x_BTD = self._embedded(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
@@ -100,16 +97,8 @@ class Decoder(nnx.Module):
     def read(
         self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """`hidden` of T more tokens of every row, behind those that the caches hold.
-
-        Args:
-          tokens_BT: token ids; padding reads as token 0.
-          caches: one a layer.
-          execution: how it is computed.
-
-        Returns:
-          [B, T, D], and the caches with these tokens in them.
-        """
+        """`hidden` of T more tokens of every row, behind those in the layers' caches; and the
+        caches with these tokens in them."""
         _, tokens = tokens_BT.shape
         positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
         angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
@@ -142,12 +131,8 @@ class Decoder(nnx.Module):
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """The model with the weights of its products in the arithmetic's dtype.
-
-        Args:
-          dtype: of an `Execution`.
-          apart: axes over which the gradients of these weights stay apart (`sharding.of_weight`).
-        """
+        """The model with the weights of its products in the arithmetic's dtype; their gradients
+        stay apart over these axes (`sharding.of_weight`)."""
 
         def to_dtype(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), of_weight(jax.typeof(x).sharding.spec, apart))

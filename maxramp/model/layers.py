@@ -116,19 +116,11 @@ def run(
     execution: Execution,
     head_dim: int,
 ) -> tuple[jax.Array, Aux]:
-    """Every row through the layers of a pattern.
-
-    Args:
-      pattern: the layers.
-      stacks: their weights, each kind in the order in which a row meets its layers.
-      x_BTD: the stream.
-      places: where the rows' tokens stand.
-      execution: how they are computed.
-      head_dim: of attention.
+    """Every row through the layers of a pattern, of each kind in the order of its stack.
 
     Returns:
-      The stream behind them, and their sums of each row: minimized and shown over all layers
-      [B], counts of each layer [l, B, ...], in the pattern's order.
+      The stream [B, T, D] behind them, and their sums of each row: minimized and shown over all
+      layers [B], counts of each layer [l, B, ...], in the pattern's order.
     """
     tokens = x_BTD.shape[1]
     turned = angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position

@@ -46,7 +46,7 @@ def _in_layer_order(tree: Any) -> Any:
     def ordered(weight: Weight) -> Weight:
         if not _is_circular(weight):
             return weight
-        return relabel(jax.tree.map(by_layers, weight), "RL", "L")
+        return relabel(jax.tree.map(by_layers, weight), "R", "")
 
     return map_weights(ordered, tree)
 
@@ -56,6 +56,6 @@ def _in_stage_order(tree: Any, repeats: int) -> Any:
     def ordered(weight: Weight) -> Weight:
         if not weight.layers:
             return weight
-        return relabel(jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight), "L", "RL")
+        return relabel(jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight), "", "R")
 
     return map_weights(ordered, tree)

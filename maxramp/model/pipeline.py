@@ -40,9 +40,7 @@ from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
     TOKENS_mBT,
-    by_repeat,
     by_stage,
-    by_turn,
     of_gradient,
     of_weight,
     stacked,
@@ -67,14 +65,14 @@ def by_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
         return x_L
     spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
     x_RL = jax.reshard(x_L, spec).reshape(repeats, -1, *x_L.shape[1:])
-    return jax.reshard(x_RL, by_repeat(spec))
+    return jax.reshard(x_RL, stacked(by_stage(unstacked(spec))))
 
 
 def by_layers(x_RL: jax.Array) -> jax.Array:
     """The inverse of `by_repeats`, for repeats."""
     spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
     x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
-    return jax.reshard(x_L, by_stage(unstacked(unstacked(spec))))
+    return jax.reshard(x_L, by_stage(unstacked(spec, 2)))
 
 
 def run(
@@ -88,13 +86,11 @@ def run(
     """Every row through all layers, by turns.
 
     Args:
-      execution: how many micro batches, repeats and layers of a stage in a turn.
       run_layers: takes layers [l, S, ...], the x of a turn and its places, and returns the x
         behind them and sums of each row.
       kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
       layers: weights [L, ...], or [R, L / R, ...] as `by_repeats` places them.
       x_BTD: rows over all batch axes; on each device a multiple of k of them.
-      places: of the same rows.
 
     Returns:
       x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
@@ -127,11 +123,8 @@ def run(
 
 
 def _of_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
-    """Sums of stages in turns -> those of the whole pass, without the turns of the bubble.
-
-    Args:
-      aux: minimized and shown [turns, S], counts [turns, l, S, ...].
-    """
+    """Sums of stages in turns, [turns, S] and of layers [turns, l, S, ...] -> those of the pass,
+    without the turns of the bubble."""
     since_tS = turns[:, None] - jnp.arange(S)
     works_tS = (since_tS >= 0) & (since_tS < m * R)
     repeat_tS = since_tS % (S * R) // S
@@ -159,11 +152,12 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
 
     def split(weight: Weight) -> Weight:
         w, R = weight[...], shape[0]
-        if weight.leading[0] == "L":
+        if len(weight.layers) == 1:
             w = by_repeats(w, R)
-        rest = w.shape[1 + (R > 1) :]
-        spec = by_turn(jax.typeof(w).sharding.spec, len(rest))
-        w = jax.lax.reshape(w, (*shape, *rest), out_sharding=spec).swapaxes(1, 2)
+        layers = 1 if R == 1 else 2  # axes of them, where `shape` is to be
+        of_layer = unstacked(jax.typeof(w).sharding.spec, layers)
+        spec = stacked(by_stage(stacked(of_layer)))
+        w = jax.lax.reshape(w, (*shape, *w.shape[layers:]), out_sharding=spec).swapaxes(1, 2)
         if R == 1:
             return relabel(weight.replace(w[0]), "L", "LS")
         return relabel(weight.replace(w), weight.leading[: len(weight.layers)], "RLS")
@@ -267,17 +261,9 @@ def _of_turn(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
 def _exchange(
     slots_kBTD: jax.Array, y_BTD: jax.Array, t: jax.Array, S: int, R: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What turn t leaves, and what turn t + 1 begins with.
+    """What turn t leaves, and what turn t + 1 begins with: the next slots and the next x.
 
-    Args:
-      slots_kBTD: inputs that are still to come, and results.
-      y_BTD: what the stages made in turn t.
-      t: the turn.
-      S: stages.
-      R: repeats.
-
-    Returns:
-      The next slots, and the next x.
+    The slots hold inputs that are still to come, and results; y is what the stages made in turn t.
     """
     return _moved(_move, S, R, slots_kBTD, y_BTD, t)
 

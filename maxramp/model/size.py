@@ -9,11 +9,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
-    """Floating-point operations of a training step per token: the model's, without remat.
-
-    Args:
-      keys: the model.
-      tokens: T, of a row.
+    """Floating-point operations of a step per token of a row of T: the model's, without remat.
 
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
@@ -55,14 +51,8 @@ def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """How the loss cuts a device's tokens into equal blocks, and these into equal groups.
 
-    The gradients of a group's logits wait for one product. As many blocks make a group as keep them
-    no larger than that product's sum in float32.
-
-    Args:
-      tokens: of the device.
-      block_tokens: tokens whose logits exist at a time; 0 = all.
-      width: of the model.
-      itemsize: bytes of a gradient of a logit.
+    The gradients of a group's logits, of so many bytes each, wait for one product. As many blocks
+    make a group as keep them no larger than that product's sum in float32.
 
     Returns:
       Groups, blocks of a group, and tokens of a block; the last block may be padded.
@@ -76,10 +66,7 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
     """What a device keeps of a pass for its backward pass, and a block of logits: an estimate.
 
-    Args:
-      keys: the model, resolved.
-      spec: of a stage.
-      loss_block_tokens: tokens whose logits exist at a time; 0 = all.
+    Logits of at most `loss_block_tokens` tokens exist at a time; 0 = all.
     """
     rows, sizes = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes
     tensor, stages = sizes["tensor"], sizes["stage"]

@@ -28,16 +28,16 @@ TABLE = (
 )
 
 
-def _dividing(*what: str) -> tuple[str, ...]:
+def _axes_that_divide(*what: str) -> tuple[str, ...]:
     return tuple(axis.name for axis in TABLE if {*what} & {*axis.divides})
 
 
 AXES = tuple(axis.name for axis in TABLE)
 NAME_IN_KEYS = {axis.name: axis.key for axis in TABLE}
-ROW_AXES, TOKEN_AXES = _dividing("rows"), _dividing("tokens")
-BATCH_AXES = _dividing("rows", "tokens")  # a sum over a batch is one over their devices
+ROW_AXES, TOKEN_AXES = _axes_that_divide("rows"), _axes_that_divide("tokens")
+BATCH_AXES = _axes_that_divide("rows", "tokens")  # a sum over a batch is one over their devices
 # Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
 # tokens of its own: so the gradients of these are added up.
-COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _dividing("widths"))
+COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _axes_that_divide("widths"))
 # Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
-STACK_AXES = _dividing("layers", "experts")
+STACK_AXES = _axes_that_divide("layers", "experts")

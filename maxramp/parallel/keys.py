@@ -1,6 +1,7 @@
 """The sizes of the mesh's axes. Imports no JAX."""
 
 import dataclasses
+import functools
 import math
 
 from maxramp.commandline import count
@@ -29,7 +30,7 @@ class MeshKeys(_Sizes):
         """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
         return {name: getattr(self, name) for name in _names(group)}
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Size of every mesh axis; 1 for one that is open."""
         pairs = zip(self.group("ici").values(), self.group("dcn").values(), strict=True)
@@ -50,17 +51,14 @@ class MeshKeys(_Sizes):
         """Stages of the pipeline; 1 = there is none."""
         return self.sizes["stage"]
 
-    def written(self, axis: str) -> str:
+    def command_line(self, axis: str) -> str:
         """The keys of an axis, as a command line gives them."""
         names = (f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for group in ("ici", "dcn"))
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def on(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
-        """These sizes without an open one, on so many devices.
-
-        Args:
-          num_devices: of a job.
-          num_slices: groups of them that the slow network joins; None = those that the keys give.
+        """These sizes without an open one, on the devices of a job, of so many slices that the slow
+        network joins; None = as many as the keys give.
 
         Raises:
           ConfigError: they make no such mesh.

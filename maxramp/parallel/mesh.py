@@ -94,11 +94,8 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 
 def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes of arrays with their shardings on a mesh, such as a program is lowered for.
-
-    Args:
-      tree: from `jax.eval_shape`; what has no sharding is on every device.
-    """
+    """Shapes from `jax.eval_shape` with shardings on a mesh, such as a program is lowered for; what
+    has no sharding is on every device."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding else REPLICATED

@@ -102,9 +102,9 @@ def stacked(spec: P, axes: int = 1) -> P:
     return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
-def unstacked(spec_k: P) -> P:
-    """The spec of one array out of the first axis, which is whole: [k, ...] -> [...]."""
-    return P(*spec_k.partitions[1:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
+def unstacked(spec_k: P, axes: int = 1) -> P:
+    """The spec of one of the arrays that have so many axes in front: [k, ...] -> [...]."""
+    return P(*spec_k.partitions[axes:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
 
 
 def merged(spec_BT: P) -> P:
@@ -120,14 +120,3 @@ def staged(spec_B: P) -> P:
 def by_stage(spec: P) -> P:
     """The spec of weights with layers in front, each on its stage: [...] -> [L, ...]."""
     return P(*LAYERS_L, *spec.partitions, reduced=spec.reduced)
-
-
-def by_repeat(spec_L: P) -> P:
-    """The spec of weights by repeat of a circular pipeline: [L, ...] -> [R, L / R, ...]."""
-    return P(None, *LAYERS_L, *spec_L.partitions[1:], reduced=spec_L.reduced)
-
-
-def by_turn(spec: P, axes: int) -> P:
-    """The spec of weights by repeat, stage and layer of a turn, of so many axes behind these."""
-    rest = spec.partitions[len(spec.partitions) - axes :]
-    return P(None, *LAYERS_L, None, *rest, reduced=spec.reduced)

@@ -39,7 +39,7 @@ class ShapeKeys(MeshKeys, SightKeys):
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
-        made = self.written("stage")
+        made = self.command_line("stage")
         if self.open_pipeline:
             raise ConfigError(
                 f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "

@@ -190,13 +190,7 @@ class Objective:
 
 
 def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
-    """Cross-entropy of every next token, with the z-loss; what is shown is without it.
-
-    Args:
-      keys: the weight of the z-loss, the block of tokens whose logits exist at a time, and what is
-        shown.
-      execution: how passes are computed.
-    """
+    """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
 
     shown = "loss", "tokens"
     if keys.log_token_statistics:

@@ -27,14 +27,8 @@ def lower(
     platforms: tuple[str, ...] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Moves:
-    """The programs that move such arrays to a mesh.
-
-    Args:
-      arrays: as they lie before.
-      mesh: where they go.
-      platforms: to lower for, where the devices belong to no backend of this process.
-      options: the compiler's.
-    """
+    """The programs that move such arrays to a mesh; lowered for these platforms where the devices
+    belong to no backend of this process."""
     found: dict[str, list[jax.stages.Lowered]] = {}
     for x in arrays:
         if kind(x) in found:
@@ -83,12 +77,8 @@ def move(
 def peak_bytes(
     before: Sequence[Any], after: Sequence[Any], during: Sequence[int] | None = None
 ) -> int:
-    """What a device holds of arrays, at most, while `move` puts them on another mesh.
-
-    Args:
-      before, after: the arrays, or their shapes, on the two meshes.
-      during: bytes that the programs of each take at most; by default its own before and after.
-    """
+    """What a device holds of arrays, at most, while `move` puts them on another mesh; by default
+    the programs of each take its own bytes before and after."""
     sizes = [(bytes_per_device(x), bytes_per_device(y)) for x, y in zip(before, after, strict=True)]
     held, peak = bytes_per_device(before), 0
     for (old, new), taken in zip(sizes, during or map(sum, sizes), strict=True):

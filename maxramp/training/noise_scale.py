@@ -66,12 +66,7 @@ def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
 def squares_of(
     gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: dict[str, Any]
 ) -> Squares:
-    """What is kept of a micro batch.
-
-    Args:
-      gradients, of_rows: sums over its tokens, from `take_apart`.
-      keys, opt_state: the optimizer before the step.
-    """
+    """What is kept of a micro batch's sums over its tokens, from `take_apart`."""
     found = {"": squares(_of_products(gradients)), "norms_": squares(of_rows)}
     if moment := _moment(gradients, keys, opt_state):
         found["adam_"] = _as_adam_sees(gradients, keys, moment)
@@ -86,18 +81,14 @@ def metrics(
     keys: OptimizerKeys,
     opt_state: dict[str, Any],
 ) -> dict[str, jax.Array]:
-    """The estimates of a step by their names, float32 scalars.
+    """The estimates of a step from its gradient sums and what was kept of its micro batches.
 
-    Args:
-      kept: of its micro batches.
-      batch: the step's.
-      copies: of the weights whose gradients lay apart in a micro batch.
-      gradients: sums over the whole batch.
-      keys, opt_state: the optimizer before the step.
+    `copies` are those of the weights whose gradients lay apart in a micro batch; the optimizer is
+    that before the step.
 
     Returns:
-      `noise_signal` and `noise_variance` after the prefix of each kind; of "norms_" alone where
-      there is one micro batch.
+      `noise_signal` and `noise_variance` after the prefix of each kind, float32 scalars; of
+      "norms_" alone where there is one micro batch.
     """
     A, B, _ = batch.tokens.shape
     tokens_AB = (batch.targets >= 0).sum(-1)

@@ -18,7 +18,7 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import block
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.weights import dense, made, relabel
+from maxramp.model.parts.weights import dense, new_weight, relabel
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -261,7 +261,7 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
 
     def products(x, weight, dy):
         weight = jax.reshard(weight, of_weight(spec, apart))
-        y, back = jax.vjp(lambda x, w: dense(x, made(w, "matrix", axes), y_spec), x, weight)
+        y, back = jax.vjp(lambda x, w: dense(x, new_weight(w, "matrix", axes), y_spec), x, weight)
         dx, dweight = back(dy)
         assert jax.typeof(dweight).sharding.spec == of_gradient(of_weight(spec, apart))
         return y, dx, jax.reshard(dweight, spec)
@@ -284,7 +284,7 @@ def test_products_of_experts(apart):
 
     def products(x, weight, dy):
         experts = relabel(
-            made(jax.reshard(weight, of_weight(spec, apart)), "matrix", "D F"), "", "E"
+            new_weight(jax.reshard(weight, of_weight(spec, apart)), "matrix", "D F"), "", "E"
         )
         y, back = jax.vjp(lambda x, w: dense(x, w, y_spec), x, experts)
         dx, dweight = back(dy)

@@ -21,7 +21,7 @@ from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import dense, made, relabel
+from maxramp.model.parts.weights import dense, new_weight, relabel
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
 from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
@@ -71,7 +71,7 @@ def by_name(model):
 
 
 def matrices(weights_LDF):
-    return relabel(made(weights_LDF, "matrix", "D F"), "", "L")
+    return relabel(new_weight(weights_LDF, "matrix", "D F"), "", "L")
 
 
 def first(weights_LSDF):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import made, part_of
+from maxramp.model.parts.weights import new_weight, part_of
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
@@ -190,7 +190,7 @@ def test_updates_on_one_batch_are_one_step():
     )
     compiled = jax.jit(of_keys, static_argnames="again", compiler_options=QUICK)
     with jax.set_mesh(make_mesh(config)):
-        model = {"w_D": made(jnp.ones(2), "matrix", "D")}
+        model = {"w_D": new_weight(jnp.ones(2), "matrix", "D")}
         state = TrainState(
             jnp.array([2**32 - 512, 0], jnp.uint32),
             model,

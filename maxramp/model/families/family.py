@@ -12,6 +12,5 @@ class Family(NamedTuple):
 
     pattern: Callable[[ModelKeys], Pattern]  # the layers, by the keys
     blocks: Mapping[str, Callable[..., Any]]  # the module of each kind of layer
-    # Of every weight by its path: the tensor of a Hugging Face folder ({} is a layer's number), and
-    # its axes in the letters of ours. "Hh D" is a matrix whose rows are the numbers of all heads.
-    tensors: Mapping[str, tuple[str, str]]
+    # Of every weight by its path the tensor of a Hugging Face folder; {} is a layer's number.
+    tensors: Mapping[str, str]

@@ -7,7 +7,7 @@ _ATTENTION = "model.layers.{}.self_attn"
 QWEN3 = LLAMA._replace(
     tensors={
         **LLAMA.tensors,
-        "layers.dense.attention.query_norm.scale_D": (f"{_ATTENTION}.q_norm.weight", "h"),
-        "layers.dense.attention.key_norm.scale_D": (f"{_ATTENTION}.k_norm.weight", "h"),
+        "layers.dense.attention.query_norm.scale_D": f"{_ATTENTION}.q_norm.weight",
+        "layers.dense.attention.key_norm.scale_D": f"{_ATTENTION}.k_norm.weight",
     }
 )

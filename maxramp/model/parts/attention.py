@@ -53,7 +53,7 @@ class Rule:
             seen_TS &= at_1S > at_T1 - self.window
         return seen_TS
 
-    def seen(self, tokens: int) -> jax.Array:
+    def mask(self, tokens: int) -> jax.Array:
         """Whether each token of a row sees each: [T, S], or of each row [B, 1, 1, T, S]."""
         at = self.places.order(tokens)
         seen = self.sees(at, at)
@@ -66,9 +66,7 @@ class Rule:
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
         """What each token takes of those that it sees, as their sums are 1: [B, K, G, T, S].
 
-        Args:
-          scores_BKGTS: products of queries, times `scale_of` them, and keys, in float32.
-          seen: [T, S], or of each row [B, 1, 1, T, S].
+        Scores are products of queries, times `scale_of` them, and keys, in float32.
         """
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
@@ -86,12 +84,8 @@ def select(
     """What computes the attention: what was asked for, or under autoselected the best that can.
 
     Args:
-      asked: the key `attention`.
       platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
-      dtype: of queries, keys and values.
-      head_dim: of each head.
-      tokens: of a row.
-      in_order: whether they lie in the order of their positions.
+      in_order: whether the tokens of a row lie in the order of their positions.
 
     Raises:
       ConfigError: the implementation that was asked for cannot work here.
@@ -151,19 +145,10 @@ def _has_packed_kernel() -> bool:
 def attend(
     q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule, kernel: str = "dot_product"
 ) -> jax.Array:
-    """softmax(q k * scale) v over the tokens up to each token's own that the rule lets it see.
+    """softmax(q k * scale) v over the tokens that the rule lets each see: [B, T, H, h], as X_BTHh.
 
-    Scores and softmax are float32 whatever the inputs are.
-
-    Args:
-      q_BTHh: queries, sharded as X_BTHh like keys and values.
-      k_BSKh: keys.
-      v_BSKh: values.
-      rule: which tokens each sees, and how scores are made.
-      kernel: from `select`; "splash_interpreted" runs splash where there is no TPU.
-
-    Returns:
-      [B, T, H, h], of the dtype of the inputs.
+    Scores and softmax are float32 whatever the inputs are. The kernel is from `select`; those that
+    end in "_interpreted" run where there is no accelerator.
     """
     arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
     if kernel == "dot_product":
@@ -185,7 +170,7 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
         k_BSKh,
         preferred_element_type=jnp.float32,
     )
-    weights_BKGTS = rule.weights(scores_BKGTS, rule.seen(T)).astype(v_BSKh.dtype)
+    weights_BKGTS = rule.weights(scores_BKGTS, rule.mask(T)).astype(v_BSKh.dtype)
     out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
     return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
 
@@ -198,7 +183,7 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
         if _has_packed_kernel():
             from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-            first_BT = rule.places.first(rule.window)
+            first_BT = rule.places.first_seen(rule.window)
             return packed_attention(q_BTHh, k_BSKh, v_BSKh, first_BT, interpret)
         mask = rule.places.same_segment[:, None]
     return jax.nn.dot_product_attention(
@@ -261,19 +246,10 @@ class Cache:
     def attend(
         self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, rule: Rule, kernel: str
     ) -> jax.Array:
-        """Puts T more tokens of every row into their slots, and attends to all up to each.
+        """`attend` of T more tokens of every row, put into their slots, to all up to each.
 
-        The arrays of this object are replaced: it lives as long as the pass that is being traced.
-
-        Args:
-          q_BTHh: queries, sharded as X_BTHh like keys and values.
-          k_BTKh: keys.
-          v_BTKh: values.
-          rule: which tokens each sees; a row is one segment.
-          kernel: of `attend`, for rows that are read from their beginning.
-
-        Returns:
-          [B, T, H, h], as `attend` gives it.
+        A row is one segment; the kernel is for rows that are read from their beginning. The arrays
+        of this object are replaced: it lives as long as the pass that is being traced.
         """
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:

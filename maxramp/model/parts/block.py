@@ -137,15 +137,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, rule: Rule, kernel: str, cache: Cache | None = None
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D].
-
-        Args:
-          x_BTD: of T tokens, which with a cache go on from those in it, and are added to it.
-          angles: rotary, of their positions.
-          rule: what each sees.
-          kernel: the key `attention`.
-          cache: of this layer.
-        """
+        """[B, T, D] -> [B, T, D]; with a cache, of tokens behind those in it, which it then has."""
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)
         k_BTKh = dense(x_BTD, self.key_DKh, X_BTHh)

@@ -33,15 +33,8 @@ def packed_attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(h)) v over the tokens from `start` of each token up to its own.
 
-    Args:
-      q_BTHh: queries.
-      k_BTKh: keys.
-      v_BTKh: values.
-      start_BT: int32, the first token that each token sees; rises along a row.
-      interpret: runs the kernels where there is no GPU, slowly.
-
-    Returns:
-      [B, T, H, h], of the dtype of the inputs.
+    `start` is int32 and rises along a row. Interpreted, the kernels run where there is no GPU,
+    slowly.
     """
     _, T, _, h = q_BTHh.shape
     # Blocks are powers of two. What is added sees only itself, and is seen by no other.

@@ -4,15 +4,12 @@ Shapes: B rows, T tokens of a row, S the same tokens as others see them.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("segments_BT", "positions_BT"), meta_fields=()
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
     """Where the tokens of rows stand, as their batch says it.
@@ -41,7 +38,7 @@ class Places:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
 
-    def first(self, window: int) -> jax.Array:
+    def first_seen(self, window: int) -> jax.Array:
         """Of rows in order the first token, int32 [B, T], that each one sees."""
         first_BT = starts(self.segments_BT)
         if window:

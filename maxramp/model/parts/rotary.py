@@ -56,9 +56,7 @@ class Rope:
 def rotate(x_BTHh: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the pairs (x_i, x_{i + h/2}) of every head by the angles of their position.
 
-    Args:
-      x_BTHh: queries or keys.
-      angles: cosine and sine, [T, h/2], or [B, T, h/2] where rows have positions of their own.
+    Cosine and sine are [T, h/2], or [B, T, h/2] where rows have positions of their own.
     """
     cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)

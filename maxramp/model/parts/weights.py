@@ -61,7 +61,7 @@ class Weight(nnx.Param):
         return self.role in ROLES_IN_PRODUCTS
 
 
-def made(x: jax.Array, role: str, axes: str) -> Weight:
+def new_weight(x: jax.Array, role: str, axes: str) -> Weight:
     """The weight of one layer with these values; axes are "inputs outputs", of a vector one."""
     *inputs, outputs = axes.split()
     return Weight(x, role=role, leading="", inputs="".join(inputs), outputs=outputs)
@@ -73,17 +73,17 @@ def normal(
     """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
-    return made((x * (std / 0.87962566)).astype(dtype), role, axes)
+    return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes)
 
 
 def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
     """A factor that changes nothing yet, on every device."""
-    return made(jnp.ones(shape, dtype), role, axes)
+    return new_weight(jnp.ones(shape, dtype), role, axes)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
     """A summand that changes nothing yet."""
-    return made(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
+    return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
 
 
 @functools.partial(
@@ -157,13 +157,8 @@ def joined(*parts: Any) -> Any:
 
 
 def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
-    """`change(x, weight)`, elementwise and in float32.
-
-    Args:
-      change: of two arrays that broadcast.
-      x: [B, T, ...], in float32.
-      weight: of a layer, of the last axes of x; or of a layer on every stage of a pipeline.
-    """
+    """`change(x, weight)`, elementwise and in float32, of x [B, T, ...] and a weight of its last
+    axes: of a layer, or of a layer on every stage of a pipeline."""
     w = weight[...].astype(jnp.float32)
     if "S" not in weight.leading:
         return change(x, w)
@@ -187,14 +182,9 @@ class _Axes(NamedTuple):
 def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
     """The product with a weight, computed in x's dtype: [B, T, inputs] -> [B, T, outputs].
 
-    Naming the result's sharding is what makes a product with an fsdp-sharded weight gather the
-    weight and not the activations.
-
-    Args:
-      x: its last axes are those that the weight sums over. A weight of experts has its own x for
-        each: [B, T, E, inputs] -> [B, T, E, outputs].
-      weight: of a layer; or of a layer on every stage of a pipeline.
-      out_sharding: of the result.
+    The weight is of a layer, or of a layer on every stage of a pipeline. One of experts has an x
+    for each: [B, T, E, inputs] -> [B, T, E, outputs]. Naming the result's sharding is what makes a
+    product with an fsdp-sharded weight gather the weight and not the activations.
     """
     if isinstance(weight, Adapted):
         return _adapted(x, weight, out_sharding)

@@ -29,25 +29,14 @@ STEADY = Pace()  # every step is one of the reference batch
 
 
 def kept(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The share of itself that a mean keeps in a step.
-
-    Args:
-      keys: of the optimizer.
-      name: of the key that says it for the reference batch.
-      pace: of the step.
-    """
+    """The share of itself that a mean keeps in a step; the key says it for the reference batch."""
     share = getattr(keys, name)
     return share**pace.batch if name in keys.half_lives_in_samples else share
 
 
 def with_decay(direction: Any, weights: Any, keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The direction in which weights move that decay too, but for the roles of adamw_mask.
-
-    Args:
-      direction: of each weight, before the learning rate.
-      weights: before the step.
-      keys, name, pace: as of `kept`; the key is a decay, which the learning rate multiplies.
-    """
+    """The direction, before the learning rate, in which weights move that decay too, but for the
+    roles of adamw_mask."""
     decay = getattr(keys, name)
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate

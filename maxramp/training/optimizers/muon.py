@@ -81,12 +81,8 @@ class Muon:
 
 
 def orthogonal(tree: Any, epsilon: float) -> Any:
-    """A tree of weights' arrays with every layer's matrix made nearly orthogonal, in their dtype.
-
-    Args:
-      tree: of weights, on the mesh that is set.
-      epsilon: is added to the norm that a matrix is divided by.
-    """
+    """A tree of weights with every layer's matrix nearly orthogonal, in their dtype; epsilon is
+    added to the norm that a matrix is divided by."""
     arrays, structure = jax.tree.flatten(tree)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     pools = collections.defaultdict(list)
@@ -178,12 +174,8 @@ def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
 
 
 def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:
-    """Matrices with the same singular vectors, and singular values of about 0.7 to 1.2.
-
-    Args:
-      x_LMN: whole, M <= N.
-      epsilon: is added to the Frobenius norm that each is divided by first.
-    """
+    """Whole matrices, M <= N, with the same singular vectors, and singular values of about 0.7 to
+    1.2; epsilon is added to the Frobenius norm that each is divided by first."""
     dtype, (a, b, c) = x_LMN.dtype, _COEFFICIENTS
     x_LMN = x_LMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(x_LMN).sum((1, 2), keepdims=True))
