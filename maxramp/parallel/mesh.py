@@ -65,9 +65,9 @@ def reshaped(mesh: Mesh, keys: MeshKeys) -> Mesh:
 
 def uncopied(mesh: Mesh) -> Mesh:
     """The mesh whose fsdp has the devices of data as well, so that none holds a copy; itself where
-    stages lie between the two."""
-    sizes = dict(mesh.shape)
-    if sizes["stage"] == 1:
+    others lie between the two."""
+    sizes, between = dict(mesh.shape), AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
+    if all(sizes[axis] == 1 for axis in between):
         sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
     return _reshaped(mesh, tuple(sizes.values()))
 
