@@ -35,6 +35,8 @@ def _axes_that_divide(*what: str) -> tuple[str, ...]:
 AXES = tuple(axis.name for axis in TABLE)
 NAME_IN_KEYS = {axis.name: axis.key for axis in TABLE}
 ROW_AXES, TOKEN_AXES = _axes_that_divide("rows"), _axes_that_divide("tokens")
+_stage = ROW_AXES.index("stage")
+AROUND_STAGES, WITHIN_STAGES = ROW_AXES[:_stage], ROW_AXES[_stage + 1 :]
 BATCH_AXES = _axes_that_divide("rows", "tokens")  # a sum over a batch is one over their devices
 # Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
 # tokens of its own: so the gradients of these are added up.

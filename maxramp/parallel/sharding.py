@@ -11,7 +11,16 @@ from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec as P
 
-from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, STACK_AXES, TOKEN_AXES
+from maxramp.parallel.axes import (
+    AROUND_STAGES,
+    AXES,
+    BATCH_AXES,
+    COPY_AXES,
+    ROW_AXES,
+    STACK_AXES,
+    TOKEN_AXES,
+    WITHIN_STAGES,
+)
 
 Spec = P  # the type, for annotations in other modules
 
@@ -19,8 +28,6 @@ REPLICATED = P()
 BY_DEVICE = P(AXES)  # one number of each device
 
 # The batch and what follows from it
-_STAGE = ROW_AXES.index("stage")
-_IN_LAYERS = tuple(axis for axis in ROW_AXES if axis != "stage")
 _COPIES = tuple(axis for axis in ROW_AXES if axis in COPY_AXES)
 _IN_COPY = tuple(axis for axis in ROW_AXES if axis not in COPY_AXES)
 BATCH_ABT = P(None, ROW_AXES, TOKEN_AXES)
@@ -28,7 +35,7 @@ TOKENS_BT = P(ROW_AXES, TOKEN_AXES)
 ROWS_B = P(ROW_AXES)
 ROWS_ACB = P(None, _COPIES, _IN_COPY)  # rows by the copy of the weights that reads them
 SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
-TOKENS_mBT = P(None, _IN_LAYERS, TOKEN_AXES)  # of a pipeline's micro batches, on all stages
+TOKENS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, TOKEN_AXES)  # of micro batches, on all stages
 
 # Activations: rows and tokens as of the batch; heads, MLP, vocabulary and the residual stream over
 # tensor
@@ -114,7 +121,7 @@ def merged(spec_BT: P) -> P:
 
 def staged(spec_B: P) -> P:
     """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
-    return P(ROW_AXES[:_STAGE], "stage", ROW_AXES[_STAGE + 1 :], *spec_B[1:])
+    return P(AROUND_STAGES, "stage", WITHIN_STAGES, *spec_B[1:])
 
 
 def by_stage(spec: P) -> P:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
-from maxramp.parallel.axes import COPY_AXES, ROW_AXES
+from maxramp.parallel.axes import AROUND_STAGES, COPY_AXES
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     X_BTD,
@@ -252,8 +252,7 @@ _with_whole_gradient.defvjp(lambda y: (y, None), lambda _, dy: (jax.lax.optimiza
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Rows [B, ...] of all batch axes as [d, S, B, ...]: the copies, the stages, the others."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    S, outside = sizes["stage"], ROW_AXES[: ROW_AXES.index("stage")]
-    d = math.prod(sizes[axis] for axis in outside)
+    S, d = sizes["stage"], math.prod(sizes[axis] for axis in AROUND_STAGES)
     return d, S, rows[0] // (d * S), *rows[1:]
 
 
