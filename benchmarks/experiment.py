@@ -28,7 +28,7 @@ MODEL = {
     "max_target_length": ROW,
     "num_epoch": 4,
     "eval_interval": 10**9,  # at the end
-    "eval_steps": -1,
+    "eval_samples": -1,
     "eval_per_device_batch_size": 32,
     "per_device_batch_size": 64,
     "checkpoint_stage_ends": False,

@@ -24,7 +24,7 @@ import jax
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.data.rows import Corpus
+from maxramp.data.rows import Corpus, Part, hash_of
 from maxramp.errors import ConfigError
 from maxramp.handover.opening import PromptTokenizer, open_model
 from maxramp.job import start
@@ -34,7 +34,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
-from maxramp.rl.rewards import Rewards
+from maxramp.rl.rewards import Rewards, sources
 from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
@@ -107,15 +107,34 @@ def _run(begun: start.Start) -> int:
                 f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
                 "the job; give all of them the same one"
             )
-    job = begun.open_run(prompts.hash, policy_fields)
+    corpus = _corpus(prompts, held_out)
+    data = corpus.identity({"eval": _evaluation(config, corpus)})
+    job = begun.open_run(data, policy_fields)
     if not job.has_work:
         return job.end()
     check_enough(prompts, config.rollout, job.span.ramp.total_samples)
-    return train(job, _trainer(job, tokenizer, prompts, held_out))
+    return train(job, _trainer(job, tokenizer, corpus, prompts, held_out))
+
+
+def _corpus(prompts: Prompts, held_out: Prompts | None) -> Corpus:
+    """What identifies the prompts, which are no rows."""
+    parts = (Part("", 1.0, (), held_out.hash),) if held_out else ()
+    return Corpus((Part("prompts", 1.0, (), prompts.hash),), parts, prompts.description)
+
+
+def _evaluation(config: Config, corpus: Corpus) -> str:
+    """A hash of what the numbers of evaluations depend on but the weights."""
+    names = "rewards", "reward_weights", "num_generations", "max_completion_length", "rollout_seed"
+    values = [config.values[name] for name in (*names, "decode_sampling_temperature")]
+    return hash_of([corpus.hash, values, sources(config.rollout.rewards)])
 
 
 def _trainer(
-    job: start.Job, tokenizer: PromptTokenizer, prompts: Prompts, held_out: Prompts | None
+    job: start.Job,
+    tokenizer: PromptTokenizer,
+    corpus: Corpus,
+    prompts: Prompts,
+    held_out: Prompts | None,
 ) -> PolicyTrainer:
     """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
@@ -137,7 +156,6 @@ def _trainer(
     for stage in span.stages:
         programs.announce(stage)
     ahead.lower()
-    corpus = Corpus((), (), prompts.description, prompts.hash)
     output.say_start(corpus, abstract, config.recipe, span, job.changes)
     beta = config.policy.grpo_beta
     reference = first_weights.load_reference(job, abstract.model) if beta else None

@@ -37,8 +37,9 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
+from maxramp.data.rows import Corpus, hash_of
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.evaluation.in_run import RunTasks
+from maxramp.evaluation.in_run import RunTasks, hash_of_tasks
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import with_reference
@@ -85,7 +86,7 @@ def _run(begun: Start) -> int:
     if config.data.use_dpo:
         fields = config.data.fields
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
-    job = begun.open_run(corpus.hash, fields, corpus.changes, rows)
+    job = begun.open_run(corpus.identity(_evaluations(config, corpus)), fields, rows)
     if not job.has_work:
         return job.end()
     if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
@@ -103,6 +104,15 @@ def _run(begun: Start) -> int:
     abstract = job.abstract_state()
     tasks = RunTasks(job, abstract) if config.evaluation.evaluate_tasks else None
     return train(job, Pretrainer(job, loader, abstract, tasks))
+
+
+def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
+    """What the numbers of evaluations depend on, as in `DataIdentity`."""
+    names = "eval_samples", "use_dpo", "dpo_beta", "dpo_loss_type", "dpo_label_smoothing"
+    found = {"eval": hash_of([corpus.hash, *(config.values[name] for name in names)])}
+    if config.evaluation.evaluate_tasks:
+        found["task"] = hash_of_tasks(config.evaluation)
+    return found
 
 
 class Pretrainer:

@@ -12,20 +12,20 @@ from maxramp.processes import agreement
 class Best:
     """Knows how good the checkpoints of a folder are, on the first process."""
 
-    def __init__(self, how: str, folder: Place, corpus_hash: str):
+    def __init__(self, how: str, folder: Place, evaluations: Mapping[str, str]):
         """
         Args:
           how: "lowest NAME" or "highest NAME"; "" where no checkpoint is the best.
           folder: of the checkpoints.
-          corpus_hash: of the data; numbers on other data do not compare.
+          evaluations: as in `DataIdentity`: numbers of other evaluations do not compare.
         """
-        self._how, self._folder, self._corpus_hash = how, folder, corpus_hash
+        self._how, self._folder, self._evaluations = how, folder, evaluations
         self._scores: dict[int, float] = {}  # replaced as a whole: two threads look at it
 
     def find(self) -> None:
         """Looks at the checkpoints that there are."""
         if self._how:
-            self._scores = folder_lib.scores(self._folder, self._how, self._corpus_hash)
+            self._scores = folder_lib.scores(self._folder, self._how, self._evaluations)
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Takes note of a checkpoint that counts."""

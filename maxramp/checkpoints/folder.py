@@ -59,8 +59,10 @@ class Checkpoint:
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
     # what was trained before the schedule's first stage, with other keys (`origin_of`)
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    # of the mixtures after the first that it has seen: first row; name, weight, hash of each part
+    # as in `DataIdentity`; of the mixtures after the first, those that it has seen
+    parts: list[Any] = dataclasses.field(default_factory=list)
     mixtures: list[Any] = dataclasses.field(default_factory=list)
+    evaluations: dict[str, str] = dataclasses.field(default_factory=dict)
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
     saved: str = ""  # what no other save has: the name of this state
@@ -215,17 +217,22 @@ def score(how: str, evaluation: Mapping[str, float]) -> float | None:
     return (-value if way == "lowest" else value) if math.isfinite(value) else None
 
 
-def scores(folder: Place, how: str, corpus_hash: str) -> dict[int, float]:
-    """How good the whole checkpoints of a folder are that were trained and evaluated on this data.
+def scores(folder: Place, how: str, evaluations: Mapping[str, str]) -> dict[int, float]:
+    """How good the whole checkpoints of a folder are whose evaluations compare with these.
+
+    Args:
+      folder: of the checkpoints.
+      how: as in `score`.
+      evaluations: as in `DataIdentity`.
 
     Returns:
       `score` of each by its step, of those that have one.
     """
-    found = {}
+    found, kind = {}, how.partition(" ")[2].partition("_")[0]
     for step in steps_in(folder):
         with contextlib.suppress(TornError):
             there = read(folder / str(step))
-            if there.corpus_hash == corpus_hash:
+            if there.evaluations.get(kind) == evaluations.get(kind):
                 found[step] = score(how, there.evaluation)
     return {step: of_step for step, of_step in found.items() if of_step is not None}
 
@@ -243,7 +250,7 @@ def best(folder: Place) -> Place:
     """
     last, _ = newest(folder)
     how = last.config.get("checkpoint_best") if last else ""
-    step = best_of(scores(folder, how, last.corpus_hash)) if how else None
+    step = best_of(scores(folder, how, last.evaluations)) if how else None
     if step is None:
         why = f"none has a number for checkpoint_best={how}" if how else "checkpoint_best not given"
         why = why if last else "no checkpoint there"

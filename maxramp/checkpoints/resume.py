@@ -9,6 +9,7 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.commandline import count
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder
@@ -50,9 +51,8 @@ def changes_since(
     checkpoint: Checkpoint,
     values: Mapping[str, Any],
     allow_changed: Sequence[str],
-    corpus_hash: str,
+    data: DataIdentity,
     versions: Mapping[str, str],
-    mixtures: Sequence[Any] = (),
 ) -> str:
     """What a start changes against the checkpoint that it goes on from.
 
@@ -60,9 +60,8 @@ def changes_since(
       checkpoint: where it goes on.
       values: of all keys, resolved.
       allow_changed: the keys that may differ although they decide what the run has seen.
-      corpus_hash: of today's data.
+      data: what identifies today's; mixtures to come may differ.
       versions: of today's packages.
-      mixtures: of today's data, after the first (`Corpus.changes`); those to come may differ.
 
     Returns:
       The changed keys and versions in one line; "" if nothing changed.
@@ -73,12 +72,17 @@ def changes_since(
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
-    if checkpoint.corpus_hash != corpus_hash:
-        refused[_CORPUS] = checkpoint.corpus_hash, corpus_hash
-    today = seen(mixtures, checkpoint.consumed_samples)
+    if checkpoint.corpus_hash != data.hash:
+        refused[_CORPUS] = _changed_parts(checkpoint, data)
+    today = seen(data.mixtures, checkpoint.consumed_samples)
     for before, now in itertools.zip_longest(checkpoint.mixtures, today):
         if before != now:
             refused.setdefault(_CORPUS, (_mixture(before), _mixture(now)))
+    if _CORPUS in refused:
+        pairs[_CORPUS] = refused[_CORPUS]
+    for kind, digest in data.evaluations.items():
+        if (before := checkpoint.evaluations.get(kind, digest)) != digest:
+            pairs[f"{kind} hash"] = before, digest
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
@@ -99,12 +103,23 @@ def seen(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
     return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
 
 
+def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str]:
+    """The parts that differ, then and now; a name alone makes no difference."""
+    both = itertools.zip_longest(checkpoint.parts, data.parts)
+    pairs = [pair for pair in both if not all(pair) or pair[0][1:] != pair[1][1:]]
+    if not pairs:
+        return checkpoint.corpus_hash, data.hash
+    then, now = (_parts([part for part in of if part]) for of in zip(*pairs, strict=True))
+    return then, now
+
+
+def _parts(parts: Sequence[Any]) -> str:
+    shown = (f"{name} {weight:g}{f' (hash {x})' if x else ''}" for name, weight, x in parts)
+    return ", ".join(shown) or "nothing"
+
+
 def _mixture(mixture: list[Any] | None) -> str:
-    if mixture is None:
-        return "the mixture before"
-    first, parts = mixture
-    shown = ", ".join(f"{name} {weight:g} (hash {digest})" for name, weight, digest in parts)
-    return f"{shown} from sample {first} on"
+    return f"{_parts(mixture[1])} from sample {mixture[0]} on" if mixture else "the mixture before"
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:

@@ -27,6 +27,7 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since, seen
 from maxramp.checkpoints.saving import Saves
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
 from maxramp.model.adapters import has_adapters, without
@@ -45,23 +46,21 @@ class Checkpoints(Saves):
         self,
         keys: CheckpointKeys,
         folder: Place,
-        corpus_hash: str,
+        data: DataIdentity,
         values: Mapping[str, Any],
         warn: Callable[[str], None],
-        mixtures: Sequence[Any] = (),
     ):
         """
         Args:
           keys: when to save, what to keep, where to start.
           folder: of the checkpoints; every process of the job sees it.
-          corpus_hash: what identifies the data.
+          data: what identifies the data.
           values: of all keys, resolved; every checkpoint keeps them.
           warn: takes a line about what went wrong and is no reason to stop.
-          mixtures: of the data, after the first (`Corpus.changes`).
         """
         super().__init__(folder.absolute(), keys, warn)
-        self._corpus_hash, self.values, self._mixtures = corpus_hash, values, list(mixtures)
-        self.best = Best(keys.checkpoint_best, self._folder, corpus_hash)
+        self._data, self.values = data, values
+        self.best = Best(keys.checkpoint_best, self._folder, data.evaluations)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
@@ -116,8 +115,7 @@ class Checkpoints(Saves):
     def changes_since(self, checkpoint: Checkpoint) -> str:
         """What this start changes against a checkpoint, as `resume.changes_since`."""
         allowed = self._keys.allow_changed
-        today = self._corpus_hash, versions(), self._mixtures
-        return changes_since(checkpoint, self.values, allowed, *today)
+        return changes_since(checkpoint, self.values, allowed, self._data, versions())
 
     def first_state(
         self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
@@ -230,12 +228,14 @@ class Checkpoints(Saves):
             step=step,
             consumed_samples=consumed_samples,
             stages=stages,
-            corpus_hash=self._corpus_hash,
+            corpus_hash=self._data.hash,
             config=dict(self.values),
             versions=versions(),
             reference=self.reference,
             history=self.history,
-            mixtures=seen(self._mixtures, consumed_samples),
+            parts=list(self._data.parts),
+            mixtures=seen(self._data.mixtures, consumed_samples),
+            evaluations=dict(self._data.evaluations),
             evaluation=_finite(evaluation),
             saved=secrets.token_hex(8),
             owes=list(owes),
@@ -261,7 +261,10 @@ class Checkpoints(Saves):
         def write() -> None:
             there = folder_lib.read(self._folder / str(step))
             numbers = there.evaluation | _finite(evaluation)
-            whole = dataclasses.replace(there, evaluation=numbers, owes=[])
+            kinds = {name.partition("_")[0] for name in evaluation}
+            of_today = {k: x for k, x in self._data.evaluations.items() if k in kinds}
+            evaluations = there.evaluations | of_today
+            whole = dataclasses.replace(there, evaluation=numbers, evaluations=evaluations, owes=[])
             try:
                 prepare()()
                 folder_lib.commit(whole)

@@ -115,7 +115,7 @@ class EvalKeys(Keys):
     """When to evaluate, and on how much."""
 
     eval_interval: int = positive_or_open()
-    eval_steps: int = positive_or_open()
+    eval_samples: int = positive_or_open()
     eval_per_device_batch_size: float = at_least(0)
     log_eval_batches: bool
     evaluate_tasks: Sequence[str]

@@ -41,9 +41,9 @@ class Loader:
         self._check_enough()
         self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
-        self._eval_steps = evaluation.eval_steps
+        self._eval_samples = evaluation.eval_samples
         self.eval_rows = evaluation.rows(expansion.mesh.size)  # of a batch; 0 = never evaluates
-        # In random order, so that the first eval_steps batches are a fair sample of all.
+        # In random order, so that the first eval_samples are a fair sample of all.
         self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
@@ -104,14 +104,13 @@ class Loader:
     def eval_batches(self, stage: Stage, held_out: str = "") -> Iterator[Batch]:
         """The batches of one evaluation in a stage, as from `batch` with A = 1.
 
-        Together they hold every row of a held-out set once, or the first eval_steps batches of
-        them.
+        Together they hold every row of a held-out set once, or the first eval_samples of them.
         """
         expansion, spec = self.expansion, stage.spec.of_whole_samples(self.eval_rows)
         abstract = expansion.abstract_batch(spec)
-        batches = EvalBatches(self._held_out[held_out], spec, expansion.share)
-        steps = len(batches) if self._eval_steps == -1 else min(self._eval_steps, len(batches))
-        ahead = self._read_ahead(batches, 0, steps, largest=abstract, workers=0)
+        rows, share = self._held_out[held_out], expansion.share
+        batches = EvalBatches(rows, spec, share, self._eval_samples)
+        ahead = self._read_ahead(batches, 0, len(batches), largest=abstract, workers=0)
         with contextlib.closing(ahead):
             for local in ahead:
                 yield expansion.place(local, abstract)

@@ -18,7 +18,7 @@ from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import WHOLE, RecordFile
 from maxramp.data.hub import HubSet
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords
+from maxramp.data.rows import Chain, Corpus, Documents, Part, StreamRows, TokenRecords, hash_of
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage
@@ -172,14 +172,19 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
     encoder = open_encoder(tokenizer, keys) if keys.reads_chats else None
     opened = (_open(keys, entry, tokenizer, encoder) for entry in entries)
     items, hashes = zip(*opened, strict=True)
-    cuts, others = [len(x) for x in items[: len(train)]], iter(items[len(train) :])
+    cuts = [len(x) for x in items[: len(train)]]
+    others = zip(items[len(train) :], hashes[len(train) :], strict=True)
     most = max(cuts[:first])
-    held_out = {name: list(itertools.islice(others, len(of))) for name, of in evaluated.items()}
+    held_out = []
+    for name, of in evaluated.items():
+        chosen = list(itertools.islice(others, len(of)))
+        digest = hash_of([keys.max_target_length, [digest for _, digest in chosen]])
+        held_out.append(Part(name, 1.0, Chain([x for x, _ in chosen]), digest))
     if not held_out:  # the end of every part
         ends = [round(count * keys.eval_fraction) for count in cuts[:first]]
         cuts = [n - end for n, end in itertools.zip_longest(cuts, ends, fillvalue=0)]
-        held_out = {"": [x[cut:] for x, cut in zip(items, cuts[:first], strict=False)]}
-    held_out = tuple(Part(name, 1.0, Chain(of)) for name, of in held_out.items())
+        ends = [x[cut:] for x, cut in zip(items, cuts[:first], strict=False)]
+        held_out.append(Part("", 1.0, Chain(ends)))
     noun = "documents" if documents else "rows"
     if keys.reads_chats:
         noun = "chats" if keys.use_sft else "pairs"
@@ -199,21 +204,17 @@ def open_mixture(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpu
         )
     in_sets = f" in {', '.join(sorted(keys.eval_sets))}" if keys.eval_sets else ""
     parts = [
-        Part(entry.name, entry.weight, x[:cut], digest if later else "")
+        Part(entry.name, entry.weight, x[:cut], hash_of([keys.max_target_length, cut, digest]))
         for entry, x, cut, digest in zip(train, items, cuts, hashes, strict=False)
     ]
     shares = _shares({part.name: part.weight for part in parts[:first]})
     changes = "".join(f"; from row {row} on {_shares(of)}" for row, of in mixtures)
     unused = "" if tokenizer or is_used or not keys.tokenizer_path else keys.tokenizer_path
-    # Of the first mixture: a run keeps what it has seen of the others (`Corpus.changes`).
-    weighted = [(of.weight, digest) for of, digest in zip(train[:first], hashes, strict=False)]
-    hashed = [keys.max_target_length, cuts[:first], weighted, list(hashes[len(train) :])]
     return Corpus(
         tuple(parts),
-        held_out,
+        tuple(held_out),
         f"{shares}{changes}: {count} {noun} to train on and {held_count} held out{in_sets}"
         + (f"; tokenizer_path={unused} is not used, the files hold tokens" if unused else ""),
-        hashlib.blake2b(repr(hashed).encode(), digest_size=8).hexdigest(),
         documents,
         any(getattr(x, "separate", False) for x in items),
         tuple((row, [of.get(part.name, 0.0) for part in parts]) for row, of in mixtures),
@@ -289,8 +290,11 @@ def _open(
     if entry.sets:
         return items, "+".join(manifest["hash"] for manifest in entry.sets.values()) + made_by
     # Of the count, the bytes and evenly spaced items: reading terabytes would take hours.
+    # Where documents begin is looked through anyway, and hashed whole.
     text = f"{len(items)} {sum(file.num_bytes for file in files)}"
     digest = hashlib.blake2b(f"{text}{made_by}".encode(), digest_size=8)
+    for file in files:
+        digest.update(file.index)
     for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
         item = items[int(index)]
         digest.update(f"{len(item.tokens)} ".encode() + item.tokens.tobytes())

@@ -45,13 +45,12 @@ def open_corpus(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Corpus
     """
     if keys.dataset_type != "synthetic":
         return open_texts(keys) if keys.dataset_type == "text" else open_mixture(keys, later)
-    seed, vocab_size, length = keys.data_shuffle_seed, keys.vocab_size, keys.max_target_length
+    seed, sizes = keys.data_shuffle_seed, (keys.vocab_size, keys.max_target_length)
     unused = f"; tokenizer_path={keys.tokenizer_path} is not used" if keys.tokenizer_path else ""
     return Corpus(
-        (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, vocab_size, length, 2 * seed)),),
-        (Part("", 1.0, SyntheticRows(1024, vocab_size, length, 2 * seed + 1)),),
+        (Part("synthetic", 1.0, SyntheticRows(2**31 - 1, *sizes, 2 * seed), f"{seed}, {sizes}"),),
+        (Part("", 1.0, SyntheticRows(1024, *sizes, 2 * seed + 1)),),
         f"synthetic random tokens{unused}",
-        f"synthetic-{seed}-{vocab_size}-{length}",
     )
 
 
@@ -83,9 +82,10 @@ def open_rows(
     read = {process: other for process, other in enumerate(summaries) if other is not None}
     for process, other in read.items():
         if other != summaries[0]:
+            hashes = [Corpus.from_summary(summary).hash for summary in (other, summaries[0])]
             raise ConfigError(
-                f"process {process} sees other data than process 0 (hash {other['hash']}, not "
-                f"{summaries[0]['hash']}); give all processes the same files"
+                f"process {process} sees other data than process 0 (hash {hashes[0]}, not "
+                f"{hashes[1]}); give all processes the same files"
             )
     corpus = corpus or Corpus.from_summary(summaries[0])
     if not corpus.documents:
@@ -104,23 +104,22 @@ def open_rows(
     def in_rows(part: Part, counted: np.ndarray) -> Part:
         length = data.max_target_length
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
-        known = part.hash and _hash(part.hash, [counted])
-        return dataclasses.replace(part, items=rows, hash=known)
+        return dataclasses.replace(part, items=rows, hash=_hash(part.hash, counted))
 
     train = list(map(in_rows, corpus.train, counted))
     refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
     # Also where none is evaluated: the hash of the data does not depend on that.
     counted_held_out = [_count(reading, x.items, list(read), beat) for x in corpus.held_out]
-    held_out = []
-    if data.eval_interval > 0:
-        held_out = list(map(in_rows, corpus.held_out, counted_held_out))
+    held_out = list(map(in_rows, corpus.held_out, counted_held_out))
+    if data.eval_interval == -1:
+        held_out = [dataclasses.replace(part, items=()) for part in held_out]
     refuse(
         (
-            not len(part.items),
+            data.eval_interval != -1 and not len(part.items),
             f"{_source(data, part.name)} holds out {count(len(documents.items), 'document')} of "
             "fewer than two tokens: nothing to predict; hold out others, or use eval_interval=-1",
         )
-        for documents, part in zip(corpus.held_out, held_out, strict=False)
+        for documents, part in zip(corpus.held_out, held_out, strict=True)
     )
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (data.max_target_length + 1)
@@ -128,10 +127,8 @@ def open_rows(
     if data.reads_chats:
         tokens, targets = np.concatenate(counted)[:, :2].sum(0, dtype=np.int64)
         shown = f", {targets / tokens:.1%} of the tokens are targets{shown}"
-    of_first = [of for of, part in zip(counted, train, strict=True) if part.weight]
     return dataclasses.replace(
         corpus,
-        hash=_hash(corpus.hash, [*of_first, *counted_held_out]),
         train=tuple(train),
         held_out=tuple(held_out),
         documents=False,
@@ -177,12 +174,9 @@ def _counted(document: Document) -> tuple[int, int, int, int]:
     return len(tokens), targets, LEFT_OUT.index(left_out), found
 
 
-def _hash(value: str, counted: Sequence[np.ndarray]) -> str:
-    """A hash of what was known by one, and of all documents of the parts, in their order."""
-    digest = hashlib.blake2b(value.encode(), digest_size=8)
-    for part in counted:
-        digest.update(f" {len(part)} ".encode() + part.tobytes())
-    return digest.hexdigest()
+def _hash(value: str, counted: np.ndarray) -> str:
+    """A hash of what was known by one, and of all documents of a part, in their order."""
+    return hashlib.blake2b(value.encode() + counted.tobytes(), digest_size=8).hexdigest()
 
 
 def _count(
@@ -239,12 +233,12 @@ def open_texts(keys: DataKeys) -> Corpus:
                 f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
                 f"rows{remedy}"
             )
+    digest = hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
     return Corpus(
-        (Part(name, 1.0, train),),
+        (Part(name, 1.0, train, digest),),
         (Part("", 1.0, held_out),),
         f"{name}: {len(files)} files, {len(tokens) / 1e6:.1f} MB, {len(train)} rows to train on "
         f"and {len(held_out)} held out",
-        hashlib.blake2b(tokens.data, digest_size=8).hexdigest(),
     )
 
 

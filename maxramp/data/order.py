@@ -247,17 +247,19 @@ class StepBatches:
 class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
-    def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share):
+    def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share, most: int = -1):
+        """Of the first `most` rows, whatever the size of a batch; -1 = of all."""
         self._rows, self._spec, self._share = rows, spec, share
+        self._count = len(rows) if most == -1 else min(most, len(rows))
         self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._spec.rows)
+        return -(-self._count // self._spec.rows)
 
     def __getitem__(self, index: int) -> Batch:
         def row(place: int) -> Row:
             number = index * self._spec.rows + place
-            return self._rows[number] if number < len(self._rows) else self._padding
+            return self._rows[number] if number < self._count else self._padding
 
         return self._share.read(row, self._spec)
 

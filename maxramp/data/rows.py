@@ -7,7 +7,8 @@ of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes 
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,12 +164,31 @@ class Part:
     name: str
     weight: float
     items: Sequence[Any]
-    hash: str = ""  # of these items, where the mixture may change
+    hash: str = ""  # of everything that its rows are made of; "" where the train parts' say it
 
     @property
     def summary(self) -> list[Any]:
         """What there is but the items, and how many of these."""
         return [self.name, self.weight, len(self.items), self.hash]
+
+
+def hash_of(value: Any) -> str:
+    """A short hash of a value that its `repr` says all about."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataIdentity:
+    """What tells a run's data from other data; as JSON."""
+
+    hash: str  # equal hash, equal rows
+    # Name, weight and hash of each part of the first mixture, and of what is held out.
+    parts: Sequence[Any] = ()
+    # Of the mixtures after the first: first row, and the same of each part that they have.
+    mixtures: Sequence[Any] = ()
+    # What the numbers of evaluations depend on but the weights, by the first word of their names
+    # ("eval", "task"): those of equal hashes compare.
+    evaluations: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +203,6 @@ class Corpus:
     train: tuple[Part, ...]
     held_out: tuple[Part, ...]  # without a row where nothing is held out
     description: str  # one line for a person
-    hash: str  # of the tokens and their order: equal hash, equal items
     documents: bool = False
     packed: bool = False  # rows say where documents begin, which do not see each other
     # (first row, weight of each part of `train`) of the mixtures after the first
@@ -198,13 +217,21 @@ class Corpus:
         }
 
     @property
-    def changes(self) -> list[list[Any]]:
-        """Of the mixtures after the first, as JSON: first row, and name, weight and hash of each
-        part that they have."""
-        return [
-            [first, [[p.name, w, p.hash] for p, w in zip(self.train, weights, strict=True) if w]]
-            for first, weights in self.later
+    def hash(self) -> str:
+        """Of the first mixture and what is held out: equal hash, equal rows."""
+        return self.identity({}).hash
+
+    def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
+        """What identifies it, with what evaluations on it depend on besides."""
+        train = [[part.name, part.weight, part.hash] for part in self.train]
+        parts = [part for part in train if part[1]]
+        parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]
+        hashed = [part[1:] for part in parts], [part.name for part in self.held_out]
+        mixtures = [
+            [first, [[x[0], weight, x[2]] for x, weight in zip(train, of, strict=True) if weight]]
+            for first, of in self.later
         ]
+        return DataIdentity(hash_of(hashed), parts, mixtures, evaluations)
 
     @classmethod
     def from_summary(cls, summary: dict[str, Any]) -> "Corpus":

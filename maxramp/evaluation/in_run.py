@@ -1,6 +1,8 @@
 """Tasks that a run is evaluated on while it trains."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ from jax.sharding import Mesh
 
 from maxramp.commandline import Seldom
 from maxramp.data.keys import EvalKeys
+from maxramp.data.rows import hash_of
 from maxramp.errors import ConfigError, StepError, TrainingError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
@@ -23,6 +26,12 @@ from maxramp.stage import SightKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import TrainState
+
+
+def hash_of_tasks(keys: EvalKeys) -> str:
+    """A hash of the user's own tasks; those of lm-eval are known by their names."""
+    own = pathlib.Path(keys.evaluate_tasks_include_path or os.devnull).expanduser()
+    return hash_of([(path.name, path.read_bytes()) for path in sorted(own.rglob("*.yaml"))])
 
 
 class RunTasks:

@@ -7,7 +7,6 @@ gives it the run's folder and says where the run stands.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +21,7 @@ from maxramp.config.keys import Config
 from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.keys import HELD_OUT, TASKS
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import EXIT_STAGE_END, is_expected, report
 from maxramp.files.place import Place, place
 from maxramp.handover.export import export_run
@@ -102,15 +102,12 @@ class Start:
     watchdog: Watchdog
     closing: contextlib.ExitStack  # closes what the job opens, the last first
 
-    def open_run(
-        self, data_hash: str, fields: Fields, mixtures: Sequence[Any] = (), rows: int = 0
-    ) -> "Job":
+    def open_run(self, data: DataIdentity, fields: Fields, rows: int = 0) -> "Job":
         """Opens the run's folder, and finds where the run stands.
 
         Args:
-          data_hash: what identifies the data.
+          data: what identifies the data.
           fields: the arrays of a batch.
-          mixtures: of the data, after the first (`Corpus.changes`).
           rows: in num_epoch passes over the data: the length of a run that no key gives one.
 
         Raises:
@@ -122,7 +119,7 @@ class Start:
         config = pin_first_weights(self.config, output.folder)
         there = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
-            Checkpoints(config.checkpoints, there, data_hash, config.values, output.warn, mixtures)
+            Checkpoints(config.checkpoints, there, data, config.values, output.warn)
         )
         self.closing.enter_context(agreement.noticing_lost_peers())
         position = checkpoints.latest()

@@ -18,6 +18,7 @@ from maxramp.keys.yamlfile import read_yaml
 _TABLE = read_yaml(pathlib.Path(__file__).with_name("peers.yml"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
+_ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
@@ -26,10 +27,13 @@ _NOT_GIVEN = (None, "", "none", "None")
 def ours(name: str, value: Any) -> tuple[str, Any] | None:
     """The key of base.yml that a name stands for, and the value as that takes it, if there is one.
 
-    None of a name that is none of ours, and of a renamed one whose null leaves it out.
+    None of a name that is none of ours, of a renamed one whose null leaves it out, and of a value
+    that means something else there.
     """
     key = RENAMED.get(name, name)
     if key not in base() or (key != name and value is None and not may_be_unset(key)):
+        return None
+    if value not in _ONLY.get(name, [value]):
         return None
     return key, VALUES.get(key, {}).get(str(value), value)
 

@@ -144,7 +144,7 @@ def branch_keys(
             "load_full_state_path": str(position.path),
             "load_parameters_path": config.checkpoints.load_parameters_path if has_base else "",
             "eval_interval": 10**12,  # at the end alone
-            "eval_steps": -1,
+            "eval_samples": -1,
             "log_eval_batches": True,
             "enable_checkpointing": True,
             "max_num_checkpoints_to_keep": 1,

@@ -21,7 +21,7 @@ from maxramp.files.place import place
 from maxramp.run.metrics import LastEvaluation, read_records
 
 
-def write(folder, how="lowest eval_loss", corpus="data", **values):
+def write(folder, how="lowest eval_loss", of="data", **values):
     """Checkpoints without arrays: the step, and the loss on held-out text after it."""
     stages = [{"index": 0, "first_step": 0, "first_sample": 0, "global_batch_size": 8}]
     for step, loss in values.items():
@@ -29,8 +29,8 @@ def write(folder, how="lowest eval_loss", corpus="data", **values):
         path.mkdir(parents=True)
         evaluation = {} if loss is None else {"eval_loss": loss}
         config = {"checkpoint_best": how}
-        there = Checkpoint(path, int(step[1:]), 8, stages, corpus, config, {})
-        commit(dataclasses.replace(there, evaluation=evaluation))
+        there = Checkpoint(path, int(step[1:]), 8, stages, "", config, {})
+        commit(dataclasses.replace(there, evaluation=evaluation, evaluations={"eval": of}))
     return place(folder / "checkpoints")
 
 
@@ -46,7 +46,7 @@ def write(folder, how="lowest eval_loss", corpus="data", **values):
 def test_which_it_is(tmp_path, how, losses, expected):
     folder = write(tmp_path, how, **losses)
     assert find(folder / "best") == folder / str(expected)
-    best = Best(how, folder, "data")
+    best = Best(how, folder, {"eval": "data"})
     best.find()
     value = losses[f"_{expected}"]
     assert best.step == expected
@@ -58,8 +58,8 @@ def test_which_it_is(tmp_path, how, losses, expected):
 
 
 def test_what_does_not_count(tmp_path):
-    """Numbers on other data, and checkpoints that are torn."""
-    folder = write(tmp_path, corpus="other", _1=1.0)
+    """Numbers of other evaluations, and checkpoints that are torn."""
+    folder = write(tmp_path, of="other", _1=1.0)
     write(tmp_path, _2=2.0, _3=3.0)
     assert find(folder / "best") == folder / "2"
     (folder / "2" / folder_lib.FILE).write_text("{")
@@ -76,8 +76,8 @@ def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="none has a number for checkpoint_best=highest task_s"):
         find(folder / "best")
     with pytest.raises(ConfigError, match="have no task_sums, but eval_loss, task_sums_acc"):
-        Best("highest task_sums", folder, "data").check(["eval_loss", "task_sums_acc"])
-    Best("highest task_sums_acc", folder, "data").check(["eval_loss", "task_sums_acc"])
+        Best("highest task_sums", folder, {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
+    Best("highest task_sums_acc", folder, {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     line = (
         *(BASE, *TINY, "dataset_type=grain", f"grain_train_files={tmp_path}/a.jsonl"),
         *("eval_fraction=0.3", "enable_rampup_batch_size=False", "per_device_batch_size=8"),
-        *("num_epoch=1000", "steps=200", "eval_interval=10", "eval_steps=-1", "log_period=50"),
+        *("num_epoch=1000", "steps=200", "eval_interval=10", "eval_samples=-1", "log_period=50"),
         *("checkpoint_period=70", "max_num_checkpoints_to_keep=1", f"jax_cache_dir={cache_dir}"),
         *("checkpoint_best=lowest eval_loss", f"base_output_directory={tmp_path}"),
     )

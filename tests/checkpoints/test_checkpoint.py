@@ -20,6 +20,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.arrays import compare, load, restore, stored_arrays
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -50,7 +51,7 @@ class Folder:
         self.path, self.config, self.said = path, config, []
         path.mkdir(exist_ok=True)
         self.checkpoints = Checkpoints(
-            config.checkpoints, path, corpus_hash, config.values, self.said.append
+            config.checkpoints, path, DataIdentity(corpus_hash), config.values, self.said.append
         )
         self.ramp = RampupBatchManager(config.batch, 8)
 
@@ -473,26 +474,33 @@ def test_changes_of_history_are_refused(saved_folder, key, value):
     saved = folder_lib.read(saved_folder.path / "12")
     before, values = saved_folder.config.values[key], config_of(f"{key}={value}").values
     with pytest.raises(ConfigError, match=rf"{key}={before} \(now {value}\).*allow_changed="):
-        changes_since(saved, values, [], "data", versions())
-    changes = changes_since(saved, values, [key], "data", versions())
+        changes_since(saved, values, [], DataIdentity("data"), versions())
+    changes = changes_since(saved, values, [key], DataIdentity("data"), versions())
     assert changes == f"{key}={before} (now {value})"
 
 
 def test_another_corpus_is_refused(saved_folder):
     saved = folder_lib.read(saved_folder.path / "12")
     with pytest.raises(ConfigError, match=r"corpus=data \(now other\).*allow_changed=\[corpus\]"):
-        changes_since(saved, saved_folder.config.values, [], "other", versions())
-    values = config_of("allow_changed=[corpus]").values
-    assert not changes_since(saved, values, ["corpus"], "other", versions())
+        changes_since(saved, saved_folder.config.values, [], DataIdentity("other"), versions())
+    parts = [["web", 0.7, "ab"], ["code", 0.3, "cd"], ["held out", 1.0, ""]]
+    saved = dataclasses.replace(saved, parts=parts)
+    now = [["moved/web", 0.7, "ab"], ["code", 0.3, "ef"], ["held out", 1.0, ""], ["more", 1.0, ""]]
+    changed = "corpus=code 0.3 (hash cd) (now code 0.3 (hash ef), more 1)"
+    today = saved_folder.config.values, ["corpus"], DataIdentity("other", now), versions()
+    assert changes_since(saved, *today) == changed
 
 
 def test_other_changes_are_listed(saved_folder):
     saved = folder_lib.read(saved_folder.path / "12")
-    assert not changes_since(saved, saved_folder.config.values, [], "data", versions())
+    data, values = DataIdentity("data"), saved_folder.config.values
+    assert not changes_since(saved, values, [], data, versions())
     values = config_of("learning_rate=2e-2", "eval_interval=7").values
-    today = versions() | {"jax": "99.0"}
-    assert changes_since(saved, values, [], "data", today) == (
-        f"eval_interval=80 (now 7), learning_rate=0.01 (now 0.02), jax={jax.__version__} (now 99.0)"
+    data = dataclasses.replace(data, evaluations={"eval": "cd"})
+    saved = dataclasses.replace(saved, evaluations={"eval": "ab"})
+    assert changes_since(saved, values, [], data, versions() | {"jax": "99.0"}) == (
+        "eval_interval=80 (now 7), learning_rate=0.01 (now 0.02), eval hash=ab (now cd), "
+        f"jax={jax.__version__} (now 99.0)"
     )
 
 

@@ -181,7 +181,7 @@ CASES = {
     "negative learning rate": keys("learning_rate=-0.1"),
     "Adam's b2 is one": keys("adam_b2=1", "adam_b2=1"),
     "warmup above one": keys("warmup_steps_fraction=1.5"),
-    "eval_steps": keys("eval_steps=0"),
+    "eval_samples": keys("eval_samples=0"),
     "dtype": keys("dtype=int8", "dtype=int8", "bfloat16"),
     "float16": keys("dtype=float16", "dtype=float16", "65504", "use dtype=bfloat16"),
     "weights in float16": keys("weight_dtype=float16", "use weight_dtype=bfloat16"),

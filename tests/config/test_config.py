@@ -48,7 +48,7 @@ def test_precedence(tmp_path):
         **{"base_mlp_dim": 16, "learning_rate": 0.5},
     )
     config = load([mine, "head_dim=32", "learning_rate=0.25"])
-    assert config.evaluation.eval_steps == BASE_VALUES["eval_steps"]  # named nowhere
+    assert config.evaluation.eval_samples == BASE_VALUES["eval_samples"]  # named nowhere
     assert config.batch.steps == 1  # only in the far file
     assert config.run.log_period == 2  # in both files
     assert (config.model.base_emb_dim, config.model.base_mlp_dim) == (
@@ -458,11 +458,11 @@ def test_every_key_is_used():
 @pytest.mark.parametrize("program, other", [("train", "grpo"), ("grpo", "train")])
 def test_what_a_program_does_not_read_is_said_and_unset(program, other):
     """Of all keys, wherever they are given; a default is no reason to speak."""
-    lines, tried = [], {"grpo_beta": 0.5, "prompt_file": "p", "eval_steps": 3}
+    lines, tried = [], {"grpo_beta": 0.5, "prompt_file": "p", "eval_samples": 3}
     tried |= {"z_loss_multiplier": 0.1, "eval_interval": 7, "num_epoch": 3, "steps": 9}
     given = [f"{name}={value}" for name, value in tried.items()]
     values = load([BASE, *given, "log_eval_batches=False"], program, note=lines.append).values
-    only = {"train": ("z_loss_multiplier", "eval_steps"), "grpo": ("grpo_beta", "prompt_file")}
+    only = {"train": ("z_loss_multiplier", "eval_samples"), "grpo": ("grpo_beta", "prompt_file")}
     (line,) = lines
     assert line.startswith(f"maxramp.{program} does not read ")
     for name, value in tried.items():

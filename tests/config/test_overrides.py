@@ -131,6 +131,7 @@ def test_renamed_keys_are_taken_with_a_line():
         "cosine_learning_rate_final_fraction=0.25",
         "attention=flash",
         "trainer.max_steps=9",
+        "eval_steps=-1",
         "model.rampup_batch_size=[16,16,96]",
         "++model.global_batch_size=32",
         "dtype=bf16",
@@ -141,6 +142,7 @@ def test_renamed_keys_are_taken_with_a_line():
     assert values == {
         "learning_rate_final_fraction": 0.25,
         "steps": 9,
+        "eval_samples": -1,
         "rampup_batch_size": [16, 16, 96],
         "global_batch_size": 32,
         "micro_batch_size": 2,
@@ -276,6 +278,13 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     assert len(notes) == 1
     assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
     assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")
+
+
+def test_batches_of_an_evaluation_are_refused():
+    """They would be of other rows on other devices; all rows are all rows."""
+    line = refusal("eval_steps=8")
+    assert line.startswith("eval_steps=8 (MaxText's): counts batches") and "eval_samples" in line
+    assert refusal("train.eval_iters=8").startswith("train.eval_iters=8 (NeMo's): counts batches")
 
 
 def test_the_table_fits_the_keys():

@@ -29,7 +29,7 @@ def texts(tmp_path) -> pathlib.Path:
 def small(texts, *arguments, devices=8):
     keys = "steps=6 per_device_batch_size=2 per_device_batch_size_start=1"
     keys += " per_device_batch_size_increment=1 global_rampup_samples=24"
-    keys += " eval_interval=6 eval_steps=-1 eval_fraction=0.1"
+    keys += " eval_interval=6 eval_samples=-1 eval_fraction=0.1"
     return make_config(f"text_files={texts}", *keys.split(), *arguments, devices=devices)
 
 
@@ -176,6 +176,16 @@ def test_evaluation_drops_no_row(texts, arguments):
     is_padding = (rows == -1).all(axis=1)
     assert (rows[~is_padding] >= 0).all() and len(held_out) % 16  # the last batch is not full
     assert sorted(map(bytes, rows[~is_padding])) == sorted(map(bytes, iter_rows(held_out)))
+
+
+def test_an_evaluation_is_of_the_same_rows_on_any_devices(texts):
+    """And in any batches; the last of them is not full."""
+    wanted = np.concatenate(read_run(small(texts))[1])[:21]
+    for devices, size in ((1, 4), (1, 3), (8, 1), (8, 4)):
+        given = f"eval_samples=21 eval_per_device_batch_size={size}".split()
+        rows = np.concatenate(read_run(small(texts, *given, devices=devices))[1])
+        np.testing.assert_array_equal(rows[:21], wanted)
+        assert (rows[21:] == -1).all() and len(rows) == -(-21 // (devices * size)) * devices * size
 
 
 def test_synthetic_rows_are_a_function_of_seed_and_row():

@@ -49,6 +49,9 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
     assert {part.name: len(part.items) for part in unread.held_out} == sizes
     other = make_config(*keys(files, sets_of(files, "code", "wiki")))  # in another order
     assert open_rows(other.data, other.reading, True).hash == corpus.hash
+    renamed = f"eval_sets={{code: {files}/wiki.jsonl, wiki: {files}/code.jsonl}}"
+    renamed = make_config(*keys(files, renamed))
+    assert open_rows(renamed.data, renamed.reading, True).hash != corpus.hash
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_numbers_of_sets():
 
 def evaluated(folder, name, *arguments):
     """The evaluation of a run of one step, and what the run said."""
-    given = [f"base_output_directory={folder}", f"run_name={name}", "steps=1", "eval_steps=-1"]
+    given = [f"base_output_directory={folder}", f"run_name={name}", "steps=1", "eval_samples=-1"]
     done = run(BASE, *arguments, *given, "eval_interval=1", "enable_rampup_batch_size=False")
     assert done.returncode == 0, done.stderr
     (found,) = [r for r in read_records(folder / name / "metrics.jsonl") if "eval_loss" in r]

@@ -417,6 +417,17 @@ def test_the_hash_is_of_the_tokens(tmp_path):
     assert len({first, *others}) == 5
 
 
+def test_the_hash_is_of_where_documents_begin(tmp_path):
+    """Of every one, also in a file of many more rows than are looked at."""
+    tokens = np.arange(16 * 5000, dtype=np.int32) % 250
+    for name, border in (("a", 40007), ("b", 40008)):
+        (tmp_path / name).mkdir()
+        write_megatron(tmp_path / name / "m", [[tokens[:border]], [tokens[border:]]])
+    a, b = (corpus(tmp_path / name / "m", "tokenize_train_data=False") for name in "ab")
+    assert (tmp_path / "a/m.bin").read_bytes() == (tmp_path / "b/m.bin").read_bytes()
+    assert a.hash != b.hash
+
+
 def test_a_summary_stands_for_a_corpus(tmp_path):
     """What a process that opens nothing is told: sizes and hash, as JSON."""
     opened = corpus(write_file(tmp_path, "jsonl", TEXTS))

@@ -120,7 +120,7 @@ def test_a_ramp_that_outgrows_the_data_is_refused(known):
     ramp, rows_there = RampupBatchManager(keys.batch), [Row(np.zeros(17, np.int32))] * 110
     ramp.settle(2)
     parts = (Part("a", 1.0, rows_there),)
-    corpus = Corpus(parts, parts, "", "")
+    corpus = Corpus(parts, parts, "")
     with loading(keys, ramp, corpus=corpus) as loader:
         loader.batch(0)
         ramp.add(dataclasses.replace(known.stages[1], steps=None, samples=None))

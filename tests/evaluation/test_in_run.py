@@ -56,7 +56,7 @@ def process(doc, results):
 
 
 def keys_of(**given) -> EvalKeys:
-    values = {"eval_interval": -1, "eval_steps": 8, "eval_per_device_batch_size": 0.0}
+    values = {"eval_interval": -1, "eval_samples": 8, "eval_per_device_batch_size": 0.0}
     values |= {"log_eval_batches": False, "evaluate_tasks_include_path": ""}
     return EvalKeys(**values, **given)
 
@@ -177,7 +177,7 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
         .replace("metric_list:", "process_results: !function code.process\nmetric_list:")
     )
     line = (*line, f"evaluate_tasks_include_path={tmp_path}", "evaluate_tasks=[made_failing]")
-    line += (f"evaluate_tasks_interval={interval}", "eval_interval=2", "eval_steps=1")
+    line += (f"evaluate_tasks_interval={interval}", "eval_interval=2", "eval_samples=8")
     line += ("enable_tensorboard=False", f"base_output_directory={tmp_path}")
 
     def trained(name, mended, *more):

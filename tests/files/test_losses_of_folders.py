@@ -11,6 +11,7 @@ from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.saving import Saves
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
 from maxramp.files.run_folder import Mirror
@@ -141,7 +142,9 @@ def test_a_kill_in_a_save_stops_no_restart(client):
     folder, warnings = place("gs://bucket/run/checkpoints"), []
     for name in ("model/d", "_CHECKPOINT_METADATA"):
         write_whole(folder / "4" / name, b"{}")
-    checkpoints = Checkpoints(make_config().checkpoints, folder, "", {}, warnings.append)
+    checkpoints = Checkpoints(
+        make_config().checkpoints, folder, DataIdentity(""), {}, warnings.append
+    )
     assert checkpoints.latest() is None
     checkpoints.start_saving()
     assert sizes(folder) == {} and not warnings

@@ -10,6 +10,7 @@ from conftest import make_config, make_mesh, run
 
 from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
+from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer
 from maxramp.generation.text import AnswerText
@@ -25,7 +26,7 @@ def save_run(folder, *keys):
     ramp = RampupBatchManager(config.batch, 8)
     with jax.set_mesh(make_mesh(config)):
         saving = Checkpoints(
-            config.checkpoints, folder / "checkpoints", "data", config.values, print
+            config.checkpoints, folder / "checkpoints", DataIdentity("data"), config.values, print
         )
         with saving:
             saving.start_saving()

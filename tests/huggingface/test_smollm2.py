@@ -68,7 +68,7 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
         *("per_device_batch_size_start=1", "per_device_batch_size_increment=1"),
         *("per_device_batch_size=3", "global_rampup_samples=40", "learning_rate=1e-4"),
         *("checkpoint_period=-1", "checkpoint_stage_ends=false", "eval_interval=40"),
-        *("eval_steps=4", "export_huggingface=true"),
+        *("eval_samples=8", "export_huggingface=true"),
         timeout=600,
         optimized=True,
     )

@@ -326,7 +326,7 @@ def test_stops_at_stage_ends_and_grows(tmp_path, cache_dir):
 def test_other_stages_at_every_stop(tmp_path, cache_dir):
     """Two stages, two circular ones beside tensor, four, with evaluations: one run without any."""
     given = dict(key.split("=", 1) for key in GROWING)
-    given |= {"base_num_decoder_layers": "4", "eval_interval": "10", "eval_steps": "2"}
+    given |= {"base_num_decoder_layers": "4", "eval_interval": "10", "eval_samples": "16"}
     line = [BASE, *(f"{name}={value}" for name, value in given.items())]
     line += [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
     whole = run(*line, "run_name=whole", "eval_per_device_batch_size=8")

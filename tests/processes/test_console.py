@@ -19,7 +19,7 @@ from maxramp.errors import EXIT_PREEMPTED
 from maxramp.run.metrics import read_records
 
 RUN = (*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=12")
-RUN += ("dataset_type=synthetic", "eval_interval=6", "eval_steps=1", "log_period=1")
+RUN += ("dataset_type=synthetic", "eval_interval=6", "eval_samples=8", "log_period=1")
 
 
 def start(module: str, *arguments: str, **streams) -> subprocess.Popen:

@@ -26,7 +26,7 @@ RAMP = [
     "total_samples=240",
     "text_files=text",
     "eval_interval=4",
-    "eval_steps=-1",
+    "eval_samples=-1",
     "eval_fraction=0.1",
 ]
 

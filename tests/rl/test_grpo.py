@@ -19,7 +19,7 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.job.start import pin_first_weights
 from maxramp.rl import first_weights
-from maxramp.rl.prompts import FilePrompts, check_enough, open_prompts
+from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -132,6 +132,30 @@ def test_a_file_of_few_prompts(tmp_path):
         ConfigError, match="takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
     ):
         check_enough(prompts, keys, 10)
+
+
+def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
+    """The held-out prompts belong to the data, of which a restart is refused that has others; the
+    rewards, with their source, to what a number of an evaluation is of."""
+    monkeypatch.chdir(tmp_path)
+
+    def hashes(*keys, text="", source="def f(p, a, t): return [0.0] * len(a)"):
+        (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n' + text)
+        (tmp_path / "own_rewards.py").write_text(source)
+        config = load([RL, "rewards=[own_rewards:f]", "load_parameters_path=x", *keys], "grpo")
+        prompts = Sums(10, 0), FilePrompts("held_out.jsonl", None)
+        corpus = grpo._corpus(*prompts)
+        return corpus.hash, grpo._evaluation(config, corpus)
+
+    first = hashes()
+    assert hashes() == first
+    other = hashes(text='{"prompt": "1+2="}\n')
+    assert other[0] != first[0] and other[1] != first[1]
+    for changed in (
+        hashes(source="def f(p, a, t): return [1.0] * len(a)"),
+        hashes("rollout_seed=9"),
+    ):
+        assert changed[0] == first[0] and changed[1] != first[1]
 
 
 def test_prompts_that_are_chats(tmp_path):

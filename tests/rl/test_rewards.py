@@ -13,7 +13,7 @@ import pytest
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rl import rewards as rewards_lib
-from maxramp.rl.rewards import Rewards
+from maxramp.rl.rewards import Rewards, sources
 
 FUNCTIONS = """
 import multiprocessing, os, signal, subprocess, sys, time
@@ -184,6 +184,16 @@ def test_what_one_started_ends_with_its_worker(name, error):
         with pytest.raises(TrainingError, match=error):
             rewards.submit(PROMPTS, ANSWERS, TRUTHS).result()
         assert not is_running(int(pathlib.Path("pid").read_text()))
+
+
+def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/own.py"):
+        (tmp_path / name).write_text(f"raise SystemExit  # {name}")
+    monkeypatch.chdir(tmp_path)
+    names = ["pkg.sub.own:f", "pkg.sub:f", "pkg.nowhere.own:f", "math:sqrt"]
+    found = [source.decode().partition("# ")[2] for source in sources(names)[:3]]
+    assert found == ["pkg/sub/own.py", "pkg/sub/__init__.py", ""]
 
 
 def test_one_that_hangs_is_ended():

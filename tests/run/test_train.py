@@ -57,7 +57,7 @@ RAMP = [
     "steps=460",
     "checkpoint_period=50",
     "eval_interval=100",
-    "eval_steps=2",
+    "eval_samples=16",
 ]
 
 

@@ -193,7 +193,7 @@ PHASES = {"64": {"row_length": 16, "ici_fsdp_parallelism": 2, "ici_tensor_parall
 
 
 def given(folder, cache_dir, *more):
-    keys = [*TINY, *SAMPLES, "total_samples=128", "eval_interval=4", "eval_steps=1"]
+    keys = [*TINY, *SAMPLES, "total_samples=128", "eval_interval=4", "eval_samples=16"]
     keys += ["run_name=r", f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"]
     keys += ["per_device_batch_size=4", "row_length=4", "opt_type=muon"]
     keys += [f"phases={json.dumps(PHASES)}", *more]

@@ -137,7 +137,13 @@ EXACT += ("target_tokens", "loss", "grad_norm", "learning_rate", "batch_fingerpr
 
 
 def given(folder, cache_dir, *more):
-    keys = [*TINY, "max_target_length=32", "total_samples=160", "eval_interval=10", "eval_steps=2"]
+    keys = [
+        *TINY,
+        "max_target_length=32",
+        "total_samples=160",
+        "eval_interval=10",
+        "eval_samples=16",
+    ]
     keys += [f"phases={json.dumps(PHASES)}", "phases_unit=samples", "run_name=r"]
     keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
     merged = dict(key.split("=", 1) for key in keys)

@@ -84,7 +84,7 @@ def test_a_checkpoint_sees_as_in_its_last_step():
 
 
 def given(folder, cache_dir, phases, *more):
-    keys = [*TINY, *FAMILY, *RUN, "eval_interval=5", "eval_steps=2", "checkpoint_period=5"]
+    keys = [*TINY, *FAMILY, *RUN, "eval_interval=5", "eval_samples=16", "checkpoint_period=5"]
     keys += [f"phases={json.dumps(phases)}", f"jax_cache_dir={cache_dir}"]
     keys += [f"base_output_directory={folder}", "run_name=r", "vocab_size=320", *more]
     merged = dict(key.split("=", 1) for key in keys)

@@ -28,7 +28,7 @@ RAMP = [
     "global_rampup_samples=360",
     "steps=130",
     "eval_interval=40",
-    "eval_steps=2",
+    "eval_samples=16",
     "checkpoint_period=1000",
 ]
 

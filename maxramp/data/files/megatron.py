@@ -176,10 +176,11 @@ class MegatronFile(RecordFile):
 
     def _field(self, offset: int, count: int, dtype: str) -> np.ndarray:
         start = _HEADER.size + offset
-        return self._index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+        return self.index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
     @functools.cached_property
-    def _index(self) -> np.ndarray:
+    def index(self) -> np.ndarray:
+        """The bytes of the .idx."""
         return np.asarray(storage.map_bytes(f"{self.path}.idx")[:])
 
 

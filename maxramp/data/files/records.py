@@ -66,6 +66,11 @@ class RecordFile(abc.ABC):
         return storage.size_of(self.data_path)
 
     @property
+    def index(self) -> bytes | np.ndarray:
+        """The bytes of another file that says where documents begin; b"" without one."""
+        return b""
+
+    @property
     def stamp(self) -> tuple[Any, ...]:
         """What changes when the file does, or what is read of it."""
         path = self.data_path
