@@ -14,6 +14,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.weights import mixed
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.collectives import all_gather, on_devices
 from maxramp.parallel.cpu import gradient_after
@@ -22,6 +23,7 @@ from maxramp.training.keys import PreferenceKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers
 
+_ROUNDING = 2.0**-20  # of a sum of log-probabilities in float32, relative
 # What is shown beside the loss: TRL's names.
 _SHOWN = (
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
@@ -41,7 +43,8 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
       ipo      (c / |c| - r / |r| - 1 / (2 beta))^2, by the tokens of each answer (arXiv 2310.12036)
 
     Batches hold the reference's log-probabilities. What is shown has TRL's names: the rewards
-    beta c and beta r, their difference, how often it is above 0, and the policy's own.
+    beta c and beta r, their difference, how often it is above 0 by more than rounding, and the
+    policy's own.
 
     Args:
       keys: beta, the loss, and the block of a device's tokens whose logits exist at a time.
@@ -68,7 +71,8 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         loss_B = jnp.where(is_pair_B, loss_of(ratio_B2, lengths_B2), 0)
         rewards_B2 = beta * ratio_B2
         margins_B = rewards_B2[:, 0] - rewards_B2[:, 1]
-        right_B = (margins_B > 0).astype(jnp.float32)
+        rounding_B = beta * _ROUNDING * jnp.abs(log_p_B2).sum(1)
+        right_B = ((margins_B > rounding_B) & ~_are_equal(batch)).astype(jnp.float32)
         counts = lengths_B2.sum(1), is_pair_B.astype(jnp.float32)
         columns = (loss_B, *counts, *rewards_B2.T, margins_B, right_B, *log_p_B2.T)
         found = _over_rows(jax.lax.stop_gradient(jnp.stack(columns)))
@@ -77,6 +81,27 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
 
     return Objective(sums, shown, divisor="pairs")
+
+
+def _are_equal(batch: Batch) -> jax.Array:
+    """Whether both answers of a pair, and what is read before them, are the same tokens: bool [B].
+
+    By a hash: they stand at different places, where their log-probabilities round differently.
+    """
+    is_token_BT, is_target_BT = batch.tokens >= 0, batch.targets >= 0
+    begins_B = (is_token_BT & (batch.segments == 0)).sum(1)
+    place_BT = jnp.arange(batch.tokens.shape[1]) - begins_B[:, None] * batch.segments
+    hashes_BT = mixed(place_BT.astype(jnp.uint32))
+    for ids_BT in (batch.tokens, batch.targets):
+        hashes_BT = mixed(hashes_BT ^ ids_BT.astype(jnp.uint32))
+
+    def of_chat(number: int) -> jax.Array:
+        is_of_BT = batch.segments == number
+        last_B = jnp.where(is_of_BT & is_target_BT, place_BT, -1).max(1)
+        is_read_BT = is_of_BT & (place_BT <= last_B[:, None])
+        return jnp.where(is_read_BT, hashes_BT, 0).sum(1, dtype=jnp.uint32)
+
+    return of_chat(0) == of_chat(1)
 
 
 def of_answers(

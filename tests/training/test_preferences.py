@@ -1,5 +1,6 @@
 """use_dpo in the step and in runs: the same pairs give the same update, however it is computed."""
 
+import dataclasses
 import json
 import signal
 
@@ -15,6 +16,7 @@ from maxramp.data.batch import Batch
 from maxramp.data.row import PADDING
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
+from maxramp.training import preferences
 from maxramp.training.objectives import objective_of
 from maxramp.training.state import initial_state
 from maxramp.training.step import eval_step, make_train_step
@@ -47,6 +49,19 @@ def batch_of_pairs() -> Batch:
     known = random.normal(-20, 1, (B, 2)).astype(np.float32)
     hashes = np.ones((B, 2), np.uint32)
     return Batch(tokens, targets, segments, hashes, reference_log_probs=known)
+
+
+def equal_pairs() -> Batch:
+    """Pairs of one answer, of several lengths; one fills its row to the end."""
+    batch = batch_of_pairs()
+    for row, size in enumerate((2, 3, 4, 5, 6, 7, 8, 8)):
+        batch.tokens[row], batch.targets[row] = PADDING, PADDING
+        batch.tokens[row, :size] = batch.tokens[row, size : 2 * size] = np.arange(size) + row
+        for begin in (0, size):
+            batch.targets[row, begin : begin + size - 1] = np.arange(1, size) + row
+        batch.segments[row] = np.arange(T) >= size
+    batch.reference_log_probs[:] = -20, -20.001  # as if the second had rounded otherwise
+    return batch
 
 
 def updated(keys, devices, passes):
@@ -104,6 +119,37 @@ def test_what_is_shown(expected):
         np.testing.assert_allclose(metrics[f"rewards/{name}"], reward, rtol=1e-4)
     margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     np.testing.assert_allclose(metrics["rewards/margins"], margin, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_answers_are_known_wherever_they_stand():
+    """And one token of difference, of the answer or of what is read before it."""
+    batch = equal_pairs()
+    assert preferences._are_equal(batch).all()
+    for row in range(B):
+        (places,) = np.nonzero(batch.segments[row] * (batch.targets[row] >= 0))
+        for field, place in (("tokens", places[0]), ("targets", places[-1])):
+            other = {field: getattr(batch, field).copy()}
+            other[field][row, place] += 1
+            equal = preferences._are_equal(dataclasses.replace(batch, **other))
+            assert np.flatnonzero(~equal).tolist() == [row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tie_is_no_win(dtype):
+    """Of eight pairs with one answer each, and of one whose second answer is another."""
+    config = make_config(*KEYS, f"dtype={dtype}")
+    objective, found = objective_of(config.recipe), []
+    batch, zeros = equal_pairs(), (jnp.float32(0),) * len(objective.shown)
+    evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, objective=objective))
+    for again in range(2):
+        with jax.set_mesh(make_mesh(config)):
+            of_pass = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)
+            sums = evaluate(initial_state(config.recipe).model, of_pass)
+        found.append(float(dict(zip(objective.shown, sums, strict=True))["rewards/accuracies"]))
+        batch.targets[3, 8] += 1 - again
+        batch.reference_log_probs[3] = 0, 40
+    assert found == [0, 1]
 
 
 @pytest.fixture(scope="module")
