@@ -42,13 +42,9 @@ class Ahead:
     def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
         """Has a program compiled after those that wait to be, unless one of that key is known.
 
-        Args:
-          key: by which it is asked for.
-          name: in lines about it.
-          mesh: to lower it for.
-          lower: called in the main thread, where the mesh is set. It returns a lowered program,
-            or a tree of them, which are needed together; the compiler's options are those of
-            `jax.jit`, so that a call finds what was compiled.
+        `lower` is called in the main thread, where the mesh is set. It returns a lowered program,
+        or a tree of them, which are needed together; the compiler's options are those of `jax.jit`,
+        so that a call finds what was compiled.
         """
         if key not in self:
             self._waiting[key] = name, mesh, lower

@@ -24,17 +24,11 @@ def log_probs(
     temperature: float,
     block_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of softmax(x @ head / temperature) in float32, the target's logarithm and the entropy.
+    """Of softmax(x @ head / temperature) in float32, the target's logarithm and the entropy: two
+    arrays [B, T] in nats, of which only the logarithms have a gradient.
 
-    Args:
-      x_BTD: the last layer's output.
-      head_DV: output weights of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
-      targets_BT: token ids; negative ones read as token 0.
-      temperature: above 0.
-      block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
-
-    Returns:
-      Two arrays [B, T], float32, in nats. Only the logarithms have a gradient.
+    The head is of x's dtype and sharded as HEAD_DV; its gradient may stay apart. Negative targets
+    read as token 0. Logits of at most `block_tokens` exist at a time on a device; 0 = all.
     """
     x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(targets_BT, TOKENS_BT)
     return _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens)

@@ -48,12 +48,10 @@ def cross_entropy_sums(
     """Sums over the tokens that are targets, of logits = x @ head in float32.
 
     Args:
-      x_BTD: the last layer's output, rows sharded.
-      head_DV: output weights of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
+      head_DV: of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
       block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
-      statistics: whether to count what the model gets right, too.
 
     Returns:
       (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy

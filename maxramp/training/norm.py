@@ -20,11 +20,7 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
     """Each device's part of the squared norm of all arrays of a tree, in float32: [devices].
 
     Of arrays that lie apart (`sharding.of_gradient`) it is the sum of the copies' squared norms.
-
-    Args:
-      tree: arrays.
-      beside: trees of what `of` takes too, of arrays that lie alike or scalars.
-      of: what is squared, of each array.
+    What is squared is `of` each array, and of those beside it: arrays that lie alike, or scalars.
     """
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *beside)], jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)

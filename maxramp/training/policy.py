@@ -24,10 +24,8 @@ _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
     """How much better each answer is than the others to its prompt: float32 [P, G].
 
-    Args:
-      rewards_PG: one of each answer.
-      normalize: divide by the group's standard deviation, as GRPO does; without, easy and hard
-        prompts weigh as their rewards differ (Liu et al., arXiv 2503.20783).
+    Normalized, it is divided by the group's standard deviation, as GRPO does; without, easy and
+    hard prompts weigh as their rewards differ (Liu et al., arXiv 2503.20783).
     """
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)
@@ -37,12 +35,10 @@ def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
 
 
 def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
-    """What a token of each answer adds to the divisor of a step: float32 [B].
+    """What a token of each answer, of so many, adds to the divisor of a step: float32 [B].
 
-    Args:
-      lengths_B: tokens of each answer.
-      grpo_normalization: "token": all tokens of a step weigh alike (DAPO, Yu et al., arXiv
-        2503.14476); "sequence": all answers do, whatever their length, as in GRPO.
+    By "token" all tokens of a step weigh alike (DAPO, Yu et al., arXiv 2503.14476); by "sequence"
+    all answers do, whatever their length, as in GRPO.
     """
     if grpo_normalization == "token":
         return np.ones(len(lengths_B), np.float32)
@@ -56,10 +52,6 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1), where d = log p of
     the reference - log p (the k3 estimator of Schulman, joschu.net/blog/kl-approx.html). The two
     bounds are DAPO's. Batches hold advantages as weights.
-
-    Args:
-      keys: bounds and weights, and the block of a device's tokens whose logits exist at a time.
-      execution: how passes are computed.
     """
 
     def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:

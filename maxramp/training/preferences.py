@@ -45,10 +45,6 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
     Batches hold the reference's log-probabilities. What is shown has TRL's names: the rewards
     beta c and beta r, their difference, how often it is above 0 by more than rounding, and the
     policy's own.
-
-    Args:
-      keys: beta, the loss, and the block of a device's tokens whose logits exist at a time.
-      execution: how passes are computed.
     """
     beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
     shown = ("loss", "tokens", "pairs", *_SHOWN)

@@ -57,10 +57,8 @@ def _like(model: Decoder, part: Decoder) -> Decoder:
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     """The state before the first step, as it is traced: under a mesh weights are born sharded.
 
-    Args:
-      recipe: what it is made from.
-      model: its weights, in place of random ones; under `lora_rank` they may lack adapters, which
-        are made.
+    A model gives its weights, in place of random ones; under `lora_rank` it may lack adapters,
+    which are made.
     """
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
@@ -106,12 +104,8 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
 
 def in_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
-    """The trained weights of a model, or what is like them, with zeros for all other layers.
-
-    Args:
-      tree: weights, gradients or what an optimizer makes of them.
-      numbers: of the layers that keep theirs; none = all.
-    """
+    """The trained weights of a model, or what is like them, with zeros for all layers but those of
+    these numbers; none = as they are."""
     if not numbers:
         return tree
 
