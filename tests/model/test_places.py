@@ -16,7 +16,7 @@ from maxramp.training.objectives import objective_of
 from maxramp.training.state import initial_state
 
 MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
-WINDOW = ("decoder_block=mistral", "sliding_window_size=5")
+WINDOW = ("decoder_block=mistral", "sliding_window_size=5", "base_num_decoder_layers=1")
 PIPELINE = ("ici_pipeline_parallelism=2", "base_num_decoder_layers=4")
 PIPELINE += ("num_layers_per_pipeline_stage=1",)
 
