@@ -84,16 +84,14 @@ def _are_equal(batch: Batch) -> jax.Array:
 
     By a hash: they stand at different places, where their log-probabilities round differently.
     """
-    is_token_BT, is_target_BT = batch.tokens >= 0, batch.targets >= 0
-    begins_B = (is_token_BT & (batch.segments == 0)).sum(1)
-    place_BT = jnp.arange(batch.tokens.shape[1]) - begins_B[:, None] * batch.segments
+    place_BT = batch.places.positions(batch.tokens.shape[1])
     hashes_BT = mixed(place_BT.astype(jnp.uint32))
     for ids_BT in (batch.tokens, batch.targets):
         hashes_BT = mixed(hashes_BT ^ ids_BT.astype(jnp.uint32))
 
     def of_chat(number: int) -> jax.Array:
         is_of_BT = batch.segments == number
-        last_B = jnp.where(is_of_BT & is_target_BT, place_BT, -1).max(1)
+        last_B = jnp.where(is_of_BT & (batch.targets >= 0), place_BT, -1).max(1)
         is_read_BT = is_of_BT & (place_BT <= last_B[:, None])
         return jnp.where(is_read_BT, hashes_BT, 0).sum(1, dtype=jnp.uint32)
 
