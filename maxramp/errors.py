@@ -38,6 +38,10 @@ class PeerLostError(TrainingError):
     """Another process of the job ended. Programs exit with status 77: start the job again."""
 
 
+class Stopped(Exception):
+    """Somebody asks for the end: every process gives up what it does, at the same point of it."""
+
+
 def install(extra: str) -> str:
     """The line that installs what an extra of ours brings."""
     return f"python -m pip install -e '.[{extra}]'"

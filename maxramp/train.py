@@ -38,7 +38,7 @@ from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import Corpus, hash_of
-from maxramp.errors import EXIT_PREEMPTED, ConfigError
+from maxramp.errors import ConfigError
 from maxramp.evaluation.in_run import RunTasks, hash_of_tasks
 from maxramp.job import start
 from maxramp.job.loop import train
@@ -89,8 +89,8 @@ def _run(begun: Start) -> int:
     job = begun.open_run(corpus.identity(_evaluations(config, corpus)), fields, rows)
     if not job.has_work:
         return job.end()
-    if config.data.use_dpo and not (corpus := with_reference(job, corpus, expansion)):
-        return EXIT_PREEMPTED
+    if config.data.use_dpo:
+        corpus = with_reference(job, corpus, expansion)
     loader = Loader(
         config.data,
         config.reading,

@@ -24,7 +24,7 @@ from maxramp.data.chats.messages import Chat
 from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files.records import BadRecord
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.errors import ConfigError, TrainingError, install
+from maxramp.errors import ConfigError, Stopped, TrainingError, install
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scored
 from maxramp.evaluation.together import Rehearsal, Together
@@ -358,7 +358,7 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
             apply_chat_template=asking.apply_chat_template,
             fewshot_as_multiturn=True,
         )
-    except (ConfigError, TrainingError):
+    except (ConfigError, TrainingError, Stopped):
         raise
     except Exception as error:  # of a task's own code
         raise ConfigError(f"the tasks {','.join(tasks.names)}: {_said(error)}") from None

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from maxramp.commandline import Seldom
 from maxramp.data.keys import EvalKeys
 from maxramp.data.rows import hash_of
-from maxramp.errors import ConfigError, StepError, TrainingError
+from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Rehearsal, Together, expect
@@ -89,7 +89,7 @@ class RunTasks:
         together = Together(scorer, state.model, self._beat)
         try:
             found = together.run(lambda: self._numbers(self._tasks, together))
-        except _StoppedError:
+        except Stopped:
             return None
         except (ConfigError, TrainingError) as error:
             raise StepError(str(error)) from None
@@ -118,11 +118,5 @@ class RunTasks:
 
     def _pause(self, line: str) -> None:
         """Between two passes, on all processes: a signal may ask for the end."""
-        self._beat()
         self._tell(line)
-        if self._job.is_asked_to_stop():
-            raise _StoppedError("somebody asks for the end")
-
-
-class _StoppedError(TrainingError):
-    """An evaluation is given up: the run is asked to save and stop."""
+        self._job.pause()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _STALE = ".stale"  # of an export of a state that the run no longer has
 
 
-def export_run(run: Place, mesh: MeshKeys) -> None:
+def export_run(
+    run: Place, mesh: MeshKeys, pause: Callable[[], None], say: Callable[[str], None]
+) -> None:
     """Hands over the end of a run that is finished, in exported/STEP of its folder, once.
 
     An export of another state of that number is set aside.
@@ -35,10 +38,13 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
     Args:
       run: the run's folder.
       mesh: of the job's devices.
+      pause: called between two tensors, on every process.
+      say: prints a line, on the first process.
 
     Raises:
       ConfigError: it cannot be written.
     """
+    pause()
     sizes = [
         f"{name}={size}" for group in ("ici", "dcn") for name, size in mesh.group(group).items()
     ]
@@ -46,9 +52,8 @@ def export_run(run: Place, mesh: MeshKeys) -> None:
     to = run / "exported" / opened.path.rpartition("/")[2]
     if agreement.all_gather_json(agreement.raise_everywhere(lambda: _is_made(to, opened)))[0]:
         return
-    export(opened, opened.load(), to, "", merge=not opened.adapted)
-    if jax.process_index() == 0:
-        print(f"wrote {to}")
+    export(opened, opened.load(), to, "", not opened.adapted, pause)
+    say(f"wrote {to}")
 
 
 def _is_made(to: Place, opened: Opened) -> bool:
@@ -75,7 +80,14 @@ def _whole(model: Decoder, dtype: str) -> Decoder:
         return merge(base, kept(model))
 
 
-def export(opened: Opened, model: Decoder, to: Place, dtype: str = "", merge: bool = False) -> None:
+def export(
+    opened: Opened,
+    model: Decoder,
+    to: Place,
+    dtype: str = "",
+    merge: bool = False,
+    pause: Callable[[], None] = lambda: None,
+) -> None:
     """Writes a model as a folder of Hugging Face's; every process of the job takes part.
 
     Of a model with adapters these alone are written, as PEFT has them.
@@ -86,12 +98,13 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str = "", merge: bo
       to: the folder.
       dtype: of the tensors; "" for that in which they came, or weight_dtype.
       merge: whether adapters are added to the model, and the whole is written.
+      pause: called between two of them, on every process.
 
     Raises:
       ConfigError: it cannot be written, or transformers has no such model.
     """
     if has_adapters(model) and not merge:
-        _export_adapters(opened, model, to, dtype)
+        _export_adapters(opened, model, to, dtype, pause)
         return
     keys, came_in = opened.config.model, opened.released.config if opened.released else {}
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
@@ -126,10 +139,13 @@ def export(opened: Opened, model: Decoder, to: Place, dtype: str = "", merge: bo
         dtype=dtype,
         vocab_size=vocab_size,
         source=_source(opened, model),
+        pause=pause,
     )
 
 
-def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> None:
+def _export_adapters(
+    opened: Opened, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
+) -> None:
     if not opened.adapted:
         raise ConfigError(
             f"{opened.path} adapts a run, or sees by other positions or windows than its base, "
@@ -148,6 +164,7 @@ def _export_adapters(opened: Opened, model: Decoder, to: Place, dtype: str) -> N
         dtype=dtype or "float32",
         vocab_size=keys.vocab_size,
         source=_source(opened, kept(model)),
+        pause=pause,
         file_bytes=math.inf,
         one=adapter.TENSORS,
         layers=layers,

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def write(
     dtype: str,
     vocab_size: int,
     source: Mapping[str, Any],
+    pause: Callable[[], None] = lambda: None,
     file_bytes: float = FILE_BYTES,
     one: str = ONE,
     layers: Sequence[int] = (),
@@ -60,6 +61,7 @@ def write(
       dtype: of the tensors, such as "bfloat16".
       vocab_size: rows of embedding and head that are written.
       source: what the weights are, JSON; the folder keeps it (`made_of`).
+      pause: called between two tensors, on every process; what it raises ends the export.
       file_bytes: the size of a file of tensors, at most.
       one: the name of the file, where one is enough.
       layers: the numbers of those that are written; none = all.
@@ -90,7 +92,7 @@ def write(
             if done.get(file) == size:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            parts = _parts(tensors, names, shapes, dtype, is_own)
+            parts = _parts(tensors, names, shapes, dtype, is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, header, parts, is_own)
             )
@@ -213,6 +215,7 @@ def _parts(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     is_own: bool,
+    pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
     """The tensors of a file; every process makes them, and the one that writes it reads them.
 
@@ -221,6 +224,7 @@ def _parts(
     """
     too_large = ""
     for name in names:
+        pause()
         weight, layer = tensors[name]
         (array,) = jax.tree.leaves(weight.weight)
         rows = shapes[name][0]

@@ -66,7 +66,7 @@ class _Known:
     size: int  # of the lines that are whole, in bytes
 
 
-def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | None:
+def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
     """The corpus with the log-probabilities of its pairs, which are made where there are none yet.
 
     Called by all processes of the job.
@@ -76,10 +76,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
       corpus: rows of pairs.
       expansion: how rows get to their devices.
 
-    Returns:
-      None if somebody asked for the end before all were made.
-
     Raises:
+      Stopped: somebody asks for the end.
       ConfigError: the weights cannot be read, or are not those that the run stayed near to so far.
     """
     parts = [*corpus.train, *corpus.held_out]
@@ -117,10 +115,7 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus | N
                 write(sum(map(len, made)), new_n2)
                 made.append(new_n2)
                 tell(f"pairs    {sum(map(len, made)):,} of {total:,} have their log-probabilities")
-                job.watchdog.beat()
-                if job.is_asked_to_stop():
-                    job.output.say_stopped(None)
-                    return None
+                job.pause()
         done_N2 = np.concatenate(made)
         if new := total - len(made[0]):
             job.output.say(

@@ -22,7 +22,7 @@ from maxramp.config.load import to_yaml
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.data.rows import DataIdentity
-from maxramp.errors import EXIT_STAGE_END, is_expected, report
+from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, Stopped, is_expected, report
 from maxramp.files.place import Place, place
 from maxramp.handover.export import export_run
 from maxramp.parallel import mesh as mesh_lib
@@ -53,10 +53,14 @@ def run(
     preemption, notes = preemption or Preemption(), []
     try:
         with start(load(notes.append), notes, preemption) as begun:
-            status = work(begun)
-        if status == 0 and begun.config.run.export_huggingface:
-            export_run(begun.config.run.folder, begun.config.mesh)
-        return status
+            try:
+                status, keys = work(begun), begun.config.run
+                if status == 0 and keys.export_huggingface:
+                    export_run(keys.folder, begun.config.mesh, begun.pause, begun.say)
+                return status
+            except Stopped:
+                begun.say("stopped by a signal; start again to go on")
+                return EXIT_PREEMPTED
     except Exception as error:
         if not is_expected(error):
             raise
@@ -101,6 +105,25 @@ class Start:
     # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
     closing: contextlib.ExitStack  # closes what the job opens, the last first
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether to give up the step that is being done; the same answer on every process."""
+        return self.preemption.reached(after_step=False)
+
+    def say(self, line: str) -> None:
+        """Prints a line, on the first process."""
+        if jax.process_index() == 0:
+            self.preemption.say(line)
+
+    def pause(self) -> None:
+        """Between two parts of what takes long, on every process.
+
+        Raises:
+          Stopped: somebody asks for the end.
+        """
+        self.watchdog.beat()
+        if self.is_asked_to_stop():
+            raise Stopped
 
     def open_run(self, data: DataIdentity, fields: Fields, rows: int = 0) -> "Job":
         """Opens the run's folder, and finds where the run stands.
@@ -234,10 +257,6 @@ class Job(Start):
         self.output.kept.check()
         self.checkpoints.check()
         return self.preemption.reached(after_step=True)
-
-    def is_asked_to_stop(self) -> bool:
-        """Whether to give up the step that is being done; the same answer on every process."""
-        return self.preemption.reached(after_step=False)
 
     def end(self) -> int:
         """Says what comes next of the run when no step is left to this job.

@@ -120,7 +120,7 @@ class Preemption:
 
     def __init__(self):
         self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
-        self._asked = self._has_trained = self._several = False
+        self._asked = self._has_trained = self._several = self._reached = False
         self._points = itertools.count(1)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -159,7 +159,7 @@ class Preemption:
         print(f"{cursor}{line}", flush=True)
 
     def reached(self, after_step: bool) -> bool:
-        """Whether to save and end here; the same answer on every process.
+        """Whether to save and end here; the same answer on every process, and from then on.
 
         Every process asks at the same points of the run.
 
@@ -167,9 +167,9 @@ class Preemption:
           after_step: a step was done, which may be saved.
         """
         self._has_trained |= after_step
-        if self._several:
+        if self._several and not self._reached:
             from jax.experimental import multihost_utils
 
             # JAX agrees on one of the coming points by its number.
-            return multihost_utils.reached_preemption_sync_point(next(self._points))
-        return self._asked
+            self._reached = multihost_utils.reached_preemption_sync_point(next(self._points))
+        return self._reached if self._several else self._asked

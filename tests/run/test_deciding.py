@@ -278,7 +278,8 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
     assert np.allclose([r["loss"] for r in again], [r["loss"] for r in whole], atol=0.05)
     assert json.loads((tmp_path / "run" / decisions.FILE).read_text()) == found
 
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
     later = "rampup_latest=[1500,2000]", "rampup_noise_factor=1e-30"
     done = run(*arguments(tmp_path, cache_dir, "run", *later))
     assert done.returncode == 0 and "again    2 decisions about the batch" in done.stdout

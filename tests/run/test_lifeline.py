@@ -2,11 +2,15 @@
 
 import os
 import pathlib
+import signal
+import sys
 import time
 
 import numpy as np
 import pytest
-from test_faults import Job
+from conftest import run
+from jobs import start
+from test_faults import Job, arguments
 
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.errors import EXIT_LOST
@@ -72,3 +76,52 @@ def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging
         stderr = job.printed("stderr")
         assert "maxramp/files/storage.py" in stderr and "most recent call first" in stderr
         assert "hang_timeout_seconds=5" in stderr
+
+
+# Trains and exports, and sends a signal to its process where that hands over its fourth tensor.
+SIGNALLED = """
+import os, sys
+import jax
+from maxramp import train
+from maxramp.job.start import Start
+from maxramp.processes.ending import Preemption, end_process
+number, process, calls, pause = *map(int, sys.argv[1:3]), [], Start.pause
+def signalled(self):
+    calls.append(self)
+    if len(calls) == 4 and jax.process_index() == process:
+        os.kill(os.getpid(), number)
+    pause(self)
+Start.pause = signalled
+end_process(train.main(sys.argv[3:], Preemption()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, statuses", [(signal.SIGTERM, [76, 76]), (signal.SIGKILL, [77]), (signal.SIGSTOP, [77])]
+)
+def test_an_export_ends_as_a_step_does(tmp_path, cache_dir, number, statuses):
+    """By a signal, a killed peer or one that hangs; the next start exports."""
+    line = (*arguments(tmp_path, cache_dir, "steps=2", "export_huggingface=True"),)
+    more = ("hang_timeout_seconds=40",) * (number == signal.SIGSTOP)
+    signalled = (sys.executable, "-c", SIGNALLED, str(int(number)), "1", *line, *more)
+    job = start(signalled, 2, 1, [tmp_path] * 2)
+    try:
+        stdout, stderr = job[0].communicate(timeout=200)
+        if len(statuses) == 1:
+            job[1].kill()
+        ends = [peer.wait(60) for peer in job]
+    finally:
+        for peer in job:
+            peer.kill()
+    assert ends[: len(statuses)] == statuses, stderr
+    assert not (tmp_path / "run/exported/2/config.json").exists()
+    assert stderr.count("error: ") == (number != signal.SIGTERM), stderr
+    assert "Traceback" not in stderr
+    if number == signal.SIGTERM:
+        assert "stopped by a signal; start again to go on" in stdout and "done     2" in stdout
+    elif number == signal.SIGSTOP:
+        assert "error: no progress for hang_timeout_seconds=40" in stderr, stderr
+    again = run(*line)
+    assert again.returncode == 0 and f"wrote {tmp_path}/run/exported/2" in again.stdout
+    assert (tmp_path / "run/exported/2/config.json").exists()
