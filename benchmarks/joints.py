@@ -57,7 +57,7 @@ def run_case(case: Case, world: World, folder: pathlib.Path) -> tuple[str, str]:
 
 
 def make_simpler(case: Case, what: str, world: World, folder: pathlib.Path, tries: int) -> Case:
-    """A case with less in it of which the same does not hold, after at most so many tries."""
+    """Drops features from a failing case while the same check fails, in at most `tries` runs."""
     candidates = simpler(case)
     while tries and (candidate := next(candidates, None)):
         if candidate.is_valid:

@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def places(self) -> Places:
-        """Where the tokens stand in their documents."""
+        """The positions of the tokens in their documents, and their segments."""
         return Places(self.segments, self.positions)
 
 

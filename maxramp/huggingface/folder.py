@@ -22,7 +22,7 @@ BESIDE = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *TOKENIZER,
 )
-# Written last and removed first: a folder without either is no model, to other tools too.
+# Written last and removed first: without either, no tool takes the folder for a model.
 MARKS = ("config.json", CONFIG)
 # What a model of several parts says once.
 _OF_ALL_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
