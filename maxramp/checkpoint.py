@@ -71,7 +71,7 @@ def ls(path: Place) -> int:
     folder = folder_lib.find(path).parent
     listed = {MARK, *map(str, folder_lib.steps_in(folder))}
     for other in sorted(p for p in folder.iterdir() if p.name not in listed):
-        print(f"{other.name:>9}: {_described(other)}, {_bytes(other)}")
+        print(f"{other.name:>9}: {_describe(other)}, {_bytes(other)}")
     return 0
 
 
@@ -137,7 +137,7 @@ def _checkpoints(path: Place) -> list[Place]:
     return [found.parent / str(step) for step in folder_lib.steps_in(found.parent)]
 
 
-def _described(path: Place) -> str:
+def _describe(path: Place) -> str:
     if path.suffix == folder_lib.TORN:
         return "torn, moved aside by a restart"
     if folder_lib.is_step(path.name):

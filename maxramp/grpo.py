@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     given = sys.argv[1:] if arguments is None else arguments
 
-    def loaded(note: Callable[[str], None]) -> Config:
+    def load_config(note: Callable[[str], None]) -> Config:
         config = load(given, "grpo", __doc__, note=note)
         _refuse(config)
         return first_weights.with_weights(config, note)
 
-    return start.run(loaded, _run, preemption)
+    return start.run(load_config, _run, preemption)
 
 
 def _refuse(config: Config) -> None:

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     given = sys.argv[1:] if arguments is None else arguments
 
-    def loaded(note: Callable[[str], None]) -> Config:
+    def load_config(note: Callable[[str], None]) -> Config:
         config = load(given, "train", __doc__, note=note)
         if config.data.use_dpo and not config.checkpoints.load_parameters_path:
             raise ConfigError(
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
             )
         return config
 
-    return start.run(loaded, _run, preemption)
+    return start.run(load_config, _run, preemption)
 
 
 def _run(begun: Start) -> int:
@@ -162,7 +162,7 @@ class Pretrainer:
         return self._held.tree
 
     @property
-    def evaluated(self) -> list[str]:
+    def evaluation_names(self) -> list[str]:
         """The names of the numbers of its evaluations."""
         tasks = self._tasks.names if self._tasks else []
         return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
@@ -180,7 +180,7 @@ class Pretrainer:
         self._held.arrays, shown = train_step(self._held.arrays, batch)
         self._programs.lower()
 
-        def measured(read: dict[str, Any], begin: float, end: float) -> Record:
+        def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
             tokens = stage.global_batch_size * stage.spec.tokens
             model = self._recipe.of(stage.spec).model
@@ -199,7 +199,7 @@ class Pretrainer:
                 "batch_fingerprint": f"{high:08x}{low:08x}",
             }
 
-        return Taken(shown, measured)
+        return Taken(shown, measure)
 
     def evaluate(self, stage: Stage) -> Taken:
         """Adds up what the objective shows of held-out sets, or of each batch of them."""

@@ -116,7 +116,7 @@ def _path(path: Any) -> str:
     return ".".join(name for name in names if name != "value")
 
 
-def _shown(leaf: tuple[tuple[int, ...], str] | None) -> str:
+def _describe_leaf(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
@@ -146,8 +146,8 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     for path in sorted(there.keys() | wanted.keys()):
         if there.get(path) != wanted.get(path):
             raise ConfigError(
-                f"{checkpoint.path}: {path} is {_shown(there.get(path))}, but "
-                f"{keys or 'this config'} makes it {_shown(wanted.get(path))}; give the "
+                f"{checkpoint.path}: {path} is {_describe_leaf(there.get(path))}, but "
+                f"{keys or 'this config'} makes it {_describe_leaf(wanted.get(path))}; give the "
                 "model and optimizer keys it was trained with, or another run_name"
             )
 

@@ -14,12 +14,12 @@ def fingerprint_of_weights(weights: Any) -> str:
     A value with the bits b at index i of the n-th array adds mix(mix(i + n c) ^ b) to the word
     whose constant is c, modulo 2^32; n counts from 1.
     """
-    high, low = (int(word) for word in _of_weights(jax.tree.leaves(weights)))
+    high, low = (int(word) for word in _hash_words(jax.tree.leaves(weights)))
     return f"{high:08x}{low:08x}"
 
 
 @jax.jit
-def _of_weights(arrays: list[jax.Array]) -> jax.Array:
+def _hash_words(arrays: list[jax.Array]) -> jax.Array:
     words = jnp.zeros((2,), jnp.uint32)
     for number, x in enumerate(arrays, 1):
         sharding = jax.typeof(x).sharding  # with its mesh: none need be set here

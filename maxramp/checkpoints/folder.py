@@ -107,10 +107,10 @@ def is_step(name: str) -> bool:
 
 def steps_in(folder: Place) -> list[int]:
     """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
-    return sorted(int(path.name) for path in numbered(folder) if is_committed(path))
+    return sorted(int(path.name) for path in step_folders(folder) if is_committed(path))
 
 
-def numbered(folder: Place) -> list[Place]:
+def step_folders(folder: Place) -> list[Place]:
     """What in a folder has a checkpoint's name, in any order: saves, or what was exported."""
     return [p for p in folder.iterdir() if is_step(p.name)] if folder.is_dir() else []
 
@@ -151,7 +151,7 @@ def discard(folder: Place) -> None:
 
     What holds anything else than arrays of ours is somebody's, and stays. No save is going on.
     """
-    for path in numbered(folder):
+    for path in step_folders(folder):
         if path.is_dir() and not is_committed(path):
             names = {inner.name for inner in path.iterdir()}
             if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):

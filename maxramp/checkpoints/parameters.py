@@ -123,7 +123,7 @@ def find_released(path: str, key: str = "load_parameters_path") -> released.Mode
     return released.find(key, path)
 
 
-def beside(path: str) -> released.ModelFolder | None:
+def released_origin(path: str) -> released.ModelFolder | None:
     """What a Hugging Face folder says about the weights at a path, where they came from one.
 
     A run that begins with such weights keeps a copy of it.
@@ -147,7 +147,7 @@ def keep_beside(path: str, run: Place) -> None:
     Raises:
       ConfigError: it cannot be read or written.
     """
-    own, found = run / released.KEPT_IN, beside(path) if path else None
+    own, found = run / released.KEPT_IN, released_origin(path) if path else None
     files = found.beside if found else {}
     try:
         for name in released.BESIDE if own.is_dir() else ():

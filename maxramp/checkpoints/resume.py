@@ -74,7 +74,7 @@ def changes_since(
     refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
     if checkpoint.corpus_hash != data.hash:
         refused[_CORPUS] = _changed_parts(checkpoint, data)
-    today = seen(data.mixtures, checkpoint.consumed_samples)
+    today = seen_mixtures(data.mixtures, checkpoint.consumed_samples)
     for before, now in itertools.zip_longest(checkpoint.mixtures, today):
         if before != now:
             refused.setdefault(_CORPUS, (_mixture(before), _mixture(now)))
@@ -86,8 +86,8 @@ def changes_since(
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
-            f"{checkpoint.path}: trained with {_listed(refused)}, which would change what the run "
-            f"has seen; give back what was, allow_changed=[{','.join(refused)}], or another "
+            f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
+            f"the run has seen; give back what was, allow_changed=[{','.join(refused)}], or another "
             "run_name"
         )
     pairs |= {
@@ -95,10 +95,10 @@ def changes_since(
         for name, version in versions.items()
         if checkpoint.versions.get(name, version) != version
     }
-    return _listed(pairs)
+    return _list_changes(pairs)
 
 
-def seen(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
+def seen_mixtures(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
     """Those mixtures of which a run has consumed samples."""
     return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
 
@@ -163,7 +163,7 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     )
 
 
-def _listed(pairs: dict[str, tuple]) -> str:
+def _list_changes(pairs: dict[str, tuple]) -> str:
     return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
 
 
@@ -351,7 +351,7 @@ def origin_of(
     # What was decided after the checkpoint is no change.
     known = len(position.stages) if decided else None
     same = _sizes_from(_json(ramp)[:known], consumed) == before
-    trained, today = _trained(position.stages, step), _trained(_json(ramp), step)
+    trained, today = _trained_stages(position.stages, step), _trained_stages(_json(ramp), step)
     if same and ramp.samples_before(step) == consumed and _shapes(today) == _shapes(trained):
         return origin, ""
     history = [*position.history, *trained]
@@ -368,12 +368,12 @@ def origin_of(
         )
     return origin, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
-        f"{_shown(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
-        f"{_shown(before)}"
+        f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
+        f"{_format_sizes(before)}"
     )
 
 
-def _trained(stages: list[dict], step: int) -> list[dict]:
+def _trained_stages(stages: list[dict], step: int) -> list[dict]:
     """The stages of the steps before one, the last with those of its steps alone."""
     found = [dict(stage) for stage in stages if stage["first_step"] < step]
     for last in found[-1:]:
@@ -405,7 +405,7 @@ def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
     return found
 
 
-def _shown(sizes: list[tuple[int, int]]) -> str:
+def _format_sizes(sizes: list[tuple[int, int]]) -> str:
     first, *later = sizes[:6]
     parts = [str(first[1]), *(f"{size} from {sample}" for sample, size in later)]
     return ", ".join(parts) + (", ..." if len(sizes) > 6 else "")

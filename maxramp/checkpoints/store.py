@@ -25,7 +25,7 @@ from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.parameters import load_parameters
-from maxramp.checkpoints.resume import changes_since, seen
+from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
 from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
@@ -234,7 +234,7 @@ class Checkpoints(Saves):
             reference=self.reference,
             history=self.history,
             parts=list(self._data.parts),
-            mixtures=seen(self._data.mixtures, consumed_samples),
+            mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
             evaluations=dict(self._data.evaluations),
             evaluation=_finite(evaluation),
             saved=secrets.token_hex(8),
@@ -279,8 +279,8 @@ class Checkpoints(Saves):
         self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
     ) -> Callable[[], None]:
         """Copies a state, and returns what writes it and makes the checkpoint count."""
-        written = _begun(lambda: arrays.save(checkpoint.path, state))
-        prepared = _begun(prepare)
+        written = _begin(lambda: arrays.save(checkpoint.path, state))
+        prepared = _begin(prepare)
 
         def write() -> None:
             try:
@@ -319,7 +319,7 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
-def _begun(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+def _begin(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Begins a work, and returns what waits for it, there raising also why it cannot begin."""
     try:
         return begin()

@@ -256,7 +256,7 @@ def _why_no_model(path: Place) -> str:
             ": no config.json there, which model_name=hf takes the sizes from; give the folder of "
             "a model as transformers saves it"
         )
-    exported = [p for p in checkpoints.numbered(path / "exported") if released.is_whole(p)]
+    exported = [p for p in checkpoints.step_folders(path / "exported") if released.is_whole(p)]
     if not exported:
         write = f"python -m maxramp.convert {path} --to FOLDER"
         return f" is a run, and model_name=hf takes a model; write one: {write}"

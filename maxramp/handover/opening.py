@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from maxramp.checkpoints import folder
-from maxramp.checkpoints.parameters import beside, find_released, load_parameters
+from maxramp.checkpoints.parameters import find_released, load_parameters, released_origin
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -174,12 +174,12 @@ class Opened:
         Raises:
           ConfigError: its file is not there, or is damaged.
         """
-        kind, path, marks = self._of_data()
+        kind, path, marks = self._tokenizer_keys()
         marks |= {name: value for name, value in self._given.items() if name in marks}
         ends = tuple(self.released.ends) if self.released and not self._another else ()
         return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
 
-    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
         keys = self.config.data
         return keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
@@ -196,7 +196,7 @@ class ReleasedModel(Opened):
         """
         self.released, self.path = folder, folder.path
         if folder.adapter:
-            self.path, self.adapted = folder.adapter.path, _named(folder.adapter.base)
+            self.path, self.adapted = folder.adapter.path, _full_name(folder.adapter.base)
         longest = folder.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **folder.keys}
         own |= {"max_target_length": longest} if longest else {}
@@ -207,7 +207,7 @@ class ReleasedModel(Opened):
         # Synthetic documents stand for those that it was trained on, which had a tokenizer.
         self._data = dataclasses.replace(self.config.data, dataset_type="grain")
 
-    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         if not self.config.data.tokenizer_path:
             _ = self.released.data_keys  # raises: there is none that can be read
         return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
@@ -229,7 +229,7 @@ class TrainedRun(Opened):
         self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
         there = self.checkpoint.config | vars(self.checkpoint.sight)
         self.path, self.saved = str(self.checkpoint.path), self.checkpoint.saved
-        self.released = beside(self.path)
+        self.released = released_origin(self.path)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         names.add("trainable_layers")  # of adapters, those that there are
         taken = (names & there.keys()).difference(_OF_TRAINING)
@@ -246,11 +246,11 @@ class TrainedRun(Opened):
                 and not (found.path == kept and _is_run(below))
                 and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS)
             ):
-                self.adapted = _named(found.adapter.base if found.adapter else below)
+                self.adapted = _full_name(found.adapter.base if found.adapter else below)
 
-    def _of_data(self) -> tuple[str, str, dict[str, bool]]:
+    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
-        return _of_documents(self.config.data, self._another)
+        return _document_tokenizer(self.config.data, self._another)
 
 
 def tokenizer_of(keys: DataKeys, load_parameters_path: str) -> PromptTokenizer:
@@ -263,14 +263,14 @@ def tokenizer_of(keys: DataKeys, load_parameters_path: str) -> PromptTokenizer:
     Raises:
       ConfigError: its file is not there, or is damaged.
     """
-    kind, path, marks = _of_documents(keys, another=False)
-    released = beside(load_parameters_path) if load_parameters_path else None
+    kind, path, marks = _document_tokenizer(keys, another=False)
+    released = released_origin(load_parameters_path) if load_parameters_path else None
     return PromptTokenizer(
         tokenizers.load(kind, path, **marks), tuple(released.ends) if released else ()
     )
 
 
-def _of_documents(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
+def _document_tokenizer(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
     """Type, file and marks of a run's tokenizer; `another` replaces the one of its data."""
     of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # A document of text_files has both marks, and so would one that synthetic stands for.
@@ -304,7 +304,7 @@ def _of_documents(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bo
     return of_keys
 
 
-def _named(path: str) -> str:
+def _full_name(path: str) -> str:
     """A model's name on the Hub, its address, or its folder from wherever it is asked for."""
     if hub.is_name(path) or not is_near(place(path)):
         return path

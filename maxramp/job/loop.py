@@ -34,7 +34,7 @@ class Trainer(Protocol):
         ...
 
     @property
-    def evaluated(self) -> Sequence[str]:
+    def evaluation_names(self) -> Sequence[str]:
         """The names of the numbers of its evaluations."""
         ...
 
@@ -150,7 +150,7 @@ def train(job: Job, trainer: Trainer) -> int:
     """
     config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
     ramp, first_step = span.ramp, span.first_step
-    checkpoints.best.check(trainer.evaluated)
+    checkpoints.best.check(trainer.evaluation_names)
     cpu.keep()
     checkpoints.start_saving()
     writers = output.open_files(ramp, first_step, job.owes)
@@ -162,7 +162,7 @@ def train(job: Job, trainer: Trainer) -> int:
     job.closing.callback(profiler.close)
     after = _After(job, trainer, log, numbers)
 
-    def stopped(done: int) -> int:
+    def stop(done: int) -> int:
         trainer.raise_failure()  # which asked for the end
         output.say_stopped(done - 1 if done > first_step else None)
         return EXIT_PREEMPTED
@@ -172,7 +172,7 @@ def train(job: Job, trainer: Trainer) -> int:
         spec = dataclasses.replace(stage.spec, sight=position.sight)  # of the step before
         stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
         if not after.make_up(first_step - 1, consumed, stage, job.owes):
-            return stopped(first_step)
+            return stop(first_step)
 
     for step in span.steps():
         growth.before(step)
@@ -182,7 +182,7 @@ def train(job: Job, trainer: Trainer) -> int:
         if taken is None:
             if step > first_step:
                 after.save(step, last=True)
-            return stopped(step)
+            return stop(step)
         done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, taken)
         due = config.evaluation.due(done, first_sample, consumed, ramp.total_steps)
@@ -190,16 +190,16 @@ def train(job: Job, trainer: Trainer) -> int:
         if stopping or ends:
             after.save(done, last=True, owes=due)  # before anything else can fail
             if stopping and (due or not ends):
-                return stopped(done)
+                return stop(done)
             if due and not after.make_up(step, consumed, stage, due):
-                return stopped(done)
+                return stop(done)
             continue
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
         with after.saving(done, due):
             is_whole = after.evaluate(step, consumed, stage, due)
         if not is_whole:
             after.save(done, last=True, owes=due)
-            return stopped(done)
+            return stop(done)
         if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
             after.save(done, last=False)
     return job.end()

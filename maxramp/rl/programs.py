@@ -70,10 +70,10 @@ class PolicyPrograms:
         dtype, objective = recipe.model.dtype, policy_gradient(policy, recipe.model)
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
-            def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
+            def loss(trained: Decoder) -> tuple[jax.Array, Aux]:
                 return objective(joined(frozen.cast(dtype), trained), batch)
 
-            found = jax.grad(minimized, has_aux=True)(trained.cast(dtype))
+            found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
@@ -92,7 +92,7 @@ class PolicyPrograms:
         """Has a stage's programs compiled after those that wait to be."""
         part = stage.spec.of_size(1, stage.spec.rows)
         if part not in self._announced:  # stages whose parts are equal share their programs
-            self._announced[part] = self.traced(part)
+            self._announced[part] = self.trace_functions(part)
         for key, trace in self._announced[part].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
             self._ahead.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
@@ -110,7 +110,7 @@ class PolicyPrograms:
         self._ahead.lower()
         return waited
 
-    def traced(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:
+    def trace_functions(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:
         """The programs for parts of a step, in the order of their use."""
         state, model = self._state, self._state.model
         answers = part.rows * self.policy.num_generations

@@ -15,7 +15,7 @@ from maxramp.errors import ConfigError
 from maxramp.handover.opening import ChatText, PromptTokenizer
 from maxramp.model.keys import ModelKeys
 from maxramp.rl.keys import RolloutKeys
-from maxramp.rl.rewards import shortened
+from maxramp.rl.rewards import shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,13 @@ def open_prompts(
         for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
             if not len(tokens):
                 raise ConfigError(
-                    f"{name}={getattr(keys, name)}: {shortened(text)} has no tokens; leave it "
+                    f"{name}={getattr(keys, name)}: {shorten(text)} has no tokens; leave it "
                     "out, or use add_bos=True"
                 )
             if len(tokens) > most - answer:
                 raise ConfigError(
                     f"max_completion_length={answer} leaves a prompt {most - answer} of "
-                    f"max_target_length={most} tokens, and {shortened(text)} has {len(tokens)}; "
+                    f"max_target_length={most} tokens, and {shorten(text)} has {len(tokens)}; "
                     "raise max_target_length, or lower max_completion_length"
                 )
     return found

@@ -95,7 +95,7 @@ class Rewards:
         for worker, first in zip(self._workers, range(0, len(lists[0]), size), strict=False):
             part = [list(given[first : first + size]) for given in lists]
             worker.send(part)
-            to = f"the first to {shortened(part[0][0])}"
+            to = f"the first to {shorten(part[0][0])}"
             asked.append((worker, count(len(part[0]), "answer"), to))
         for worker, answers, to in asked:
             late = (
@@ -184,8 +184,8 @@ def _call_all(functions: dict[str, Callable], *lists: list) -> list[list[float]]
             for prompt, answer, truth in zip(*lists, strict=True):  # which of them it is
                 of_one = _call(function, [prompt], [answer], [truth])
                 if isinstance(of_one, str):
-                    to = f"to the prompt {shortened(prompt)}"
-                    return f"rewards: {name} {of_one} on the answer {shortened(answer)} {to}"
+                    to = f"to the prompt {shorten(prompt)}"
+                    return f"rewards: {name} {of_one} on the answer {shorten(answer)} {to}"
             return f"rewards: {name} {found[-1]} on {count(len(lists[0]), 'answer')}"
     return found
 
@@ -195,14 +195,14 @@ def _call(function: Callable, *lists: list) -> list[float] | str:
     try:
         returned = function(*copy.deepcopy(lists))
         if not isinstance(returned, Iterable):
-            return f"returned {_shown(returned)}, which is no list of rewards,"
+            return f"returned {_format_value(returned)}, which is no list of rewards,"
         returned = list(returned)
         for value in returned:
             number = np.asarray(value)  # V are the short floats of JAX
             with np.errstate(over="ignore"):  # finite in float32, as advantages are
                 is_number = number.dtype.kind in "biufV" and np.isfinite(np.float32(number))
             if number.ndim or not is_number:
-                return f"returned {_shown(value)}, which is no finite float32 number,"
+                return f"returned {_format_value(value)}, which is no finite float32 number,"
         if len(returned) != len(lists[0]):
             wanted = count(len(lists[0]), "answer")
             return f"returned {count(len(returned), 'reward')} for {wanted}"
@@ -215,7 +215,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # as of integers of more than 4,300 digits
@@ -223,6 +223,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text as an error shows it: its beginning, in quotes."""
     return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

@@ -84,7 +84,7 @@ class Part:
     reward_seconds: float = 0.0  # what the functions took
 
     @classmethod
-    def joined(cls, parts: Sequence["Part"], count: int | None = None) -> "Part":
+    def join(cls, parts: Sequence["Part"], count: int | None = None) -> "Part":
         """Parts whose rewards are there as one, or the first `count` answers of them."""
         lists = (
             [x for part in parts for x in getattr(part, name)][:count]
@@ -233,7 +233,7 @@ class PolicyTrainer:
         self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
 
     @property
-    def evaluated(self) -> list[str]:
+    def evaluation_names(self) -> list[str]:
         """The names of the numbers of its evaluations."""
         return [f"eval_{name}" for name in (*_OF_ANSWERS, "tokens")]
 
@@ -265,7 +265,7 @@ class PolicyTrainer:
         first = first_sample * self._policy.num_generations
         parts, batches = [], []
         enter("rollout")
-        for part in self._answered(weights, asked, first, stage):
+        for part in self._answer_parts(weights, asked, first, stage):
             if self._stopping():
                 return None
             if part is None:
@@ -285,13 +285,13 @@ class PolicyTrainer:
         del weights
         shown = self._update(sums, batches, np.uint32(stage.global_batch_size))
 
-        def measured(read: dict[str, Any], begin: float, end: float) -> Record:
+        def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds = collections.Counter({"compile": compile_seconds})
             for (phase, start), (_, stop) in itertools.pairwise([*phases, ("", end)]):
                 seconds[phase] += stop - start
-            return self._record(Part.joined(parts), seconds, end - begin)
+            return self._record(Part.join(parts), seconds, end - begin)
 
-        return Taken(shown, measured)
+        return Taken(shown, measure)
 
     def evaluate(self, stage: Stage) -> Taken:
         """The rewards of answers to every held-out prompt, written in the parts of a stage.
@@ -305,21 +305,21 @@ class PolicyTrainer:
         # What fills up the last part does not count.
         asked = [self._held_out[i % count] for i in range(-(-count // size) * size)]
         parts: list[Part] = []
-        for part in self._answered(weights, asked, _HELD_OUT, stage):
+        for part in self._answer_parts(weights, asked, _HELD_OUT, stage):
             if part:
                 self._scorer.wait(part)
                 self._beat()
                 parts.append(part)
 
-        def measured(read: dict[str, Any], begin: float, end: float) -> Record:
-            whole = Part.joined(parts, count * self._policy.num_generations)
+        def measure(read: dict[str, Any], begin: float, end: float) -> Record:
+            whole = Part.join(parts, count * self._policy.num_generations)
             found = self._scorer.summary(whole)
             found["tokens"] = sum(len(answer.tokens) for answer in whole.answers)
             return {f"eval_{name}": value for name, value in found.items()}
 
-        return Taken({}, measured)
+        return Taken({}, measure)
 
-    def _answered(
+    def _answer_parts(
         self, weights: list[jax.Array], prompts: list[Prompt], first: int, stage: Stage
     ) -> Iterator[Part | None]:
         """Has prompts answered in the parts of a stage.

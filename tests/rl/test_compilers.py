@@ -72,7 +72,7 @@ def test_compilers_take_every_program(topology):
         programs = PolicyPrograms(
             config.recipe, config.policy, rate, state, how, Ahead(0, print, print), {}
         )
-        found = programs.traced(ramp.stages[0].spec)
+        found = programs.trace_functions(ramp.stages[0].spec)
         for (name, _), trace in found.items():
             lowered = trace().lower(lowering_platforms=there.platforms)
             compiled = lowered.compile(options)
