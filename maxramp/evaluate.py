@@ -86,11 +86,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given.names = [name.strip() for name in given.tasks.split(",") if name.strip()]
     if not given.names:
         raise ConfigError("--tasks names none; give NAME,NAME")
-    given.gen_kwargs = _named(given.gen_kwargs)
+    given.gen_kwargs = _parse_gen_kwargs(given.gen_kwargs)
     return given
 
 
-def _named(text: str) -> dict[str, Any]:
+def _parse_gen_kwargs(text: str) -> dict[str, Any]:
     """NAME=VALUE,NAME=VALUE, with values as in YAML; a list stands in brackets."""
     found = {}
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
@@ -104,7 +104,7 @@ def _named(text: str) -> dict[str, Any]:
     return found
 
 
-def _shown(given: argparse.Namespace) -> str:
+def _describe_settings(given: argparse.Namespace) -> str:
     """What else the numbers of a table depend on, in a line."""
     names = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
     return ", ".join(f"{name}: {getattr(given, name)!r}" for name in names)
@@ -136,10 +136,10 @@ def _evaluate(given: argparse.Namespace) -> None:
         backend.start(keys[1])
         watchdog.beat()
         with noticing_lost_peers():
-            _with_devices(given, opened, watchdog)
+            _run_tasks(given, opened, watchdog)
 
 
-def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
+def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
     start = time.perf_counter()
     tokenizer = opened.tokenizer()
 
@@ -195,7 +195,7 @@ def _with_devices(given: argparse.Namespace, opened: Opened, watchdog: Watchdog)
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
                 write_whole(place(given.output_path), text.encode())
         finally:
-            print(f"{opened.path}: {_shown(given)}")
+            print(f"{opened.path}: {_describe_settings(given)}")
             print(harness.table(results))
         seconds = time.perf_counter() - start
         print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)

@@ -85,7 +85,7 @@ def _generate(given: argparse.Namespace) -> None:
     tokenizer = trained.tokenizer()
     asked = [*map(_text, given.prompt)]
     if given.chat:
-        asked = [_of_user(text, tokenizer) for text in asked]
+        asked = [_user_chat(text, tokenizer) for text in asked]
     if given.prompt_file:
         asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
     texts = [prompt for prompt in asked for _ in range(given.samples)]
@@ -136,7 +136,7 @@ def _text(argument: str) -> str:
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _of_user(text: str, tokenizer: PromptTokenizer) -> ChatText:
+def _user_chat(text: str, tokenizer: PromptTokenizer) -> ChatText:
     """A chat that a user begins."""
     try:
         return tokenizer.chat([{"role": "user", "content": text}])

@@ -110,7 +110,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     moves = any(s["move_gib"] for s in plan["stages"])
     idle = any(s["pipeline_bubble"] for s in plan["stages"])
 
-    def against_all(s: dict[str, Any]) -> str:
+    def relative_cost(s: dict[str, Any]) -> str:
         cost, time = s["node_hours_against_all_nodes"], s["hours_against_all_nodes"]
         return "-" if s["nodes"] == plan["num_nodes"] else f"{cost:.2f}x, {time:.2f}x"
 
@@ -134,7 +134,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (several, "devices", lambda s: str(s["devices"])),
         (moves, "mesh", lambda s: shown(s["mesh"])),
         (True, f"share of\n{time}", lambda s: f"{s['share_of_node_time']:.1%}"),
-        (several_nodes, "cost, time of\nall nodes", against_all),
+        (several_nodes, "cost, time of\nall nodes", relative_cost),
         (True, "GiB per\ndevice", lambda s: f"{s['memory_gib']['total']:.3g}"),
         (idle, "pipeline\nidle", lambda s: f"{s['pipeline_bubble']:.1%}"),
     ]

@@ -109,7 +109,7 @@ class Tasks(TaskManager):
             self.loaded = self.load(self.names)
         except Exception as error:  # of a file of somebody's, or of what loads its data
             raise ConfigError(
-                f"{key}={','.join(names)}: lm-eval cannot load it: {_said(error)}"
+                f"{key}={','.join(names)}: lm-eval cannot load it: {_error_text(error)}"
             ) from None
 
     def refuse_answers(self, stages: int) -> None:
@@ -136,7 +136,7 @@ def _refuse_broken(folder: str) -> None:
         try:
             load_yaml(path, resolve_func=False)
         except Exception as error:
-            raise ConfigError(f"{path}: no task can be read: {_said(error)}") from None
+            raise ConfigError(f"{path}: no task can be read: {_error_text(error)}") from None
 
 
 class Model(TemplateLM):
@@ -244,7 +244,7 @@ class Model(TemplateLM):
             groups.setdefault(repr(sorted(asked.items())), (asked, []))[1].append(number)
         found = [""] * len(requests)
         for asked, numbers in groups.values():
-            kwargs = normalize_gen_kwargs(_checked(asked), _MOST_TOKENS)
+            kwargs = normalize_gen_kwargs(_check_writing(asked), _MOST_TOKENS)
             most_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
             until = handle_stop_sequences(until, self._tokenizer.decode([self.eot_token_id]))
             prompts = [
@@ -300,7 +300,7 @@ class Model(TemplateLM):
         return sampling
 
 
-def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
     """How a task has the model write, without what it gives no value.
 
     Raises:
@@ -361,7 +361,7 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
     except (ConfigError, TrainingError, Stopped):
         raise
     except Exception as error:  # of a task's own code
-        raise ConfigError(f"the tasks {','.join(tasks.names)}: {_said(error)}") from None
+        raise ConfigError(f"the tasks {','.join(tasks.names)}: {_error_text(error)}") from None
     said = {"config": dataclasses.asdict(asking) | {"seed": _SEED}, "date": time.time()}
     return dict(results) | said | {"lm_eval_version": importlib.metadata.version("lm_eval")}
 
@@ -395,7 +395,7 @@ def numbers(results: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     what = str(error)
     if isinstance(error, KeyError):
         what = _logged.line or f"there is no {what}"

@@ -179,7 +179,7 @@ class Scorer:
         passes = self._passes(lengths)
         for (B, T), _ in passes:
             name = f"the score of {B} rows of {T} tokens"
-            trace = functools.partial(self.traced, B, T)
+            trace = functools.partial(self.trace, B, T)
             self._announce(self._key(B, T), name, trace)
         return passes
 
@@ -218,9 +218,9 @@ class Scorer:
         """The programs that answer so many prompts, by what the compiler knows them by."""
         B, P, S = shape = generator.shape(count, longest)
         if (generator.writing, shape) not in self._written:
-            traced = generator.traced(self._abstract, count, longest)
+            programs = generator.trace_programs(self._abstract, count, longest)
             keys = []
-            for what, trace in traced.items():
+            for what, trace in programs.items():
                 key, name = (what, self, generator.writing), what
                 if what != "preparing weights":
                     key = *key, shape
@@ -230,7 +230,7 @@ class Scorer:
             self._written[generator.writing, shape] = keys
         return self._written[generator.writing, shape]
 
-    def traced(self, B: int, T: int) -> jax.stages.Traced:
+    def trace(self, B: int, T: int) -> jax.stages.Traced:
         """The program that scores B rows of T tokens."""
         sharding = NamedSharding(self._mesh, TOKENS_BT)
         ids = jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding)
@@ -272,7 +272,7 @@ class Scorer:
         too large for the memory shows at once."""
         order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
         passes = []
-        for T, group in itertools.groupby(order, lambda n: self._rounded(lengths[n])):
+        for T, group in itertools.groupby(order, lambda n: self._round_up(lengths[n])):
             numbers = list(group)
             most = self._rows(self._batch_size or max(1, _TOKENS_AT_ONCE // T))
             B = min(most, self._rows(rounded_up(-(-len(numbers) // self._ranks))))
@@ -282,7 +282,7 @@ class Scorer:
     def _rows(self, of_rank: int) -> int:
         return -(-of_rank * self._ranks // self._unit) * self._unit
 
-    def _rounded(self, length: int) -> int:
+    def _round_up(self, length: int) -> int:
         longest = max(length, _FEWEST_TOKENS)
         return min(rounded_up(longest), max(length, self.keys.max_target_length))
 

@@ -70,7 +70,7 @@ class Generator:
 
     Every process of a job calls it alike, and gets all answers. A server that keeps a copy of the
     weights (vLLM, SGLang-JAX) could take its place in reinforcement learning: what has `prepare`,
-    `answer` and `traced`.
+    `answer` and `trace_programs`.
 
     Attributes:
       prepare: the model -> its weights as the programs read them: one layer after the other, in the
@@ -93,7 +93,7 @@ class Generator:
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options or {}) or None)
-        prepared = functools.partial(_prepared, dtype=keys.dtype)
+        prepared = functools.partial(_prepare, dtype=keys.dtype)
         self._structure = jax.tree.structure(jit(prepared).eval_shape(model))
         self.prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
@@ -150,7 +150,7 @@ class Generator:
             if all(answer.done for answer in answers):
                 return
 
-    def traced(
+    def trace_programs(
         self, model: Decoder, count: int, longest: int = 0
     ) -> dict[str, Callable[[], jax.stages.Traced]]:
         """The programs of `prepare` and `answer` for so many prompts, by what they do.
@@ -276,8 +276,8 @@ class Generator:
             caches = tuple(
                 dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
             )
-            x_B1D, caches = model.read(_by_rows(_last, rows), caches, self._keys)
-            return step + 1, caches, _by_rows(append, rows, model.logits(x_B1D)[:, 0])
+            x_B1D, caches = model.read(_map_rows(_last, rows), caches, self._keys)
+            return step + 1, caches, _map_rows(append, rows, model.logits(x_B1D)[:, 0])
 
         _, caches, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), caches, rows))
         return caches, rows
@@ -289,14 +289,14 @@ def rounded_up(number: int) -> int:
     return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
-def _prepared(model: Decoder, dtype: str) -> Decoder:
-    def gathered(weight: jax.Array) -> jax.Array:
+def _prepare(model: Decoder, dtype: str) -> Decoder:
+    def gather(weight: jax.Array) -> jax.Array:
         return jax.reshard(weight, without_axis(jax.typeof(weight).sharding.spec, "fsdp"))
 
-    return jax.tree.map(gathered, model.cast(dtype).one_by_one())
+    return jax.tree.map(gather, model.cast(dtype).one_by_one())
 
 
-def _by_rows(function: Callable, *arrays: Any) -> Any:
+def _map_rows(function: Callable, *arrays: Any) -> Any:
     """A function of arrays [B, ...], on every device of its rows alone."""
     arrays = jax.tree.map(lambda x: jax.reshard(x, ROWS_B), arrays)
     return jax.shard_map(function, in_specs=ROWS_B, out_specs=ROWS_B, check_vma=False)(*arrays)

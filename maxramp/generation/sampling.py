@@ -61,7 +61,7 @@ def sample(
       vocab_size leave out. For temperature 0 that is softmax(logits).
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
-    kept_BV = _kept(logits_BV, sampling)
+    kept_BV = _mask_unlikely(logits_BV, sampling)
     if sampling.temperature:
         gumbel = functools.partial(_gumbel, size=logits_BV.shape[1])
         kept_BV = kept_BV + jax.vmap(gumbel)(draws_B2, positions_B)
@@ -77,7 +77,7 @@ def _gumbel(draw_2: jax.Array, position: jax.Array, size: int) -> jax.Array:
     return jax.random.gumbel(key, (size,))
 
 
-def _kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+def _mask_unlikely(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     """The logits of the tokens that may be drawn, and -inf for the others."""
     V = logits_BV.shape[1]
     if 0 < sampling.vocab_size < V:

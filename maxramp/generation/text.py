@@ -41,7 +41,7 @@ class AnswerText:
 
     def new(self) -> str:
         """What was not given out yet, and cannot become a part of a text that ends the answer."""
-        held = 0 if self.done else max(map(self._begun, self._stops), default=0)
+        held = 0 if self.done else max(map(self._count_begun, self._stops), default=0)
         text = self._text[self._shown : len(self._text) - held]
         self._shown += len(text)
         return text
@@ -56,7 +56,7 @@ class AnswerText:
         self._begin, self._end = self._end, len(tokens)
         return now[len(before) :]
 
-    def _begun(self, stop: str) -> int:
+    def _count_begun(self, stop: str) -> int:
         """Characters at the end that may be the beginning of a text."""
         sizes = range(min(len(stop) - 1, len(self._text)), 0, -1)
         return next((n for n in sizes if self._text.endswith(stop[:n])), 0)

@@ -39,7 +39,7 @@ def compile_stages(
             entry["nearest_fit"] = _nearest_fit(pod, stage.spec)
         meshes = before.spec.mesh, stage.spec.mesh
         entry["move"] = None if meshes[0] == meshes[1] else pod.move(*meshes)
-        entries.append(entry | _over_the_run(pod, entry, stage.spec, entry["run_steps"]))
+        entries.append(entry | _run_totals(pod, entry, stage.spec, entry["run_steps"]))
     last, spec = entries[-1], stages[-1].spec
     moves = [entry["move"] for entry in entries if entry["move"]]
     fit = all(entry["fits"] for entry in (*entries, *moves))
@@ -68,7 +68,7 @@ def compile_stages(
             "price": price(pod.config.planning, device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _over_the_run(pod, last, spec, constant),
+            | _run_totals(pod, last, spec, constant),
         },
     }
 
@@ -95,7 +95,7 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
         "compile_topology": machine.name,
         "device": machine.device,
         "times": machine.times,
-        "ways": [way | _over_the_run(pod, way, stage.spec, steps) for way in ways],
+        "ways": [way | _run_totals(pod, way, stage.spec, steps) for way in ways],
     }
 
 
@@ -107,7 +107,7 @@ def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
     return next(found, None)
 
 
-def _over_the_run(
+def _run_totals(
     pod: Pod, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
     """Speed, time and price of a stage's steps."""

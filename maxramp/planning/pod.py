@@ -165,10 +165,10 @@ class Pod:
         def step(size: int) -> dict[str, Any]:
             return self.step(spec.of_size(rows // size, size * ranks))
 
-        def needed(size: int) -> float:
+        def memory_gib(size: int) -> float:
             return step(size)["memory_gib"]["peak"] if step(size)["fits"] else math.inf
 
-        low = count_fitting(sizes, needed, self.limit)
+        low = count_fitting(sizes, memory_gib, self.limit)
         return [
             step(size)
             | {"global_batch_size": spec.samples}
@@ -208,14 +208,14 @@ class Pod:
         parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
         least = least_rows(multiple)
 
-        def needed(policy: str, rows: int) -> float:
+        def memory_gib(policy: str, rows: int) -> float:
             of_size = spec.of_size(passes, rows * spec.ranks)
             found = self.step(dataclasses.replace(of_size, remat_policy=policy))
             return found["memory_gib"]["peak"]
 
         fitting, others, sizes = "", [], range(multiple, sys.maxsize, multiple)
         for policy in POLICIES:
-            ask = functools.partial(needed, policy)
+            ask = functools.partial(memory_gib, policy)
             if not (number := count_fitting(sizes, ask, limit)):
                 others.append(f"{policy} needs {ask(multiple):.3g} GiB for {least}")
                 continue
@@ -244,7 +244,7 @@ def least_rows(multiple: int) -> str:
     return "one row" if multiple == 1 else f"{multiple} rows"
 
 
-def count_fitting(sizes: Sequence[int], needed: Callable[[int], float], limit: float) -> int:
+def count_fitting(sizes: Sequence[int], memory_gib: Callable[[int], float], limit: float) -> int:
     """How many of the rising sizes need no more memory than the limit, asked as seldom as possible.
 
     A step's memory grows almost evenly with its rows: the line through the first size and the last
@@ -252,7 +252,7 @@ def count_fitting(sizes: Sequence[int], needed: Callable[[int], float], limit: f
     """
     fit, end, place, halve = 0, len(sizes), 0, False
     while fit < end:
-        fit, end = (place + 1, end) if needed(sizes[place]) <= limit else (fit, place)
+        fit, end = (place + 1, end) if memory_gib(sizes[place]) <= limit else (fit, place)
         if place == 0:
             place = 1  # for the line
         elif halve:
@@ -261,8 +261,8 @@ def count_fitting(sizes: Sequence[int], needed: Callable[[int], float], limit: f
             first, rows = sizes[0], sizes[place]
             # A step far too large may not compile.
             most = 8 * sizes[fit - 1] if end == len(sizes) else sizes[end - 1]
-            if per_row := (needed(rows) - needed(first)) / (rows - first):
-                most = min(most, first + (limit - needed(first)) / per_row)
+            if per_row := (memory_gib(rows) - memory_gib(first)) / (rows - first):
+                most = min(most, first + (limit - memory_gib(first)) / per_row)
             place = min(end - 1, max(fit, bisect.bisect_right(sizes, most) - 1))
         halve = end < len(sizes) and not halve
     return fit

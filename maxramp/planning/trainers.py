@@ -194,7 +194,7 @@ def _megatron(path: Place, devices: int | None) -> Theirs:
         values = [int(v) if v.isascii() and v.isdigit() else v for v in values] or [None]
         pairs.append((word, values if len(values) > 1 else values[0]))
     keys = _parse_keys(path, pairs, _MEGATRON)
-    return Theirs("megatron-core 0.19.2", *_ramp_of_megatron(path, keys), _ours(keys))
+    return Theirs("megatron-core 0.19.2", *_ramp_of_megatron(path, keys), _maxramp_keys(keys))
 
 
 def _halves(word: str) -> Sequence[str]:
@@ -205,7 +205,7 @@ def _halves(word: str) -> Sequence[str]:
 
 def _nemo(path: Place, devices: int | None) -> Theirs:
     keys = _parse_keys(path, _flat("", read_yaml(path)), _NEMO)
-    return Theirs("Megatron-Bridge 0.6.2", *_ramp_of_bridge(path, keys), _ours(keys))
+    return Theirs("Megatron-Bridge 0.6.2", *_ramp_of_bridge(path, keys), _maxramp_keys(keys))
 
 
 def _flat(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -240,7 +240,7 @@ def _parse_keys(
     return keys
 
 
-def _ours(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _maxramp_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The ramp in maxramp's keys: with a list of thresholds no other batch."""
     by_list = "step_batch_size_schedule" in keys
     out = ("global_batch_size", "rampup_batch_size") if by_list else ("max_target_length",)
@@ -254,7 +254,7 @@ def _ramp_of_megatron(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, l
         why = "since 0.18 nothing reads --rampup-batch-size, and no warning is given"
         lines = [f"trains with a constant batch of {size:,}: {why}"]
         if row:
-            lines.append(f'--step-batch-size-schedule "{_as_schedule(keys, row)}" ramps there')
+            lines.append(f'--step-batch-size-schedule "{_schedule_text(keys, row)}" ramps there')
         return [(0, size)], lines
     if "global_batch_size" in keys:
         why = "--step-batch-size-schedule with --global-batch-size"
@@ -299,7 +299,7 @@ def _constant(path: Place, keys: Mapping[str, Any]) -> int:
     return keys["global_batch_size"]
 
 
-def _as_schedule(keys: Mapping[str, Any], row: int) -> str:
+def _schedule_text(keys: Mapping[str, Any], row: int) -> str:
     """A ramp of three numbers as thresholds in tokens."""
     (start, increment, samples), end = keys["rampup_batch_size"], keys["global_batch_size"]
     count = max(1, (end - start) // max(1, increment))

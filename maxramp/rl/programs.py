@@ -122,7 +122,7 @@ class PolicyPrograms:
         def change(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
-        found = self.generator.traced(model, answers)
+        found = self.generator.trace_programs(model, answers)
         found["zeroing sums"] = lambda: self.zeros.trace(state.trained)
         if self.policy.grpo_beta:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)

@@ -41,5 +41,5 @@ def test_compilers_take_the_scores(topology, mesh):
         bytes_, ahead = tokenizers.load("bytes", "", True, True), Ahead(0, print, print)
         scorer = Scorer(config.model, 64, model, bytes_, [], {}, ahead)
         for B, T in ((8, 48), (8, 256)):
-            lowered = scorer.traced(B, T).lower(lowering_platforms=there.platforms)
+            lowered = scorer.trace(B, T).lower(lowering_platforms=there.platforms)
             assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0
