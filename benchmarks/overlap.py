@@ -85,9 +85,9 @@ class Steps:
 
     def step(self) -> dict:
         begin = time.perf_counter()
-        taken = self._trainer.step(0, self._ramp.stages[0], 0)
-        read = jax.device_get(taken.shown)
-        return taken.measured(read, begin, time.perf_counter())
+        dispatched = self._trainer.step(0, self._ramp.stages[0], 0)
+        read = jax.device_get(dispatched.numbers)
+        return dispatched.to_record(read, begin, time.perf_counter())
 
 
 def main() -> None:

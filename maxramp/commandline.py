@@ -100,7 +100,7 @@ class Seldom:
             self._say(line)
 
 
-def quoted(words: Iterable[Any]) -> str:
+def shell_quote(words: Iterable[Any]) -> str:
     """Words as a shell reads them back."""
     return " ".join(shlex.quote(str(word)) for word in words)
 

@@ -29,7 +29,7 @@ from maxramp.commandline import (
     print_note,
     print_progress,
     print_table,
-    quoted,
+    shell_quote,
     take_flag,
 )
 from maxramp.config.load import load
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     if path:
         write_whole(path, f"{text}\n".encode())
         if not as_json:
-            line = quoted([*arguments, "--compiled", path])
+            line = shell_quote([*arguments, "--compiled", path])
             print(f"see       {path}; python -m maxramp.plan {line}")
     return 0
 

@@ -30,7 +30,7 @@ from maxramp.files.place import is_near, place, write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
-from maxramp.processes.agreement import led, noticing_lost_peers
+from maxramp.processes.agreement import report_lost_peers, run_on_first
 from maxramp.processes.ending import Watchdog, run
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
@@ -135,7 +135,7 @@ def _evaluate(given: argparse.Namespace) -> None:
     with Watchdog(keys[0].hang_timeout_seconds, keys[1].join_timeout_seconds) as watchdog:
         backend.start(keys[1])
         watchdog.beat()
-        with noticing_lost_peers():
+        with report_lost_peers():
             _run_tasks(given, opened, watchdog)
 
 
@@ -152,7 +152,7 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
         tasks.refuse_answers(opened.config.mesh.pipeline_stages)
         return tasks
 
-    tasks = led(load_tasks, watchdog.beat)  # before weights are read
+    tasks = run_on_first(load_tasks, watchdog.beat)  # before weights are read
     watchdog.beat()
     model = opened.load()
     watchdog.beat()

@@ -18,7 +18,7 @@ import json
 import sys
 from typing import Any
 
-from maxramp.commandline import command, print_table, quoted, take_flag, take_value
+from maxramp.commandline import command, print_table, shell_quote, take_flag, take_value
 from maxramp.config.load import load
 from maxramp.measuring.suggestion import suggest
 
@@ -71,7 +71,7 @@ def print_suggestion(found: dict[str, Any]) -> None:
         print("suggested a ramp; its learning rate is that of its first batch, at the peak")
     print(f"saves     {found['saves']}")
     texts = (x if isinstance(x, str) else json.dumps(x) for x in found["keys"].values())
-    print(quoted(map("=".join, zip(found["keys"], texts, strict=True))))
+    print(shell_quote(map("=".join, zip(found["keys"], texts, strict=True))))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import Stage
-from maxramp.run.metrics import Record, Taken, names_of_sums, of_sums
+from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_of_sums
 from maxramp.stage import SightKeys, text_fields
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -167,7 +167,7 @@ class Pretrainer:
         tasks = self._tasks.names if self._tasks else []
         return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
 
-    def step(self, step: int, stage: Stage, first_sample: int) -> Taken:
+    def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
         """Hands the batch of step `step` to the train step of its stage.
 
         Raises:
@@ -199,9 +199,9 @@ class Pretrainer:
                 "batch_fingerprint": f"{high:08x}{low:08x}",
             }
 
-        return Taken(shown, measure)
+        return Dispatched(shown, measure)
 
-    def evaluate(self, stage: Stage) -> Taken:
+    def evaluate(self, stage: Stage) -> Dispatched:
         """Adds up what the objective shows of held-out sets, or of each batch of them."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         eval_step, _ = self._programs.eval_step(stage)
@@ -210,9 +210,9 @@ class Pretrainer:
             found[name] = sums = [] if by_batch else [no_sums]
             for batch in self._loader.eval_batches(stage, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-        return of_sums(found, by_batch, self._objective.shown, self._objective.divisor)
+        return evaluation_from_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 
-    def evaluate_tasks(self, sight: SightKeys) -> Taken | None:
+    def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         """Evaluates the state on the tasks of the run, which has some, and returns when it is done.
 
         Args:

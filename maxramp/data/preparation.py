@@ -34,7 +34,7 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import storage
 from maxramp.keys.section import refuse
-from maxramp.processes.workers import starting, stay_with_parent
+from maxramp.processes.workers import delay_signals, stay_with_parent
 
 _SIZE = 16  # bytes of a hash
 
@@ -174,7 +174,7 @@ def _run(
     start = (work, counts, allowed, max(1, workers // makers))
     with concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool:
         try:
-            with starting():
+            with delay_signals():
                 pending = {pool.submit(task, *one) for one in given}
             while pending:
                 finished, pending = concurrent.futures.wait(

@@ -19,9 +19,9 @@ from maxramp.evaluation.together import Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
 from maxramp.parallel.mesh import mesh_of, on_mesh, reshaped
-from maxramp.processes.agreement import from_first, led
+from maxramp.processes.agreement import broadcast_json, run_on_first
 from maxramp.rampup.schedule import Stage
-from maxramp.run.metrics import Record, Taken
+from maxramp.run.metrics import Dispatched, Record
 from maxramp.stage import SightKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
@@ -66,8 +66,8 @@ class RunTasks:
             names = [*self._numbers(tasks, rehearsal)]
             return tasks, (rehearsal.asked, names)
 
-        self._tasks, known = led(load, self._beat) or (None, None)
-        self._asked, self.names = from_first(known, self._beat)  # and the names of its numbers
+        self._tasks, known = run_on_first(load, self._beat) or (None, None)
+        self._asked, self.names = broadcast_json(known, self._beat)  # and the names of its numbers
 
     def announce(self, ahead: Ahead, stage: Stage) -> None:
         """Has the programs of a stage's evaluations compiled, where it may have one."""
@@ -78,7 +78,7 @@ class RunTasks:
             mesh = reshaped(self._job.mesh, stage.spec.mesh)
             expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
 
-    def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Taken | None:
+    def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Dispatched | None:
         """Evaluates a state as it was trained; None where somebody asks for the end meanwhile.
 
         Raises:
@@ -93,7 +93,7 @@ class RunTasks:
             return None
         except (ConfigError, TrainingError) as error:
             raise StepError(str(error)) from None
-        return Taken((), lambda read, begin, end: found or {})
+        return Dispatched((), lambda read, begin, end: found or {})
 
     def _numbers(self, tasks: Any, asked: Together | Rehearsal) -> Record:
         from maxramp.evaluation import harness

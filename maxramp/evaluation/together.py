@@ -16,7 +16,7 @@ from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
-from maxramp.processes.agreement import from_first, led
+from maxramp.processes.agreement import broadcast_json, run_on_first
 
 
 @dataclasses.dataclass
@@ -53,21 +53,21 @@ class Together:
           ConfigError, TrainingError: on all processes, what `lead` raised.
         """
         if jax.process_index():
-            while asked := from_first(None, self.beat):
+            while asked := broadcast_json(None, self.beat):
                 self._compute(*asked)
-            return led(lead, self.beat)
+            return run_on_first(lead, self.beat)
         try:
             result = lead()
         except (ConfigError, TrainingError) as error:
             if not self._failed:
-                from_first(None, self.beat)
-                led(functools.partial(_raise, error), self.beat)
+                broadcast_json(None, self.beat)
+                run_on_first(functools.partial(_raise, error), self.beat)
             raise
-        from_first(None, self.beat)
-        return led(lambda: result, self.beat)
+        broadcast_json(None, self.beat)
+        return run_on_first(lambda: result, self.beat)
 
     def _ask(self, what: str, about: list[Any]) -> Any:
-        from_first([what, about], self.beat)
+        broadcast_json([what, about], self.beat)
         try:
             return self._compute(what, about)
         except Exception:

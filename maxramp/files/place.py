@@ -72,17 +72,17 @@ class ObjectPath(pathlib.PurePosixPath):
 
     def is_dir(self) -> bool:
         """Whether there is an object below it."""
-        return self._found() == "directory"
+        return self._look_up_kind() == "directory"
 
     def is_file(self) -> bool:
         """Whether there is an object of this name."""
-        return self._found() == "file"
+        return self._look_up_kind() == "file"
 
     def exists(self) -> bool:
         """Whether either holds."""
-        return self._found() != ""
+        return self._look_up_kind() != ""
 
-    def _found(self) -> str:
+    def _look_up_kind(self) -> str:
         """The kind: file or directory, "" for neither; whoever gets no answer learns of it."""
         try:
             return self.kind or self.ask("info")["type"]  # to some clients' isdir no answer is a no

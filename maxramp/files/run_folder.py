@@ -363,7 +363,11 @@ def this_process() -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return {}
-    return {"machine": f"{boot} {namespace}", "pid": os.getpid(), "started": _started(os.getpid())}
+    return {
+        "machine": f"{boot} {namespace}",
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+    }
 
 
 def is_gone(process: Any) -> bool:
@@ -371,10 +375,10 @@ def is_gone(process: Any) -> bool:
     here = this_process()
     if not (here and isinstance(process, dict) and process.get("machine") == here["machine"]):
         return False
-    return _started(process.get("pid")) != process.get("started")
+    return _start_time(process.get("pid")) != process.get("started")
 
 
-def _started(pid: Any) -> str | None:
+def _start_time(pid: Any) -> str | None:
     """When a process began, None without one that still runs; numbers are given again."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()

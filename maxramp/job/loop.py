@@ -16,7 +16,7 @@ from maxramp.job.start import Job
 from maxramp.parallel import cpu
 from maxramp.rampup.schedule import Stage
 from maxramp.run.growth import Growth
-from maxramp.run.metrics import LastEvaluation, MetricsLog, Taken
+from maxramp.run.metrics import Dispatched, LastEvaluation, MetricsLog
 from maxramp.run.profiling import Profiler
 from maxramp.stage import SightKeys
 from maxramp.training.state import TrainState
@@ -38,7 +38,7 @@ class Trainer(Protocol):
         """The names of the numbers of its evaluations."""
         ...
 
-    def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
+    def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
         """Hands step `step` to the devices; its samples begin with number `first_sample`.
 
         Returns:
@@ -49,11 +49,11 @@ class Trainer(Protocol):
         """
         ...
 
-    def evaluate(self, stage: Stage) -> Taken:
+    def evaluate(self, stage: Stage) -> Dispatched:
         """Hands an evaluation of the state to the devices, with the programs of a stage."""
         ...
 
-    def evaluate_tasks(self, sight: SightKeys) -> Taken | None:
+    def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         """Evaluates the state on tasks, of a run that has some, and returns when it is done.
 
         Args:
@@ -84,7 +84,7 @@ class _After:
         self._log.flush()  # a state whose loss ends the run is never saved
         ramp, flush = self._job.span.ramp, self._job.output.kept.flush
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        known = self._numbers.of(done - 1)
+        known = self._numbers.numbers_after(done - 1)
         state = self._trainer.state
         self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
         self._log.restart_clock()
@@ -111,10 +111,10 @@ class _After:
         if TASKS in due:
             self._log.flush()
             self._log.restart_clock()
-            taken = self._trainer.evaluate_tasks(stage.spec.sight)
-            if taken is None:
+            dispatched = self._trainer.evaluate_tasks(stage.spec.sight)
+            if dispatched is None:
                 return False
-            self._log.log_eval(step, consumed, taken)
+            self._log.log_eval(step, consumed, dispatched)
         return True
 
     def make_up(self, step: int, consumed: int, stage: Stage, owed: Sequence[str]) -> bool:
@@ -123,7 +123,7 @@ class _After:
             return False
         self._log.flush()
         flush = self._job.output.kept.flush
-        self._job.checkpoints.make_up(step + 1, self._numbers.of(step), flush)
+        self._job.checkpoints.make_up(step + 1, self._numbers.numbers_after(step), flush)
         return True
 
     def is_best(self, step: int) -> bool:
@@ -131,7 +131,7 @@ class _After:
         if not self._job.config.checkpoints.checkpoint_best:
             return False
         self._log.flush()  # it decides whether the state is saved
-        return self._job.checkpoints.best.is_beaten(self._numbers.of(step))
+        return self._job.checkpoints.best.is_beaten(self._numbers.numbers_after(step))
 
 
 def train(job: Job, trainer: Trainer) -> int:
@@ -175,16 +175,16 @@ def train(job: Job, trainer: Trainer) -> int:
             return stop(first_step)
 
     for step in span.steps():
-        growth.before(step)
+        growth.decide_before(step)
         stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
-        with after.saving(step), profiler.before(step):
-            taken = trainer.step(step, stage, first_sample)
-        if taken is None:
+        with after.saving(step), profiler.annotate_step(step):
+            dispatched = trainer.step(step, stage, first_sample)
+        if dispatched is None:
             if step > first_step:
                 after.save(step, last=True)
             return stop(step)
         done, consumed = step + 1, first_sample + stage.global_batch_size
-        log.log_step(step, stage, consumed, taken)
+        log.log_step(step, stage, consumed, dispatched)
         due = config.evaluation.due(done, first_sample, consumed, ramp.total_steps)
         stopping, ends = job.check(), done == span.last_step
         if stopping or ends:

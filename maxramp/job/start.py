@@ -108,7 +108,7 @@ class Start:
 
     def is_asked_to_stop(self) -> bool:
         """Whether to give up the step that is being done; the same answer on every process."""
-        return self.preemption.reached(after_step=False)
+        return self.preemption.should_stop(after_step=False)
 
     def say(self, line: str) -> None:
         """Prints a line, on the first process."""
@@ -144,7 +144,7 @@ class Start:
         checkpoints = self.closing.enter_context(
             Checkpoints(config.checkpoints, there, data, config.values, output.warn)
         )
-        self.closing.enter_context(agreement.noticing_lost_peers())
+        self.closing.enter_context(agreement.report_lost_peers())
         position = checkpoints.latest()
         left_over = ""
         if config.batch.is_open:
@@ -256,7 +256,7 @@ class Job(Start):
         self.watchdog.beat()
         self.output.kept.check()
         self.checkpoints.check()
-        return self.preemption.reached(after_step=True)
+        return self.preemption.should_stop(after_step=True)
 
     def end(self) -> int:
         """Says what comes next of the run when no step is left to this job.

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import IO
 
-from maxramp.commandline import count, quoted
+from maxramp.commandline import count, shell_quote
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
 from maxramp.processes.bound import bind
@@ -36,7 +36,8 @@ def run(launch: Run, dry_run: bool = False) -> int:
     if dry_run:
         for nodes in launch.node_counts():
             processes = count(launch.processes(nodes), "process")
-            print(f"{processes} (stage {launch.stages_on(nodes)}):\n  {quoted(launch.command())}")
+            print(f"{processes} (stage {launch.stages_on(nodes)}):")
+            print(f"  {shell_quote(launch.command())}")
         return 0
     asked: list[int] = []  # the signals so far, by which somebody asked to stop
     for number in (signal.SIGINT, signal.SIGTERM):

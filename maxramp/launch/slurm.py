@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from maxramp.commandline import count, print_table, quoted
+from maxramp.commandline import count, print_table, shell_quote
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.launch.jobs import Run, write_private
 
@@ -105,7 +105,7 @@ def submit(run: Run, dry_run: bool) -> int:
     if dry_run:
         for name, text in scripts.items():
             print(f"### {folder / name}\n{text}")
-        print(f"### then\ncd {quoted([folder])} && sbatch {first}")
+        print(f"### then\ncd {shell_quote([folder])} && sbatch {first}")
         return 0
     if not shutil.which("sbatch"):
         raise ConfigError(
@@ -213,15 +213,15 @@ def script(run: Run, nodes: int) -> str:
     values = {
         "STAGES": run.stages_on(nodes),
         "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),
-        "DIRECTORY": quoted([pathlib.Path.cwd()]),
-        "FOLDER": quoted([run.folder]),
-        "COMMAND": quoted(command),
+        "DIRECTORY": shell_quote([pathlib.Path.cwd()]),
+        "FOLDER": shell_quote([run.folder]),
+        "COMMAND": shell_quote(command),
         "NODES": nodes,
         "PROCESSES": run.processes(nodes),
         "PER_NODE": keys.processes_per_node,
         "ENVIRONMENT": "\n".join([*environment, *keys.setup_lines]),
         "GRACE": keys.grace_seconds,
-        "SRUN": quoted(srun),
+        "SRUN": shell_quote(srun),
         "CONFIG": EXIT_CONFIG,
         "STAGE_END": EXIT_STAGE_END,
         "PREEMPTED": EXIT_PREEMPTED,

@@ -31,13 +31,13 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
     try:
         result = function()
     except (ConfigError, TrainingError) as error:
-        failure = _as_json(error)
+        failure = _error_to_json(error)
     for other in all_gather_json(failure):
         _raise(other)
     return result
 
 
-def _as_json(error: Exception) -> list[Any]:
+def _error_to_json(error: Exception) -> list[Any]:
     return [isinstance(error, ConfigError), str(error)]
 
 
@@ -57,7 +57,7 @@ def all_gather_json(value: Any) -> list[Any]:
     return [json.loads(t[:n].tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 
-def from_first(value: Any, beat: Callable[[], None]) -> Any:
+def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
     """The JSON value of the first process, on all of them; what the others give is not read.
 
     The first process may take as long as it likes before it calls this. A collective would give it
@@ -91,7 +91,7 @@ def _has_come(word: str) -> bool:
     return True
 
 
-def led(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
+def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
     """Calls a function on the first process, for which the others wait.
 
     Returns:
@@ -105,13 +105,13 @@ def led(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
         try:
             result = function()
         except (ConfigError, TrainingError) as error:
-            failure = _as_json(error)
-    _raise(from_first(failure, beat))
+            failure = _error_to_json(error)
+    _raise(broadcast_json(failure, beat))
     return result
 
 
 @contextlib.contextmanager
-def noticing_lost_peers() -> Iterator[None]:
+def report_lost_peers() -> Iterator[None]:
     """Turns what a collective raises when a process has ended into one line that says so.
 
     Raises:

@@ -31,7 +31,7 @@ def take_hardware(hardware: str) -> None:
     that somebody trains on, and none complains of one that is not there. So a program that needs no
     device takes "cpu".
     """
-    logging.getLogger("jax._src.xla_bridge").addFilter(_in_one_line)
+    logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_plugin_error)
     if hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[hardware])
 
@@ -54,7 +54,7 @@ def start_devices(hardware: str) -> None:
         raise ConfigError(f"hardware={hardware}: {reason}; {remedy}") from None
 
 
-def _in_one_line(record: logging.LogRecord) -> bool:
+def _shorten_plugin_error(record: logging.LogRecord) -> bool:
     """What JAX says of a plugin that does not start, without the traceback."""
     if record.exc_info:
         reason = " ".join(str(record.exc_info[1]).split())
@@ -118,7 +118,7 @@ def join(timeout: float) -> None:
         os.environ["SLURM_NTASKS"] = tasks
     given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    address, count, place = _described() or detect(*given)[:3]
+    address, count, place = _read_variables() or detect(*given)[:3]
     if address is None:
         return
     if count is None:
@@ -132,13 +132,14 @@ def join(timeout: float) -> None:
     _allow_connections()
     meet = _wait_for_all if place == 0 else _report
     lifeline.hold(place, meet(address, place, count, timeout))
-    bound = address if _is_loopback(_parts(address)[0]) else None  # JAX would listen everywhere
+    host, _ = _split_address(address)
+    bound = address if _is_loopback(host) else None  # JAX would listen everywhere
     jax.distributed.initialize(
         address, count, place, coordinator_bind_address=bound, initialization_timeout=60
     )
 
 
-def _described() -> tuple[str, int, int] | None:
+def _read_variables() -> tuple[str, int, int] | None:
     """The coordinator's address, the processes and this one's number, by our own variables."""
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]
@@ -168,12 +169,12 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _shown(address: str) -> str:
+def _describe_address(address: str) -> str:
     given = "MAXRAMP_COORDINATOR" in os.environ
     return f"MAXRAMP_COORDINATOR={address}" if given else f"the cluster's coordinator {address}"
 
 
-def _parts(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)  # of an IPv6 address
 
@@ -196,11 +197,11 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
     """Process 0: waits until every other process has come, and then lets them go on together."""
-    shown, deadline = _shown(address), time.monotonic() + timeout
+    shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}
     try:
-        listener = _listen(*_parts(address), count)
+        listener = _listen(*_split_address(address), count)
     except OSError as error:
         raise ConfigError(
             f"{shown}: cannot listen there: {os.strerror(error.errno)}; give another port"
@@ -242,7 +243,7 @@ def _report(address: str, place: int, count: int, timeout: float) -> dict[socket
     deadline = time.monotonic() + timeout
     while True:
         try:
-            peer = socket.create_connection(_parts(address), timeout=5.0)
+            peer = socket.create_connection(_split_address(address), timeout=5.0)
             peer.sendall(_greeting(place, count))
             peer.settimeout(timeout + 5.0)
             answer = peer.recv(2)
@@ -260,7 +261,7 @@ def _report(address: str, place: int, count: int, timeout: float) -> dict[socket
         )
     if answer != _GO:
         raise TrainingError(
-            f"{_shown(address)}: process {place} cannot join there: {reason} (waited "
+            f"{_describe_address(address)}: process {place} cannot join there: {reason} (waited "
             f"up to {timeout:g} s); is process 0 running on that host, and is the port open?"
         )
     return {peer: 0}

@@ -158,7 +158,7 @@ class Preemption:
         cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
         print(f"{cursor}{line}", flush=True)
 
-    def reached(self, after_step: bool) -> bool:
+    def should_stop(self, after_step: bool) -> bool:
         """Whether to save and end here; the same answer on every process, and from then on.
 
         Every process asks at the same points of the run.

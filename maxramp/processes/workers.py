@@ -12,7 +12,7 @@ _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
+def delay_signals() -> Iterator[None]:
     """For the start of workers: signals that ask for an end wait until `stay_with_parent`."""
     resource_tracker.ensure_running()  # its start, else part of the first worker's, unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
@@ -44,7 +44,7 @@ def stay_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def leading_group() -> Iterator[None]:
+def lead_group() -> Iterator[None]:
     """Lets a worker start processes of its own, in its process group, which ends with it.
 
     Who ends the worker uses `end`.

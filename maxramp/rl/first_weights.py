@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import load_parameters
-from maxramp.commandline import print_note, quoted
+from maxramp.commandline import print_note, shell_quote
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
@@ -53,7 +53,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
     except ConfigError as error:
         if config.rollout.prompt_file:
             raise
-        where = quoted([f"base_output_directory={weights.parent}", f"run_name={weights.name}"])
+        where = shell_quote([f"base_output_directory={weights.parent}", f"run_name={weights.name}"])
         raise ConfigError(
             f"{_key(config)}={weights}: no checkpoint there; this trains one that can add at "
             f"times: python -m maxramp.train {_SUMS} {where}"

@@ -120,7 +120,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self.process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
-        with workers_lib.starting():
+        with workers_lib.delay_signals():
             self.process.start()
         other.close()
 
@@ -144,7 +144,7 @@ class _Worker:
         raise TrainingError(f"rewards={list(self._names)}: {late}")
 
 
-@workers_lib.leading_group()
+@workers_lib.lead_group()
 def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     """A worker's life: imports the functions, then answers until nobody asks."""
     console.outlive_readers()  # what functions print is no reason to end

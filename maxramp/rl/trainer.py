@@ -40,7 +40,7 @@ from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.rewards import Rewards
-from maxramp.run.metrics import Record, Taken
+from maxramp.run.metrics import Dispatched, Record
 from maxramp.stage import Field
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.policy import advantages, shares
@@ -237,7 +237,7 @@ class PolicyTrainer:
         """The names of the numbers of its evaluations."""
         return [f"eval_{name}" for name in (*_OF_ANSWERS, "tokens")]
 
-    def step(self, step: int, stage: Stage, first_sample: int) -> Taken | None:
+    def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
         """One rollout batch and the updates on it, the last of which the devices still work on.
 
         Args:
@@ -291,9 +291,9 @@ class PolicyTrainer:
                 seconds[phase] += stop - start
             return self._record(Part.join(parts), seconds, end - begin)
 
-        return Taken(shown, measure)
+        return Dispatched(shown, measure)
 
-    def evaluate(self, stage: Stage) -> Taken:
+    def evaluate(self, stage: Stage) -> Dispatched:
         """The rewards of answers to every held-out prompt, written in the parts of a stage.
 
         Raises:
@@ -317,7 +317,7 @@ class PolicyTrainer:
             found["tokens"] = sum(len(answer.tokens) for answer in whole.answers)
             return {f"eval_{name}": value for name, value in found.items()}
 
-        return Taken({}, measure)
+        return Dispatched({}, measure)
 
     def _answer_parts(
         self, weights: list[jax.Array], prompts: list[Prompt], first: int, stage: Stage

@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
     return f"{s}s"
 
 
-def _of_pairs(record: Record) -> str:
+def _describe_pairs(record: Record) -> str:
     if "rewards/margins" not in record:
         return ""
     accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
@@ -149,7 +149,7 @@ class Display:
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
         line = (
             f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  {_of_pairs(record)}"
+            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  {_describe_pairs(record)}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:

@@ -44,7 +44,7 @@ class Growth:
                 self._periods.pop(period - 3, None)
             self._periods.setdefault(period, []).append(record)
 
-    def before(self, step: int) -> None:
+    def decide_before(self, step: int) -> None:
         """Decides what the steps before the last one give reason to, and says how far is settled.
 
         Called in the loop before `step` is read: the numbers of step - 2 are there, and a period

@@ -59,7 +59,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
         return
     for index in _spread(len(documents), _DOCUMENTS):
         ids = documents[index]
-        print(f"document {index:,}, {len(ids):,} tokens: {_shown(ids, tokenizer)}")
+        print(f"document {index:,}, {len(ids):,} tokens: {_preview(ids, tokenizer)}")
     separate = keys.separate_documents and len(documents) > 1
     rows = StreamRows(TokenStream(files), length, separate=separate)
     if len(rows):
@@ -90,7 +90,7 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
     (part, *_), console = corpus.train, Console(highlight=False)
     for index in _spread(len(part.items), _DOCUMENTS):
         document, texts = part.items[index], part.items.texts(index)
-        console.print(Text(_described(index, document, keys.use_dpo), "bold"))
+        console.print(Text(_headline(index, document, keys.use_dpo), "bold"))
         for number, (text, spans) in enumerate(texts):
             shown, at = Text(), 0
             for begin, end in spans:
@@ -100,7 +100,7 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
             _show_text(console, shown.append(_visible(text[at:])), number, keys.use_dpo)
 
 
-def _described(index: int, document: Document, is_pair: bool) -> str:
+def _headline(index: int, document: Document, is_pair: bool) -> str:
     targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
     note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"
     note = f"left out: {document.left_out}" if document.left_out else note
@@ -118,7 +118,7 @@ def _show_prepared(
     console: Console, index: int, document: Document, tokenizer: Tokenizer, is_pair: bool
 ) -> None:
     """Prints a prepared chat or pair, its targets in brackets."""
-    console.print(Text(_described(index, document, is_pair), "bold"))
+    console.print(Text(_headline(index, document, is_pair), "bold"))
     if document.left_out:
         return
     for number, (first, last) in enumerate(
@@ -147,7 +147,7 @@ def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
         used = int((predicted[begin:end] != PADDING).sum())
         text = Text(f"  tokens {begin:>5} to {end - 1:>5}, positions 0 to {end - begin - 1:>5}")
         text.append(f", {count(used, 'target'):>12}: ")
-        text.append(_shown(tokens[begin:end], tokenizer), _COLOURS[piece % len(_COLOURS)])
+        text.append(_preview(tokens[begin:end], tokenizer), _COLOURS[piece % len(_COLOURS)])
         text.append(" |" if predicted[end - 1] == PADDING else "", "bold red")
         yield text
 
@@ -157,7 +157,7 @@ def _spread(total: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, total - 1, min(total, most)).astype(int)).tolist()
 
 
-def _shown(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def _preview(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     """The text of ids, as far as it is shown."""
     text = repr(tokenizer.decode(ids[:_TOKENS])) if tokenizer else " ".join(map(str, ids[:16]))
     return f"{text}{'...' if len(ids) > (_TOKENS if tokenizer else 16) else ''}"

@@ -36,14 +36,14 @@ _OF_BATCH = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class Dispatched:
     """A step or an evaluation that was handed to the devices; its numbers come when it is done."""
 
-    shown: Any  # its numbers, on the devices
+    numbers: Any  # its numbers, on the devices
     # called when they are there, in another thread than the loop's, with them and with when its
     # work began and ended (`time.perf_counter`): what else there is to record. What it names takes
     # the place of the number of that name.
-    measured: Callable[[Any, float, float], Record]
+    to_record: Callable[[Any, float, float], Record]
 
 
 class MetricsLog:
@@ -70,14 +70,16 @@ class MetricsLog:
         """What was done since the last record (a save, say) does not count as part of a step."""
         self._last_end = time.perf_counter()
 
-    def log_step(self, step: int, stage: Stage, consumed_samples: int, taken: Taken) -> None:
+    def log_step(
+        self, step: int, stage: Stage, consumed_samples: int, dispatched: Dispatched
+    ) -> None:
         """Takes over a step just dispatched, and waits for the record of the one before.
 
         Args:
           step: 0-based.
           stage: the step's.
           consumed_samples: after the step.
-          taken: every scalar of it is recorded under its name.
+          dispatched: every scalar of it is recorded under its name.
 
         Raises:
           TrainingError: the step before had a loss that ends the run.
@@ -86,21 +88,21 @@ class MetricsLog:
         def record(read: dict[str, Any], begin: float, end: float) -> Record:
             check_numbers(self._keys, step, read)
             return {
-                **of_batch(step, stage, consumed_samples),
+                **batch_record(step, stage, consumed_samples),
                 **{name: value.item() for name, value in read.items() if not np.ndim(value)},
-                **taken.measured(read, begin, end),
+                **dispatched.to_record(read, begin, end),
             }
 
-        self._push(taken.shown, record)
+        self._push(dispatched.numbers, record)
 
-    def log_eval(self, step: int, consumed_samples: int, taken: Taken) -> None:
+    def log_eval(self, step: int, consumed_samples: int, dispatched: Dispatched) -> None:
         """Takes over an evaluation just dispatched, after step `step`."""
 
         def record(read: Any, begin: float, end: float) -> Record:
             at = {"step": step, "consumed_samples": consumed_samples}
-            return {**at, **taken.measured(read, begin, end), "eval_seconds": end - begin}
+            return {**at, **dispatched.to_record(read, begin, end), "eval_seconds": end - begin}
 
-        self._push(taken.shown, record)
+        self._push(dispatched.numbers, record)
 
     def flush(self) -> None:
         """Waits for everything that is pending: the device has then done all that was asked."""
@@ -144,7 +146,7 @@ class LastEvaluation:
             before = self._numbers if record["step"] == self._step else {}
             self._step, self._numbers = record["step"], before | numbers_of(record)
 
-    def of(self, step: int) -> dict[str, float]:
+    def numbers_after(self, step: int) -> dict[str, float]:
         """The numbers after a step, by their names; none where it had no evaluation."""
         names = self._numbers if self._step == step else ()
         return {
@@ -154,7 +156,7 @@ class LastEvaluation:
         }
 
 
-def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
+def batch_record(step: int, stage: Stage, consumed_samples: int) -> Record:
     """What the record of a step says of its batch.
 
     Args:
@@ -173,12 +175,12 @@ def of_batch(step: int, stage: Stage, consumed_samples: int) -> Record:
     }
 
 
-def of_sums(
+def evaluation_from_sums(
     sums: Mapping[str, Sequence[tuple[jax.Array, ...]]],
     by_batch: bool,
     shown: Sequence[str] = ("loss", "tokens"),
     divisor: str = "tokens",
-) -> Taken:
+) -> Dispatched:
     """An evaluation that was just dispatched.
 
     Args:
@@ -189,7 +191,7 @@ def of_sums(
       divisor: which of them the others are divided by.
     """
 
-    def of(batches: np.ndarray, end: str) -> Record:
+    def averages(batches: np.ndarray, end: str) -> Record:
         total = dict(zip(shown, batches.sum(0), strict=True))
         counts = ("tokens", divisor)
         found = {
@@ -201,19 +203,19 @@ def of_sums(
                 found[f"eval_batch_{name}{end}"] = column.tolist()
         return found
 
-    def measured(read: dict[str, list[tuple[Any, ...]]], begin: float, end: float) -> Record:
+    def to_record(read: dict[str, list[tuple[Any, ...]]], begin: float, end: float) -> Record:
         # Added here, so that each keeps all digits.
         sets = {name: np.asarray(batches, np.float64) for name, batches in read.items()}
-        found = of(np.concatenate(list(sets.values())), "")
+        found = averages(np.concatenate(list(sets.values())), "")
         for name, batches in sets.items():
-            found |= of(batches, f"_{name}") if name else {}
+            found |= averages(batches, f"_{name}") if name else {}
         return found
 
-    return Taken(dict(sums), measured)
+    return Dispatched(dict(sums), to_record)
 
 
 def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """The names of the numbers of `of_sums`: of sets by their names, "" of the only one."""
+    """The names of the numbers of an evaluation: of sets by their names, "" of the only one."""
     ends = ["", *(f"_{name}" for name in sets if name)]
     return [f"eval_{name}{end}" for end in ends for name in shown]
 

@@ -38,7 +38,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     from matplotlib.figure import Figure
 
     result = "reward" if any("reward" in record for record in steps) else "loss"
-    small = [name for name in _shown(steps) if name != result]
+    small = [name for name in _objective_names(steps) if name != result]
     if len({r["row_length"] for r in steps if "row_length" in r}) > 1:
         small.insert(0, "row_length")
     tasks = [*dict.fromkeys(n for record in records for n in record if n.startswith(TASK))]
@@ -102,7 +102,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     return figure
 
 
-def _shown(steps: list[Record]) -> list[str]:
+def _objective_names(steps: list[Record]) -> list[str]:
     """The names of what the objective shows, in the order in which they came."""
     names = dict.fromkeys(name for record in steps for name in numbers_of(record))
     others = ("batch", "speed", "noise")

@@ -28,7 +28,7 @@ class Profiler:
         first = first_step + keys.skip_first_n_steps_for_profiler if keys.profiler else -1
         self._first, self._last, self._running = first, first + keys.profiler_steps, False
 
-    def before(self, step: int) -> jax.profiler.StepTraceAnnotation:
+    def annotate_step(self, step: int) -> jax.profiler.StepTraceAnnotation:
         """Starts or ends the trace where its time has come; the context to run the step in."""
         if step == self._first:
             self._settle()

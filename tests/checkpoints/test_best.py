@@ -101,10 +101,11 @@ def test_numbers_of_a_step():
     """Of both evaluations after it, held-out text and tasks; none of another step."""
     last = LastEvaluation()
     last({"step": 3, "loss": 1.0})
-    assert last.of(3) == {}
+    assert last.numbers_after(3) == {}
     last({"step": 3, "consumed_samples": 9, "eval_loss": 2.0, "eval_seconds": 1.0})
     last({"step": 3, "consumed_samples": 9, "task_sums_acc": 0.5, "eval_seconds": 1.0})
-    assert last.of(3) == {"eval_loss": 2.0, "task_sums_acc": 0.5} and last.of(4) == {}
+    assert last.numbers_after(3) == {"eval_loss": 2.0, "task_sums_acc": 0.5}
+    assert last.numbers_after(4) == {}
 
 
 @pytest.mark.slow

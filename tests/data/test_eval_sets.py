@@ -10,7 +10,7 @@ from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from maxramp.data.opening import open_corpus, open_rows
 from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
-from maxramp.run.metrics import numbers_of, of_sums, read_records, tag_of
+from maxramp.run.metrics import evaluation_from_sums, numbers_of, read_records, tag_of
 from maxramp.run.picture import figure_of
 
 LETTERS = {"train": "abc", "wiki": "de", "code": "fgh"}
@@ -86,8 +86,8 @@ def test_a_set_in_which_nothing_is_predicted_is_named(files):
 def test_numbers_of_sets():
     """Each has its own; without a name they are of all tokens, and of no mean of means."""
     sums = {"code": [(6.0, 2.0), (2.0, 2.0)], "wiki": [(9.0, 12.0)]}
-    taken = of_sums(sums, by_batch=True)
-    found = taken.measured(taken.shown, 0.0, 1.0)
+    dispatched = evaluation_from_sums(sums, by_batch=True)
+    found = dispatched.to_record(dispatched.numbers, 0.0, 1.0)
     assert (found["eval_loss_code"], found["eval_tokens_code"]) == (2.0, 4)
     assert (found["eval_loss_wiki"], found["eval_tokens_wiki"]) == (0.75, 12)
     assert (found["eval_loss"], found["eval_tokens"]) == (17 / 16, 16)

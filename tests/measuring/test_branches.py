@@ -28,7 +28,7 @@ from maxramp.measuring.branches import (
 from maxramp.measuring.inheritance import DROPPED, KEPT
 from maxramp.model.parts.weights import ones
 from maxramp.rampup import RampupBatchManager
-from maxramp.run.metrics import MetricsLog, as_json, of_sums, read_records
+from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records
 from maxramp.run.writers import JsonlWriter
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.optimizers.half_lives import kept, with_decay
@@ -94,10 +94,10 @@ def test_batches_of_an_evaluation(tmp_path):
     sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     log = MetricsLog(make_config().run, [writer])
-    log.log_eval(3, 80, of_sums({"": sums}, by_batch=True))
+    log.log_eval(3, 80, evaluation_from_sums({"": sums}, by_batch=True))
     no_number = (np.float32(np.nan), np.float32(2))
-    log.log_eval(4, 80, of_sums({"": [*sums, no_number]}, by_batch=True))
-    log.log_eval(5, 80, of_sums({"": sums[:1]}, by_batch=False))
+    log.log_eval(4, 80, evaluation_from_sums({"": [*sums, no_number]}, by_batch=True))
+    log.log_eval(5, 80, evaluation_from_sums({"": sums[:1]}, by_batch=False))
     log.flush()
     log.close()
     writer.close()

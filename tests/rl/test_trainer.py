@@ -35,11 +35,11 @@ def rewards():
         yield functions
 
 
-def record_of(taken, begin):
+def record_of(dispatched, begin):
     """As the log makes it of a step or an evaluation."""
-    read = jax.device_get(taken.shown)
+    read = jax.device_get(dispatched.numbers)
     shown = {name: value.item() for name, value in read.items()}
-    return shown | taken.measured(read, begin, time.perf_counter())
+    return shown | dispatched.to_record(read, begin, time.perf_counter())
 
 
 class Run:
@@ -91,11 +91,11 @@ class Run:
         before = [np.array(x) for x in jax.tree.leaves(self.trainer.state.model)]
         for step in range(steps):
             stage = self.ramp.stage_at_step(step)
-            taken = None
-            while taken is None:
-                taken = self.trainer.step(step, stage, self.ramp.samples_before(step))
+            dispatched = None
+            while dispatched is None:
+                dispatched = self.trainer.step(step, stage, self.ramp.samples_before(step))
             # A log whose disk was slow saw the step before end as late as this.
-            records.append(record_of(taken, time.perf_counter()))
+            records.append(record_of(dispatched, time.perf_counter()))
             assert records[-1]["rollout_seconds"] > 0 < records[-1]["training_seconds"]
         state = self.trainer.state
         assert np.array(state.consumed_samples).tolist() == [self.ramp.samples_before(steps), 0]

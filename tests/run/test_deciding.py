@@ -63,7 +63,7 @@ def drive(span, folder, scale_of, history=(), until=None):
     for step in span.steps():
         if step == until:
             break
-        growth.before(step)
+        growth.decide_before(step)
         assert ramp.settled_steps > step
         rows = ramp.stage_at_step(step).global_batch_size
         batches[step] = rows

@@ -9,7 +9,7 @@ import pytest
 from conftest import make_config
 
 from maxramp.errors import TrainingError
-from maxramp.run.metrics import MetricsLog, Taken, read_records, tag_of
+from maxramp.run.metrics import Dispatched, MetricsLog, read_records, tag_of
 from maxramp.run.picture import figure_of
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
@@ -24,7 +24,7 @@ STAGE = types.SimpleNamespace(
 
 def taken(loss, **shown):
     numbers = {"loss": np.float32(loss), "grad_norm": np.float32(1), "pair": np.zeros(2), **shown}
-    return Taken(numbers, lambda read, begin, end: {"step_seconds": end - begin, "word": "x"})
+    return Dispatched(numbers, lambda read, begin, end: {"step_seconds": end - begin, "word": "x"})
 
 
 def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
