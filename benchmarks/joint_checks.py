@@ -308,7 +308,7 @@ def _schedule(arguments: list[str], shape: Shape) -> list[tuple[int, int, int, f
     try:
         config = resolve(load(arguments), devices, 1, shape.processes)
         ramp = RampupBatchManager(config.batch, devices)
-        rate, found = LearningRate.of(config.learning_rate, ramp), []
+        rate, found = LearningRate.from_keys(config.learning_rate, ramp), []
     except ConfigError as error:
         raise Refused(f"error: {error}") from None
     for step in range(min(ramp.total_steps, ramp.settled_steps)):

@@ -183,7 +183,7 @@ def step_eats() -> float:
     config = resolved()
     with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         ramp = RampupBatchManager(config.batch, 1)
-        rate = LearningRate.of(config.learning_rate, ramp)
+        rate = LearningRate.from_keys(config.learning_rate, ramp)
         state = initial_state(config.recipe)
         spec = ramp.stages[-1].spec
         sharding = NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)

@@ -45,7 +45,7 @@ from maxramp.training.step import make_train_step
 config = resolve(load(sys.argv[1:]), 1, 1, 1)
 jax.set_mesh(mesh_lib.make_mesh(config.mesh))
 ramp = RampupBatchManager(config.batch)
-rate = LearningRate.of(config.learning_rate, ramp)
+rate = LearningRate.from_keys(config.learning_rate, ramp)
 state = initial_state(config.recipe)
 spec, sharding = ramp.stages[-1].spec, NamedSharding(jax.sharding.get_mesh(), BATCH_ABT)
 abstract = abstract_batch(spec.fields, (1, spec.rows), sharding)

@@ -64,7 +64,7 @@ class Steps:
             programs = PolicyPrograms(
                 config.recipe,
                 config.policy,
-                LearningRate.of(config.learning_rate, self._ramp),
+                LearningRate.from_keys(config.learning_rate, self._ramp),
                 state,
                 writing(config.rollout, config.policy, config.model, tokenizer),
                 ahead,

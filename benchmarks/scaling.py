@@ -53,7 +53,7 @@ def resolved(devices: int, *keys: str):
 def measure(config, devices, stage_index: int = -1) -> dict[str, float]:
     """Seconds to lower and to compile the step of a stage, and the lines of its program."""
     ramp = RampupBatchManager(config.batch, len(devices))
-    rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[stage_index].spec
+    rate, spec = LearningRate.from_keys(config.learning_rate, ramp), ramp.stages[stage_index].spec
     start = time.perf_counter()
     lowered = lower_step(config.recipe, rate, spec, make_mesh(config.mesh, devices))
     middle = time.perf_counter()

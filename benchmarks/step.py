@@ -60,7 +60,7 @@ def ours(size, batch, *keys):
     )
     config = resolve(config, 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config.mesh))
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     state = initial_state(config.recipe)
     step = make_train_step(config.recipe, rate)
     tokens, targets = (jax.device_put(x, BATCH_ABT) for x in (batch[..., :-1], batch[..., 1:]))

@@ -53,7 +53,7 @@ MUON = {"opt_type": "muon", "muon_consistent_rms": 0.2, "muon_weight_decay": 0.1
 
 def lengthened(samples: int) -> int:
     """How many samples L may take for the FLOPs of as many whole rows."""
-    model = Config.of({**base(), **MODEL, "dataset_type": "text"}).model
+    model = Config.from_values({**base(), **MODEL, "dataset_type": "text"}).model
     whole = training_flops_per_token(model, ROW)
     mean = sum(training_flops_per_token(model, tokens) for tokens in ROWS) / len(ROWS)
     return round(samples * whole / mean) // (16 * B0) * 16 * B0

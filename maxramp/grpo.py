@@ -147,7 +147,7 @@ def _trainer(
     programs = PolicyPrograms(
         config.recipe,
         config.policy,
-        LearningRate.of(config.learning_rate, span.ramp),
+        LearningRate.from_keys(config.learning_rate, span.ramp),
         abstract,
         writing(config.rollout, config.policy, config.model, tokenizer),
         ahead,

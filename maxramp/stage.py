@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-from maxramp.keys.section import Keys, above_zero, at_least
+from maxramp.keys.section import Keys, above_zero, minimum
 from maxramp.parallel.keys import MeshKeys
 
 
@@ -47,11 +47,11 @@ class SightKeys(Keys):
 
     rope_max_timescale: float = above_zero()
     rope_type: str  # `Execution` checks it: MaxText's configuration has others
-    rope_factor: float = at_least(1)
+    rope_factor: float = minimum(1)
     rope_low_freq_factor: float = above_zero()
     rope_high_freq_factor: float = above_zero()
-    original_max_position_embeddings: int = at_least(1)
-    sliding_window_size: int = at_least(0)
+    original_max_position_embeddings: int = minimum(1)
+    sliding_window_size: int = minimum(0)
 
 
 SIGHT_KEYS = tuple(field.name for field in dataclasses.fields(SightKeys))

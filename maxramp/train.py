@@ -136,7 +136,7 @@ class Pretrainer:
         self._programs = Programs(
             config.recipe,
             loader.expansion,
-            LearningRate.of(config.learning_rate, span.ramp),
+            LearningRate.from_keys(config.learning_rate, span.ramp),
             abstract,
             stages=span.stages,
             eval_rows=loader.eval_rows,
@@ -183,7 +183,7 @@ class Pretrainer:
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
             tokens = stage.global_batch_size * stage.spec.tokens
-            model = self._recipe.of(stage.spec).model
+            model = self._recipe.with_spec(stage.spec).model
             flops = tokens * training_flops_per_token(model, row) / stage.devices
             targets = int(read["target_tokens"])
             high, low = (int(word) for word in read["batch_fingerprint"])

@@ -116,4 +116,4 @@ def binding(
         ]
         source = f"checkpoint {position.path}"
     pairs = [(stage["first_sample"], stage["global_batch_size"]) for stage in found]
-    return adaptive.decided(keys, pairs, below, source)
+    return adaptive.check_decisions(keys, pairs, below, source)

@@ -71,7 +71,7 @@ class Checkpoint:
 
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
-        keys = BatchKeys.of(base.base() | self.config)
+        keys = BatchKeys.from_values(base.base() | self.config)
         end, of = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
         if keys.total_tokens != -1:
             first = self.stages[0]["first_sample"]

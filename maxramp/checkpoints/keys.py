@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
-    at_least,
-    of_form,
+    form,
+    minimum,
     path_or_storage,
     positive_or_open,
 )
@@ -23,13 +23,13 @@ class CheckpointKeys(Keys):
     checkpoint_period_samples: int = positive_or_open()
     checkpoint_period_minutes: float = above_zero_or_open()
     checkpoint_stage_ends: bool
-    max_num_checkpoints_to_keep: int | None = at_least(1)
+    max_num_checkpoints_to_keep: int | None = minimum(1)
     checkpoint_keep_period: int = positive_or_open()
-    checkpoint_best: str = of_form(
+    checkpoint_best: str = form(
         r"(lowest|highest) \S+",
         "must be lowest or highest and a number of evaluations, such as lowest eval_loss",
     )
-    max_failed_saves: int = at_least(1)
+    max_failed_saves: int = minimum(1)
     load_parameters_path: str = path_or_storage()
     load_full_state_path: str = path_or_storage()
     allow_changed: Sequence[str]

@@ -139,7 +139,7 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     values = base.base() | position.config
     first = position.stages[0]
     before = RampupBatchManager(
-        BatchKeys.of(values),
+        BatchKeys.from_values(values),
         ramp.stages[0].devices,
         first_step=first["first_step"],
         first_sample=first["first_sample"],
@@ -149,7 +149,10 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
         if values["rampup_policy"] == "noise"
         else [],
     )
-    old, new = LearningRate.of(LearningRateKeys.of(values), before), LearningRate.of(keys, ramp)
+    old, new = (
+        LearningRate.from_keys(LearningRateKeys.from_values(values), before),
+        LearningRate.from_keys(keys, ramp),
+    )
     sample = before.samples_before(step - 1)
     batch = before.stage_at_step(step - 1).global_batch_size
     today = dataclasses.replace(new, ramp=before)  # its ramp may begin after that step

@@ -4,7 +4,7 @@ from maxramp.data.keys import DataKeys
 from maxramp.keys.section import Relations
 
 
-def of_chats(keys: DataKeys) -> Relations:
+def check_chats(keys: DataKeys) -> Relations:
     """Relations of a configuration that reads chats; none of another."""
     if not (asked := keys.reads_chats):
         return

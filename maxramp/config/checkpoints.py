@@ -8,7 +8,7 @@ from maxramp.keys.base import base
 from maxramp.keys.section import Relations
 
 
-def of_checkpoints(keys: CheckpointKeys) -> Relations:
+def check_checkpoints(keys: CheckpointKeys) -> Relations:
     """Relations of the section alone."""
     yield (
         keys.checkpoint_keep_period != -1 and keys.max_num_checkpoints_to_keep is None,
@@ -28,7 +28,7 @@ def of_checkpoints(keys: CheckpointKeys) -> Relations:
         )
 
 
-def of_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]) -> Relations:
+def check_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]) -> Relations:
     """Whether the run has the number that its best checkpoint is chosen by.
 
     Args:

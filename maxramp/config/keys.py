@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any, Self
 
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.config.chats import of_chats
-from maxramp.config.checkpoints import of_best, of_checkpoints
+from maxramp.config.chats import check_chats
+from maxramp.config.checkpoints import check_best, check_checkpoints
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.huggingface import config_json
 from maxramp.keys.base import base
@@ -68,7 +68,7 @@ class Config:
     rollout: RolloutKeys
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
         """The sections of the values of all keys, each checked alone.
 
         Raises:
@@ -76,7 +76,9 @@ class Config:
         """
         values = types.MappingProxyType(dict(values))
         sections = cls.sections()
-        return cls(values, **{name: section.of(values) for name, section in sections.items()})
+        return cls(
+            values, **{name: section.from_values(values) for name, section in sections.items()}
+        )
 
     @classmethod
     def sections(cls) -> dict[str, type[Keys]]:
@@ -105,11 +107,11 @@ class Config:
         Raises:
           ConfigError: names the key, its value, the relation it breaks and a remedy.
         """
-        relations = (of(getattr(self, name)) for name, of in _RELATIONS.items())
-        refuse(itertools.chain(*relations, _of_all(self)))
+        relations = (check(getattr(self, name)) for name, check in _RELATIONS.items())
+        refuse(itertools.chain(*relations, _check_together(self)))
         notations.check(self.batch)
-        for phase in self.batch.in_phases[1:]:
-            with phase.named():
+        for phase in self.batch.phase_list[1:]:
+            with phase.name_errors():
                 self.replace(**phase.values, phases={}).check()
         if self.run.export_huggingface:
             config_json.of_keys(self.model, {}, "")
@@ -121,7 +123,7 @@ class Config:
 
     def replace(self, **values: Any) -> Self:
         """The same with other values of some keys."""
-        return self.of({**self.values, **values})
+        return self.from_values({**self.values, **values})
 
 
 # What keys must not be together. The bound of one key alone stands beside it, in its section;
@@ -137,7 +139,7 @@ _NEEDED = {
 _MOST_SECONDS = 2e6  # that the system can wait: 2^31 ms
 
 
-def _of_batch(keys: BatchKeys) -> Relations:
+def _check_batch(keys: BatchKeys) -> Relations:
     decay = keys.wsd_decay_steps_fraction if keys.lr_schedule_type == "wsd" else 0
     yield (
         keys.warmup_steps_fraction + decay > 1,
@@ -152,7 +154,7 @@ def _of_batch(keys: BatchKeys) -> Relations:
     )
 
 
-def _of_mesh(keys: MeshKeys) -> Relations:
+def _check_mesh(keys: MeshKeys) -> Relations:
     for group in ("ici", "dcn"):
         names = [f"{n}=-1" for n, x in vars(keys).items() if n.startswith(group) and x == -1]
         yield (
@@ -161,7 +163,7 @@ def _of_mesh(keys: MeshKeys) -> Relations:
         )
 
 
-def _of_model(keys: ModelKeys) -> Relations:
+def _check_model(keys: ModelKeys) -> Relations:
     yield (
         keys.rope_high_freq_factor <= keys.rope_low_freq_factor,
         f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
@@ -204,7 +206,7 @@ def _of_model(keys: ModelKeys) -> Relations:
     )
 
 
-def _of_data(keys: DataKeys) -> Relations:
+def _check_data(keys: DataKeys) -> Relations:
     kind, columns = keys.dataset_type, keys.train_data_columns
     yield (
         kind == "text" and keys.vocab_size < 258,
@@ -261,12 +263,12 @@ def _of_data(keys: DataKeys) -> Relations:
         f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "
         "out",
     )
-    yield from of_chats(keys)
+    yield from check_chats(keys)
     if keys.tokenizer_path:
         _ = keys.type_of_tokenizer  # raises where the name says nothing
 
 
-def _of_objective(keys: ObjectiveKeys) -> Relations:
+def _check_objective(keys: ObjectiveKeys) -> Relations:
     smoothing, loss = keys.dpo_label_smoothing, keys.dpo_loss_type
     yield (
         smoothing >= 0.5,
@@ -284,7 +286,7 @@ def _of_objective(keys: ObjectiveKeys) -> Relations:
     )
 
 
-def _of_optimizer(keys: OptimizerKeys) -> Relations:
+def _check_optimizer(keys: OptimizerKeys) -> Relations:
     for role in keys.adamw_mask:
         yield (
             role not in ROLES,
@@ -315,7 +317,7 @@ def _of_optimizer(keys: OptimizerKeys) -> Relations:
     )
 
 
-def _of_policy(keys: PolicyKeys) -> Relations:
+def _check_policy(keys: PolicyKeys) -> Relations:
     yield (
         keys.num_generations == 1,
         "num_generations=1: an answer's advantage is over the others to its prompt, and there are "
@@ -323,7 +325,7 @@ def _of_policy(keys: PolicyKeys) -> Relations:
     )
 
 
-def _of_run(keys: RunKeys) -> Relations:
+def _check_run(keys: RunKeys) -> Relations:
     yield (
         keys.run_name in (".", "..") or "/" in keys.run_name,
         f"run_name={keys.run_name} must name one folder below base_output_directory; put the path "
@@ -343,7 +345,7 @@ def _of_run(keys: RunKeys) -> Relations:
         )
 
 
-def _of_rollout(keys: RolloutKeys) -> Relations:
+def _check_rollout(keys: RolloutKeys) -> Relations:
     names, weights = list(map(str, keys.rewards)), list(keys.reward_weights)
     for name in names:
         yield not re.fullmatch("[^:]+:.+", name), f"rewards: {name} must be module:function"
@@ -364,9 +366,9 @@ def _of_rollout(keys: RolloutKeys) -> Relations:
     )
 
 
-def _of_all(config: "Config") -> Relations:
+def _check_together(config: "Config") -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
-    yield from of_best(config.checkpoints, config.evaluation, config.data.eval_sets)
+    yield from check_best(config.checkpoints, config.evaluation, config.data.eval_sets)
     measured = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
     measured += ["log_gradient_noise_scale=True"] * config.optimizer.log_gradient_noise_scale
     yield (
@@ -434,14 +436,14 @@ def _of_all(config: "Config") -> Relations:
 
 
 _RELATIONS: dict[str, Callable[[Any], Relations]] = {
-    "batch": _of_batch,
-    "mesh": _of_mesh,
-    "model": _of_model,
-    "data": _of_data,
-    "objective": _of_objective,
-    "optimizer": _of_optimizer,
-    "policy": _of_policy,
-    "checkpoints": of_checkpoints,
-    "run": _of_run,
-    "rollout": _of_rollout,
+    "batch": _check_batch,
+    "mesh": _check_mesh,
+    "model": _check_model,
+    "data": _check_data,
+    "objective": _check_objective,
+    "optimizer": _check_optimizer,
+    "policy": _check_policy,
+    "checkpoints": check_checkpoints,
+    "run": _check_run,
+    "rollout": _check_rollout,
 }

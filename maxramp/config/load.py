@@ -79,7 +79,7 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
     for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, beginnings):
         chosen = {
             way: f"{name}={values[name]}"
-            for way, name in _used(ways, values)
+            for way, name in _list_used(ways, values)
             if name in given.values
         }
         if len(chosen) > 1:
@@ -116,7 +116,7 @@ def check_notation(values: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: there is one.
     """
-    for used, given_by in _used(_NOTATIONS, values)[:1]:
+    for used, given_by in _list_used(_NOTATIONS, values)[:1]:
         for way, alone in _NOTATIONS.items():
             for name in alone:
                 if way != used and values[name] != base.base()[name]:
@@ -128,7 +128,7 @@ def check_notation(values: Mapping[str, Any]) -> None:
                     )
 
 
-def _used(
+def _list_used(
     ways: Mapping[tuple[str, ...], Any], values: Mapping[str, Any]
 ) -> list[tuple[tuple[str, ...], str]]:
     """(the way, the key) of all keys that choose one."""
@@ -180,7 +180,7 @@ def load(
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
     if chosen and chosen[-1] == "hf":
-        files.append(_of_folder(files, command_line))
+        files.append(_read_folder(files, command_line))
     elif chosen and chosen[-1] != "default":
         path = CONFIGS / "models" / f"{chosen[-1]}.yml"
         if len(chosen[-1]) > 100 or not path.is_file():
@@ -204,14 +204,14 @@ def load(
     check_notation(merged)
     unread = Config.unread_by(values.program, merged)
     if unread:
-        shown = ", ".join(base.shortened([f"{name}={merged[name]}" for name in unread]))
+        shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{values.program} does not read {shown}")
-    config = Config.of(merged | unread)
+    config = Config.from_values(merged | unread)
     config.check()
     return config
 
 
-def _of_folder(files: Sequence[Given], command_line: Given) -> Given:
+def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
     """What the folder of a released model gives: sizes, and its tokenizer where text is encoded.
 
     A run that has begun has a copy of what the folder says, for when that is gone.
@@ -292,8 +292,8 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
     for where, pairs in layers:
         taken: dict[str, tuple[str, Any]] = {}
         for name, given_value in phases.flat(pairs, in_phases):
-            given = f"{where}{base.shown(name, given_value)}"
-            ours = peers.ours(name, given_value)
+            given = f"{where}{base.show_key(name, given_value)}"
+            ours = peers.translate(name, given_value)
             if not ours:
                 foreign[name] = given, given_value
                 continue
@@ -306,7 +306,7 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
             if value != base.unset(key) and ours != (name, given_value):
                 notes.append(f"{given}: taken as {key}={value}")
             taken[key] = given, value
-        values = {key: base.typed(*given, key) for key, given in taken.items()}
+        values = {key: base.cast_value(*given, key) for key, given in taken.items()}
         found.append(Given(where, values))
         in_phases = values.get("phases", in_phases)
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
@@ -360,7 +360,7 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
     return [*_chain(base_config, (*above, path)), (path, values)]
 
 
-def to_yaml(config: Config) -> str:
+def dump_config(config: Config) -> str:
     """The configuration as a config file that gives it again, in the order of base.yml."""
     ordered = {name: config.values[name] for name in base.base()}
     # The sizes are written out: naming their file again would let it override them.

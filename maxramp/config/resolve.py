@@ -53,8 +53,8 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     if config.evaluation.eval_per_device_batch_size == 0:
         rows = _eval_rows_per_device(config.batch)
         config = config.replace(eval_per_device_batch_size=float(rows))
-    for phase in config.batch.in_phases:
-        with phase.named():
+    for phase in config.batch.phase_list:
+        with phase.name_errors():
             _check_divides(config, phase.keys.on(num_devices, num_slices), num_devices)
     return config
 
@@ -72,14 +72,14 @@ def meshes_of(config: Config) -> Meshes:
     """The meshes of a loaded config; None on so many devices that it does not resolve."""
 
     @functools.cache
-    def resolved(num_devices: int) -> BatchKeys | None:
+    def batch_keys(num_devices: int) -> BatchKeys | None:
         try:
             return resolve_planned(config, num_devices).batch
         except ConfigError:
             return None
 
     def mesh(num_devices: int, sample: int) -> MeshKeys | None:
-        batch = resolved(num_devices)
+        batch = batch_keys(num_devices)
         return batch and batch.mesh_at(num_devices, sample)
 
     return mesh
@@ -169,8 +169,8 @@ def _phases(
     found, before = {}, first.group("ici")
     # Of the slices' axes the outermost, data, leaves the devices in order.
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]
-    for phase in keys.in_phases[1:]:
-        with phase.named():
+    for phase in keys.phase_list[1:]:
+        with phase.name_errors():
             sizes = phase.keys.on(num_devices, num_slices).group("ici")
             changed = {name: size for name, size in sizes.items() if size != before[name]}
             if changed and between:
@@ -189,7 +189,7 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
     Of a pass alone where no phase changes the mesh.
     """
-    rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.in_phases]
+    rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.phase_list]
     multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))
     multiple = Fraction(math.lcm(*(int(m * denominator) for m in multiples)), denominator)

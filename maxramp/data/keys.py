@@ -10,8 +10,8 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import (
     Keys,
     above_zero_or_open,
-    at_least,
     below_one,
+    minimum,
     named_texts,
     one_of,
     positive_or_open,
@@ -101,10 +101,10 @@ class DataKeys(ChatKeys):
 class ReadingKeys(Keys):
     """How a process reads ahead."""
 
-    grain_worker_count: int = at_least(0)
-    grain_num_threads: int = at_least(1)
-    grain_prefetch_buffer_size: int = at_least(1)
-    grain_prefetch_buffer_gib: float = at_least(0)
+    grain_worker_count: int = minimum(0)
+    grain_num_threads: int = minimum(1)
+    grain_prefetch_buffer_size: int = minimum(1)
+    grain_prefetch_buffer_gib: float = minimum(0)
 
 
 HELD_OUT, TASKS = "held_out", "tasks"  # what a state is evaluated on
@@ -116,7 +116,7 @@ class EvalKeys(Keys):
 
     eval_interval: int = positive_or_open()
     eval_samples: int = positive_or_open()
-    eval_per_device_batch_size: float = at_least(0)
+    eval_per_device_batch_size: float = minimum(0)
     log_eval_batches: bool
     evaluate_tasks: Sequence[str]
     evaluate_tasks_interval: int = positive_or_open()

@@ -153,7 +153,7 @@ class Opened:
         self._given = given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
         own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
-        self.config = Config.of({**base.base(), **own, **_CONSTANT, **given.values})
+        self.config = Config.from_values({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
 
     def load(self) -> Decoder:

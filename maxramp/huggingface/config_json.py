@@ -111,7 +111,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
     value = values.get(theirs)
-    return base.typed(f"{where}: {theirs}={value}", value, ours)
+    return base.cast_value(f"{where}: {theirs}={value}", value, ours)
 
 
 def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from maxramp.parallel.mesh import Jitted
 from maxramp.parallel.sharding import REPLICATED
 from maxramp.processes import agreement
 from maxramp.stage import StageSpec, text_fields
-from maxramp.training.preferences import of_answers
+from maxramp.training.preferences import answer_log_probs
 from maxramp.training.state import abstract_state
 
 FILE = "reference.jsonl"
@@ -163,12 +163,12 @@ def _spec(job: Job) -> StageSpec:
 
 def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
     """Weights and a batch -> the log-probabilities of its rows, on every device."""
-    recipe = job.config.recipe.of(spec)
+    recipe = job.config.recipe.with_spec(spec)
 
     def find(model: Decoder, batch: Batch) -> jax.Array:
         micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
         weights = model.cast(recipe.model.dtype)
-        log_p_B2, _ = of_answers(recipe.objective, recipe.model, weights, micro_batch)
+        log_p_B2, _ = answer_log_probs(recipe.objective, recipe.model, weights, micro_batch)
         return jax.reshard(log_p_B2, REPLICATED)
 
     return Jitted(expansion.mesh_of(spec), find)

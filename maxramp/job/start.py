@@ -18,7 +18,7 @@ from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
-from maxramp.config.load import to_yaml
+from maxramp.config.load import dump_config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.data.rows import DataIdentity
@@ -136,7 +136,7 @@ class Start:
         Raises:
           ConfigError: the folder cannot be taken, or what it holds does not suit the keys.
         """
-        output = self.closing.enter_context(Output(self.config.run, to_yaml(self.config)))
+        output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
         config = pin_first_weights(self.config, output.folder)

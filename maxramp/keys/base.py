@@ -98,7 +98,7 @@ def may_be_unset(name: str) -> bool:
     return name in _OPTIONAL or name in _OPTIONAL_TEXT or base()[name] == ""
 
 
-def typed(given: str, value: Any, name: str) -> Any:
+def cast_value(given: str, value: Any, name: str) -> Any:
     """`value` as the type of the default of the key `name`; only lossless changes.
 
     Args:
@@ -145,7 +145,7 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys"
       found: (as given, name) of each, at least one.
       list_of_keys: where a person finds those that do.
     """
-    meant = [near(name) for _, name in found]
+    meant = [nearest_key(name) for _, name in found]
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
         return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
@@ -153,22 +153,22 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys"
         given + (f" (did you mean {key}?)" if key else "")
         for (given, _), key in zip(found, meant, strict=True)
     ]
-    return f"{', '.join(shortened(lines))} are not known keys; {list_of_keys} lists every key"
+    return f"{', '.join(shorten(lines))} are not known keys; {list_of_keys} lists every key"
 
 
-def shown(name: str, value: Any) -> str:
+def show_key(name: str, value: Any) -> str:
     """A key as it was given, KEY=VALUE, of a long value the beginning."""
     text = str(value)
     return f"{name}={text if len(text) <= 60 else f'{text[:57]}...'}"
 
 
-def shortened(given: list[str]) -> list[str]:
+def shorten(given: list[str]) -> list[str]:
     """Keys as they were given, FILE: KEY=VALUE; of many the last ones by their names alone."""
     rest = [part.partition("=")[0].rpartition(": ")[2] for part in given[_MOST_WHOLE:]]
     return [*given[:_MOST_WHOLE], *rest]
 
 
-def near(name: str) -> str | None:
+def nearest_key(name: str) -> str | None:
     """The key that somebody who wrote `name` meant; None where none is close enough to say so.
 
     Most names of the keys share words, so a few equal letters prove nothing: word by word the name

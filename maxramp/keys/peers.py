@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.keys.base import base, may_be_unset, shortened, unknown_keys
+from maxramp.keys.base import base, may_be_unset, shorten, unknown_keys
 from maxramp.keys.yamlfile import read_yaml
 
 # What each part is stands there.
@@ -24,7 +24,7 @@ _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
 
 
-def ours(name: str, value: Any) -> tuple[str, Any] | None:
+def translate(name: str, value: Any) -> tuple[str, Any] | None:
     """The key of base.yml that a name stands for, and the value as that takes it, if there is one.
 
     None of a name that is none of ours, of a renamed one whose null leaves it out, and of a value
@@ -39,7 +39,7 @@ def ours(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key that is none of `ours`.
+    """What is wrong with a key that is none of ours.
 
     Returns:
       "" where training does not depend on it; None where no trainer that we know has it.
@@ -61,7 +61,7 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
     """The names of other keys than ours on which training does not depend.
 
     Args:
-      foreign: (as given, value) of all keys that are none of `ours`.
+      foreign: (as given, value) of all keys that are none of ours.
       layers: all keys that each file and the command line give, the base first.
 
     Raises:
@@ -77,7 +77,7 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
             ignored.append(name)
     for together, why in _refused_together(layers):
         refused[why].append(together)
-    wrong = [f"{', '.join(shortened(given))} {why}" for why, given in refused.items()]
+    wrong = [f"{', '.join(shorten(given))} {why}" for why, given in refused.items()]
     if unknown:
         wrong.append(unknown_keys(unknown))
     if wrong:

@@ -28,7 +28,7 @@ def one_of(*choices: str, **refused: str) -> Any:
     return _key(lambda value: value in choices, f"is not one of {listed}", refused)
 
 
-def at_least(bound: int) -> Any:
+def minimum(bound: int) -> Any:
     """A number from `bound` up, or unset where the key may be."""
     return _key(lambda value: value is None or value >= bound, f"must be {bound} or more")
 
@@ -82,7 +82,7 @@ def is_address(path: str) -> bool:
     return re.match(r"\w[\w.+-]+:/", path) is not None
 
 
-def of_form(pattern: str, text: str) -> Any:
+def form(pattern: str, text: str) -> Any:
     """A text of this form, or a list of such texts; each may be empty."""
 
     def holds(value: Any) -> bool:
@@ -129,7 +129,7 @@ class Keys:
     """A section of the configuration. Subclasses are frozen dataclasses."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
         """The section, from the values of all keys by name, each of which is checked alone.
 
         Raises:

@@ -27,7 +27,7 @@ import yaml
 
 import maxramp
 from maxramp.commandline import count
-from maxramp.config.load import to_yaml
+from maxramp.config.load import dump_config
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
@@ -108,7 +108,7 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
     keys, name = run.config.launch, run.config.run.run_name
     counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
     # As the jobs read it: what the command line would have changed is in it.
-    config = to_yaml(run.config.replace(**TRAINER_KEYS))
+    config = dump_config(run.config.replace(**TRAINER_KEYS))
     made_from = [maxramp.__version__, config, counts, list(keys.setup_lines)]
     launch = _hash_name(name, json.dumps(made_from))  # another configuration has another name
     # A run is a folder of a storage, whatever volume the data may be on.

@@ -3,28 +3,28 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, at_least, of_form, one_of
+from maxramp.keys.section import Keys, form, minimum, one_of
 
 
 def _sbatch_text() -> str:
     """A value of an option of sbatch, whose own reading of quotes is not a shell's."""
-    return of_form(r"[A-Za-z0-9._:,@+-]+", "holds characters that SLURM has not; leave them out")
+    return form(r"[A-Za-z0-9._:,@+-]+", "holds characters that SLURM has not; leave them out")
 
 
 def _kubernetes_name() -> str:
     """A name of an object on Kubernetes."""
     text = "is not a Kubernetes name (lower-case letters, digits, - and .)"
-    return of_form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text)
+    return form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text)
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchKeys(Keys):
     """How maxramp.launch starts the jobs of a run."""
 
-    processes_per_node: int = at_least(1)
-    grace_seconds: int = at_least(1)
-    max_restarts: int = at_least(0)
-    setup_lines: Sequence[str] = of_form(r"(?s:.*)", "must be lines of shell; quote each")
+    processes_per_node: int = minimum(1)
+    grace_seconds: int = minimum(1)
+    max_restarts: int = minimum(0)
+    setup_lines: Sequence[str] = form(r"(?s:.*)", "must be lines of shell; quote each")
     container_image: str
     container_runtime: str = one_of("pyxis", "apptainer")
     container_mounts: str
@@ -32,7 +32,7 @@ class LaunchKeys(Keys):
     slurm_partition: str = _sbatch_text()
     slurm_qos: str = _sbatch_text()
     slurm_time: str = _sbatch_text()
-    slurm_options: Sequence[str] = of_form(
+    slurm_options: Sequence[str] = form(
         r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*",
         "must be options of sbatch of the form --name=value, without blanks or quotes",
     )

@@ -24,7 +24,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import origin_of
 from maxramp.commandline import Seldom, count
 from maxramp.config.keys import Config
-from maxramp.config.load import load, to_yaml
+from maxramp.config.load import dump_config, load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
@@ -125,7 +125,7 @@ class Experiment:
         """
         self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
-        self._config = config = Config.of(base.base() | position.config)
+        self._config = config = Config.from_values(base.base() | position.config)
         if config.run.program == "grpo":
             raise ConfigError(
                 f"{run}: program=grpo: branches are compared on held-out rows, and this run is "
@@ -135,7 +135,7 @@ class Experiment:
         batch, self._row = config.batch, config.batch.max_target_length
         origin, _ = origin_of(batch, batch.num_devices, position)
         ramp = RampupBatchManager(batch, batch.num_devices, **origin)
-        self._rate = LearningRate.of(config.learning_rate, ramp)
+        self._rate = LearningRate.from_keys(config.learning_rate, ramp)
         if not (rate := float(self._rate(self._first, self._batch))) > 0:
             raise ConfigError(
                 f"--at {at}: the learning rate there is {rate:g}, so no branch would learn; "
@@ -210,7 +210,7 @@ class Experiment:
         """Writes SIZE.yml; returns what maxramp.train takes."""
         path = self._folder / f"{size}.yml"
         keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
-        write_whole(path, to_yaml(Config.of(keys)).encode())
+        write_whole(path, dump_config(Config.from_values(keys)).encode())
         line = [str(path), *self._keys]
         load(line, "train", note=lambda note: None)
         return line

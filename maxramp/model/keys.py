@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.keys.section import above_zero, at_least, below_one, one_of, positive_or_open
+from maxramp.keys.section import above_zero, below_one, minimum, one_of, positive_or_open
 from maxramp.stage import SIGHT_KEYS, SightKeys
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
@@ -78,21 +78,21 @@ class ModelKeys(Execution):
     """A decoder, and how its passes are computed."""
 
     decoder_block: str = one_of(*FAMILY_KEYS)
-    base_emb_dim: int = at_least(1)
-    base_num_query_heads: int = at_least(1)
-    base_num_kv_heads: int = at_least(1)
-    head_dim: int = at_least(1)
-    base_mlp_dim: int = at_least(1)
-    base_num_decoder_layers: int = at_least(1)
-    vocab_size: int = at_least(1)
+    base_emb_dim: int = minimum(1)
+    base_num_query_heads: int = minimum(1)
+    base_num_kv_heads: int = minimum(1)
+    head_dim: int = minimum(1)
+    base_mlp_dim: int = minimum(1)
+    base_num_decoder_layers: int = minimum(1)
+    vocab_size: int = minimum(1)
     mlp_activations: Sequence[str]
     logits_via_embedding: bool
     attention_bias: bool
     use_qk_norm: bool
-    normalization_layer_epsilon: float = at_least(0)
-    max_target_length: int = at_least(1)
+    normalization_layer_epsilon: float = minimum(0)
+    max_target_length: int = minimum(1)
     weight_dtype: str = dtype_of()
-    lora_rank: int = at_least(0)
+    lora_rank: int = minimum(0)
     lora_alpha: float = above_zero()
     use_rslora: bool
     lora_dropout: float = below_one()

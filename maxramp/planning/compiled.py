@@ -114,7 +114,7 @@ def _run_totals(
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(pod.machine.devices), pod.config
-    model = config.recipe.of(spec).model
+    model = config.recipe.with_spec(spec).model
     rate = entry["global_batch_size"] * spec.tokens / entry["step_seconds"]
     peak = devices * entry["peak_tflops_per_device"] * 1e12
     hours = steps * entry["step_seconds"] / 3600

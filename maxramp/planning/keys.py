@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxramp.keys.section import Keys, above_zero_or_open, at_least, share
+from maxramp.keys.section import Keys, above_zero_or_open, minimum, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,11 +11,11 @@ class PlanKeys(Keys):
 
     planned_tflops_per_device: float = above_zero_or_open()
     price_per_device_hour: float = above_zero_or_open()
-    planned_pass_overhead: float = at_least(0)
-    restart_minutes: float = at_least(0)
+    planned_pass_overhead: float = minimum(0)
+    restart_minutes: float = minimum(0)
     device_memory_gib: float = above_zero_or_open()
     planned_flops_share: float = share()
     planned_memory_share: float = share()
     planned_link_share: float = share()
     compile_topology: str
-    compile_topology_num_slices: int = at_least(1)
+    compile_topology_num_slices: int = minimum(1)

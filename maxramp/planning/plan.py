@@ -56,7 +56,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "smaller_bubble": _smaller_bubble(config, run.stages),
         "learning_rate": None
         if rate.learning_rate is None
-        else _curve(LearningRate.of(rate, ramp), ramp),
+        else _curve(LearningRate.from_keys(rate, ramp), ramp),
     }
 
 
@@ -164,7 +164,7 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
     return {
         "period_samples": ladder.period(keys),
         "earliest": bound(adaptive.simulate(keys, noise=math.inf)),
-        "expected": bound(ladder.expected(keys)),
+        "expected": bound(ladder.plan_rungs(keys)),
         "latest": bound(adaptive.simulate(keys, noise=0.0)),
     }
 

@@ -65,7 +65,7 @@ class Pod:
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
         ramp = RampupBatchManager(
-            batch, number, decided=ladder.expected(batch), fields=config.data.fields
+            batch, number, decided=ladder.plan_rungs(batch), fields=config.data.fields
         )
         return cls(config, ramp, machine, say)
 
@@ -93,7 +93,7 @@ class Pod:
         )
         machine, start, work = self.machine, time.perf_counter(), {}
         memory = {"arguments": None, "temporaries": None, "limit": self.limit}
-        rate = LearningRate.of(self.config.learning_rate, self.ramp)
+        rate = LearningRate.from_keys(self.config.learning_rate, self.ramp)
         try:
             lowered = lower_step(self.config.recipe, rate, spec, self.mesh, machine.platforms)
         except RuntimeError as error:  # a library that a kernel needs is not installed

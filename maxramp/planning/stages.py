@@ -125,7 +125,7 @@ class PlannedRun:
         """
         target = resolve_planned(config, config.batch.num_devices)
         cost = PassCost(target)
-        begins = origin(target.batch) if origin else {"decided": ladder.expected(target.batch)}
+        begins = origin(target.batch) if origin else {"decided": ladder.plan_rungs(target.batch)}
         ramp = RampupBatchManager(
             target.batch, meshes=meshes, restart_passes=cost.restart, **begins
         )
@@ -144,7 +144,7 @@ class PlannedRun:
 
     def _share(self, stage: Stage) -> float:
         """FLOPs of a stage's rows over those of whole samples, as the keys begin."""
-        model, spec = self.config.recipe.of(stage.spec).model, stage.spec
+        model, spec = self.config.recipe.with_spec(stage.spec).model, stage.spec
         of_stage = training_flops_per_token(model, spec.row_length)
         return of_stage / training_flops_per_token(self.config.model, spec.tokens)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxramp.keys.section import Keys, at_least, one_of
+from maxramp.keys.section import Keys, minimum, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,4 +11,4 @@ class BackendKeys(Keys):
 
     hardware: str = one_of("auto", "cpu", "gpu", "tpu")
     jax_cache_dir: str
-    join_timeout_seconds: int = at_least(1)
+    join_timeout_seconds: int = minimum(1)

@@ -147,7 +147,7 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
     return factor * variance / signal * weight / targets * math.exp(-_Z * error)
 
 
-def decided(
+def check_decisions(
     keys: BatchKeys,
     recorded: Sequence[tuple[int, int]],
     first: int | None = None,

@@ -30,7 +30,7 @@ class Curve:
     final: float  # the end of the fall, as a fraction of the peak
 
     @classmethod
-    def of(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
+    def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
         """The curve of some keys over so many samples or steps."""
 
         part = functools.partial(_part, float(total), quantum)

@@ -17,7 +17,7 @@ import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
-from maxramp.keys.section import Keys, above_zero, at_least, fraction, one_of, positive_or_open
+from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
 from maxramp.rampup.numbers import nearest_multiples
@@ -47,7 +47,7 @@ class CurveKeys(Keys):
     """The learning rate's way from 0 over its peak to its end."""
 
     lr_schedule_type: str = one_of("cosine", "wsd")
-    learning_rate_final_fraction: float = at_least(0)
+    learning_rate_final_fraction: float = minimum(0)
     warmup_steps_fraction: float = fraction()
     wsd_decay_steps_fraction: float = fraction()
     wsd_decay_style: str = one_of("linear", "cosine")
@@ -60,7 +60,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
     """The keys that stages are made of: batch sizes, the curve that they may follow, the shape."""
 
     per_device_batch_size: float
-    gradient_accumulation_steps: int = at_least(1)
+    gradient_accumulation_steps: int = minimum(1)
     # MaxText
     enable_rampup_batch_size: bool
     per_device_batch_size_start: float
@@ -88,10 +88,10 @@ class BatchKeys(CurveKeys, ShapeKeys):
     # what it runs on
     num_nodes: int = positive_or_open()
     devices_per_node: int = positive_or_open()
-    min_nodes: int = at_least(1)
+    min_nodes: int = minimum(1)
     node_schedule: str = one_of("best", "nemo", "fixed")
-    node_time_tolerance: float = at_least(0)
-    planned_pass_overhead: float = at_least(0)
+    node_time_tolerance: float = minimum(0)
+    planned_pass_overhead: float = minimum(0)
     # how long
     steps: int = positive_or_open()
     total_samples: int = positive_or_open()
@@ -120,7 +120,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
                 with contextlib.suppress(AttributeError, KeyError, ValueError):
                     found[name] = getattr(config, name)
         given = {
-            name: base.typed(f"{name}={found[name]}", _plain(found[name]), name)
+            name: base.cast_value(f"{name}={found[name]}", _plain(found[name]), name)
             for name in names
             if found.get(name) is not None
         }
@@ -131,10 +131,10 @@ class BatchKeys(CurveKeys, ShapeKeys):
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
-        return cls.of(left_out | {"max_target_length": 1} | given)
+        return cls.from_values(left_out | {"max_target_length": 1} | given)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
         """The section, with the global batch in samples.
 
         Raises:
@@ -148,33 +148,33 @@ class BatchKeys(CurveKeys, ShapeKeys):
                     f"batch holds whole samples; use {nearest_multiples(tokens, sample)}"
                 )
             values = {**values, "global_batch_size": tokens // sample}
-        return super().of(values)
+        return super().from_values(values)
 
     @functools.cached_property
-    def in_phases(self) -> tuple[phases.Phase[Self], ...]:
+    def phase_list(self) -> tuple[phases.Phase[Self], ...]:
         """What `phases` makes of these keys, the first from sample 0 on.
 
         Raises:
-          ConfigError: as `phases.of`.
+          ConfigError: as `phases.make_phases`.
         """
-        return phases.of(self)
+        return phases.make_phases(self)
 
     def phase_at(self, sample: int) -> phases.Phase[Self]:
         """The phase of the threshold at `sample`."""
         first = operator.attrgetter("first_sample")
-        return self.in_phases[max(0, bisect.bisect_right(self.in_phases, sample, key=first) - 1)]
+        return self.phase_list[max(0, bisect.bisect_right(self.phase_list, sample, key=first) - 1)]
 
-    def at(self, sample: int) -> Self:
+    def keys_at(self, sample: int) -> Self:
         """These keys with the values that hold from the threshold at `sample` on."""
         return self.phase_at(sample).keys
 
     def changing(self, name: str) -> list[phases.Phase[Self]]:
         """The phases that give a key."""
-        return [phase for phase in self.in_phases if name in phase.given]
+        return [phase for phase in self.phase_list if name in phase.given]
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
         """The mesh on so many devices from the threshold at `sample` on; None if they make none."""
-        return self.at(sample).mesh_on(num_devices)
+        return self.keys_at(sample).mesh_on(num_devices)
 
     @property
     def is_open(self) -> bool:
@@ -222,7 +222,7 @@ def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict
     """
     found, unknown = {}, []
     for name, value in config.items():
-        if taken := peers.ours(str(name), value):
+        if taken := peers.translate(str(name), value):
             found[taken[0]] = taken[1]
         elif peers.refusal(str(name), value) is None:
             unknown.append((f"{name}={value}", str(name)))

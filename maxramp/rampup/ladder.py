@@ -30,7 +30,7 @@ class Rung:
 def rungs(keys: BatchKeys) -> list[Rung]:
     """The rungs above the first, from the smallest."""
     first, *sizes = keys.rampup_ladder
-    warm = int(Curve.of(keys, keys.samples_in_batches_of(first), first).warmup)
+    warm = int(Curve.from_keys(keys, keys.samples_in_batches_of(first), first).warmup)
     return [
         Rung(
             size,
@@ -41,7 +41,7 @@ def rungs(keys: BatchKeys) -> list[Rung]:
     ]
 
 
-def expected(keys: BatchKeys) -> list[tuple[int, int]]:
+def plan_rungs(keys: BatchKeys) -> list[tuple[int, int]]:
     """(from which sample on, global batch size) of a plan that knows no measurement.
 
     Empty under other policies than noise. A rung with a latest sample is expected to be decided in
@@ -167,7 +167,7 @@ def seesaw_sizes(keys: BatchKeys) -> list[tuple[int, int]]:
     so all thresholds are known before the run begins.
     """
     first = keys.rampup_ladder[0]
-    curve = Curve.of(keys, keys.samples_in_batches_of(first), first)
+    curve = Curve.from_keys(keys, keys.samples_in_batches_of(first), first)
     return [(0, first)] + [
         (math.ceil(curve.falls_to(first / size) - _ROUNDING), rung)
         for rung, size in _rungs_above_first(keys)

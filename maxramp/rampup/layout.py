@@ -64,7 +64,7 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
     The split that a notation asks for by itself is taken as it is where it makes the batch.
     """
-    keys, batch = keys.at(threshold.first_sample), threshold.global_batch_size
+    keys, batch = keys.keys_at(threshold.first_sample), threshold.global_batch_size
     asked = threshold.accumulation
     ranks, rest = divmod(devices, keys.model_parallel_size)
     if rest or not ranks or batch % ranks:
@@ -213,10 +213,10 @@ def _cheapest(
     may take node_time_tolerance more of it: of near-equal choices the shortest run is taken.
     """
 
-    def weighted(time: float, nodes: int) -> float:
+    def weigh(time: float, nodes: int) -> float:
         return time * nodes / (1 + keys.node_time_tolerance) ** math.log2(nodes)
 
-    cost, restart = operator.itemgetter(0), weighted(restart_passes, keys.nodes)
+    cost, restart = operator.itemgetter(0), weigh(restart_passes, keys.nodes)
     # By the nodes of the last stage, 0 before the first: what the best choice so far costs (how
     # often nodes shrink, weighted node-time, time), its last layout, and the choice before that.
     best: dict[int, tuple] = {0: ((0, 0.0, 0.0), None, None)}
@@ -228,7 +228,7 @@ def _cheapest(
         for layout in layouts:
             passes = count * layout.gradient_accumulation_steps
             time = passes * float(pass_price(keys, layout.per_device_batch_size))
-            node_time, ways = weighted(time, layout.nodes), []
+            node_time, ways = weigh(time, layout.nodes), []
             for nodes, choice in best.items():
                 changes, before = nodes not in (0, layout.nodes), choice[0]
                 costs = (
@@ -257,7 +257,7 @@ def _nemo_schedule(
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):
-        held = keys.at(threshold.first_sample)
+        held = keys.keys_at(threshold.first_sample)
         whole = Fraction(
             _rows_per_rank_limit(held, threshold.rows_per_device), held.model_parallel_size
         )

@@ -46,9 +46,9 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
       ConfigError: keys of two notations, or one that is out of range.
     """
     check(keys)
-    found, ends = [], [phase.first_sample for phase in keys.in_phases[1:]]
-    for phase, end in zip(keys.in_phases, [*ends, math.inf], strict=True):
-        begin, own = phase.first_sample, _of_notation(phase.keys)
+    found, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
+    for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
+        begin, own = phase.first_sample, _read_notation(phase.keys)
         there = max(i for i, one in enumerate(own) if one.first_sample <= begin)
         found += [
             dataclasses.replace(one, first_sample=max(one.first_sample, begin))
@@ -58,7 +58,7 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
     return found
 
 
-def _of_notation(keys: BatchKeys) -> list[Threshold]:
+def _read_notation(keys: BatchKeys) -> list[Threshold]:
     if keys.rampup_batch_size is not None:
         return _nemo(keys)
     if keys.step_batch_size_schedule:
@@ -79,9 +79,9 @@ def check(keys: BatchKeys) -> None:
     Raises:
       ConfigError: names the key, its value, the relation it breaks and a remedy.
     """
-    for phase in keys.in_phases:
+    for phase in keys.phase_list:
         try:
-            refuse(_of_phase(keys, phase))
+            refuse(_check_phase(keys, phase))
             _check(phase.keys)
         except ConfigError as error:
             raise ConfigError(f"{phase}: {error}" if phase.first_sample else f"{error}") from None
@@ -89,19 +89,19 @@ def check(keys: BatchKeys) -> None:
 
 def _check(keys: BatchKeys) -> None:
     """Checks what holds in one phase."""
-    refuse(_of_all_notations(keys))
+    refuse(_check_notations(keys))
     _ = keys.rows_of_sample  # raises where a row is no part of a sample
     if keys.enable_rampup_batch_size:
-        refuse(_of_maxtext(keys))
+        refuse(_check_maxtext(keys))
     elif keys.rampup_batch_size is not None:
-        refuse(_of_nemo(keys))
+        refuse(_check_nemo(keys))
     elif keys.step_batch_size_schedule:
         _parse_schedule(keys)
     elif keys.rampup_policy:
         refuse(ladder.seesaw(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
 
 
-def _of_phase(keys: BatchKeys, phase: Phase) -> Relations:
+def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
     """A phase goes with a ramp where it leaves the batch to it, and where the ramp is known."""
     maxtext = ("per_device_batch_size", "gradient_accumulation_steps")
     sizes = ("global_batch_size", "global_batch_tokens", *maxtext * keys.enable_rampup_batch_size)
@@ -141,7 +141,7 @@ def _of_phase(keys: BatchKeys, phase: Phase) -> Relations:
     )
 
 
-def _of_all_notations(keys: BatchKeys) -> Relations:
+def _check_notations(keys: BatchKeys) -> Relations:
     """A ramp is given once, the sizes of a rule with the rule, how a batch is cut into passes once.
 
     No notation but NeMo's has a global batch beside it.
@@ -196,7 +196,7 @@ def _of_all_notations(keys: BatchKeys) -> Relations:
     )
 
 
-def _of_rise(
+def _check_rise(
     numbers: Sequence[Fraction],
     given: Sequence[str],
     end: tuple[str, Fraction],
@@ -232,7 +232,7 @@ def _of_rise(
 # --- MaxText -------------------------------------------------------------------------------------
 
 
-def _of_maxtext(keys: BatchKeys) -> Relations:
+def _check_maxtext(keys: BatchKeys) -> Relations:
     names = (
         "per_device_batch_size_start",
         "per_device_batch_size_increment",
@@ -241,7 +241,7 @@ def _of_maxtext(keys: BatchKeys) -> Relations:
     numbers = [exact(getattr(keys, name)) for name in names]
     given = [f"{name}={show(number)}" for name, number in zip(names, numbers, strict=True)]
     final = "per_device_batch_size", exact(keys.per_device_batch_size)
-    return _of_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
+    return _check_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
@@ -255,7 +255,9 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
     if keys.enable_rampup_batch_size:
         start = exact(keys.per_device_batch_size_start)
         increment = exact(keys.per_device_batch_size_increment)
-        increments = _limited(int((final - start) / increment), "per_device_batch_size_increment")
+        increments = _limit_stages(
+            int((final - start) / increment), "per_device_batch_size_increment"
+        )
         sizes = [start + i * increment for i in range(increments + 1)]
         share = Fraction(keys.global_rampup_samples, increments)
     found, first_sample = [], 0
@@ -276,7 +278,7 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
 # --- NeMo ----------------------------------------------------------------------------------------
 
 
-def _of_nemo(keys: BatchKeys) -> Relations:
+def _check_nemo(keys: BatchKeys) -> Relations:
     ramp = list(keys.rampup_batch_size)
     shown = f"rampup_batch_size={ramp}"
     yield (
@@ -291,7 +293,7 @@ def _of_nemo(keys: BatchKeys) -> Relations:
     numbers = [Fraction(number) for number in ramp]
     given = [f"{shown}: the {name} {number}" for name, number in zip(names, ramp, strict=True)]
     final = "global_batch_size", Fraction(keys.global_batch_size)
-    yield from _of_rise(numbers, given, final, "start", "leave rampup_batch_size out")
+    yield from _check_rise(numbers, given, final, "start", "leave rampup_batch_size out")
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
@@ -302,7 +304,7 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
     """
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment
-    _limited(increments, "rampup_batch_size")
+    _limit_stages(increments, "rampup_batch_size")
     # consumed is whole, so it reaches i * samples / increments when it reaches the next integer.
     return [
         Threshold(-(-i * samples // increments), start + i * increment)
@@ -348,7 +350,7 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
 _MOST_STAGES = 100_000
 
 
-def _limited(increments: int, key: str) -> int:
+def _limit_stages(increments: int, key: str) -> int:
     if increments >= _MOST_STAGES:
         raise ConfigError(
             f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"

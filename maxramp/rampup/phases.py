@@ -80,7 +80,7 @@ class Phase(Generic[KeysT]):
         return f"{_NAME}.{self.name}"
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
+    def name_errors(self) -> Iterator[None]:
         """An error inside names the phase; the first is the keys themselves.
 
         Raises:
@@ -111,7 +111,7 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
             continue
         is_given = True
         if not rest:
-            found = base.typed(base.shown(name, value), value, _NAME)
+            found = base.cast_value(base.show_key(name, value), value, _NAME)
             continue
         threshold, _, key = rest.rpartition(".")
         if not threshold or key[:1].isdigit():  # phases.1.5B={...}
@@ -152,7 +152,7 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
         )
 
 
-def of(keys: KeysT) -> tuple[Phase[KeysT], ...]:
+def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
     """The phases of batch keys, the first one from sample 0 on.
 
     Raises:
@@ -176,7 +176,7 @@ def of(keys: KeysT) -> tuple[Phase[KeysT], ...]:
         for key, value in keys.phases[threshold].items():
             _check_key(threshold, key, value)
             shown = f"{_NAME}.{threshold}.{key}={value}"
-            given[key] = base.typed(shown, value, key)
+            given[key] = base.cast_value(shown, value, key)
             if given[key] is None:
                 raise ConfigError(f"{shown} must be a number; leave it out to keep what it was")
         instead = {other: base.unset(other) for key in given if (other := _INSTEAD.get(key))}
@@ -188,7 +188,7 @@ def of(keys: KeysT) -> tuple[Phase[KeysT], ...]:
             )
         held = {**last.values, **instead, **given}
         try:
-            of_phase = type(keys).of({**values, **held})
+            of_phase = type(keys).from_values({**values, **held})
         except ConfigError as error:
             raise ConfigError(f"{_NAME}.{threshold}: {error}") from None
         if held.pop(WARMUP, None) is not None:  # of this phase, and no part of the run's curve

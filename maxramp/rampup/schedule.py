@@ -63,7 +63,7 @@ def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[St
             step, sample = step + steps, sample + steps * threshold.global_batch_size
 
 
-def undecided(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Stretch]:
+def undecided_rungs(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Stretch]:
     """The rungs above the last threshold, under rampup_policy=noise, from step -1 on."""
     if keys.rampup_policy != "noise":
         return []
@@ -84,7 +84,7 @@ def layouts(
 
     Args:
       keys: the batch keys.
-      stretches: of the walk, and those that are `undecided`.
+      stretches: of the walk, and those that are `undecided_rungs`.
       num_devices: of one job; None = on the nodes that `node_schedule` gives each.
       meshes, restart_passes: as of `layout.schedule_nodes`.
     """
@@ -92,16 +92,18 @@ def layouts(
         nodes = -(-num_devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
     if keys.rampup_policy != "noise":
-        return _on_nodes(keys, stretches, meshes, restart_passes)
+        return _spread_over_nodes(keys, stretches, meshes, restart_passes)
     # The nodes of a size do not depend on when it will be decided.
-    decided = [Threshold(*pair) for pair in ladder.expected(keys)]
+    decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
     expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
     sizes = [one.threshold.global_batch_size for one in expected]
-    by_size = dict(zip(sizes, _on_nodes(keys, expected, meshes, restart_passes), strict=True))
+    by_size = dict(
+        zip(sizes, _spread_over_nodes(keys, expected, meshes, restart_passes), strict=True)
+    )
     return [by_size[one.threshold.global_batch_size] for one in stretches]
 
 
-def _on_nodes(
+def _spread_over_nodes(
     keys: BatchKeys, stretches: Sequence[Stretch], meshes: Meshes, restart_passes: float
 ) -> list[Layout | None]:
     """The layout of every stretch of a walk on the nodes that `node_schedule` gives it."""
@@ -140,7 +142,7 @@ class Stage:
     spec: StageSpec
 
     @classmethod
-    def of(
+    def from_stretch(
         cls,
         index: int,
         stretch: Stretch,
@@ -218,7 +220,7 @@ class RampupBatchManager:
             stages behind it that the keys of today would have made otherwise.
           history: those stages, as in plan.json.
           decided: (first sample, global batch size) of the rungs that a run with
-            rampup_policy=noise has taken (`adaptive.decided`).
+            rampup_policy=noise has taken (`adaptive.check_decisions`).
           meshes: None where the model has none on so many devices: `node_schedule` does not take
             them. By default, what these keys give.
           fields: the arrays of a batch.
@@ -242,7 +244,7 @@ class RampupBatchManager:
             keys = dataclasses.replace(keys, total_tokens=max(1, rest))
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
         walked = list(walk(thresholds, first_step, first_sample))
-        stretches = walked + undecided(keys, thresholds)
+        stretches = walked + undecided_rungs(keys, thresholds)
         meshes = functools.cache(meshes or keys.mesh_at)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds
@@ -253,8 +255,8 @@ class RampupBatchManager:
                 size = stretch.threshold
                 self._refusals[index] = layout.refusal(keys, index, size, num_devices)
                 placed = layout.uneven(keys, size, num_devices)
-            held = keys.at(stretch.threshold.first_sample)
-            stages.append(Stage.of(index, stretch, placed, held, meshes, fields))
+            held = keys.keys_at(stretch.threshold.first_sample)
+            stages.append(Stage.from_stretch(index, stretch, placed, held, meshes, fields))
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 from maxramp.errors import ConfigError
-from maxramp.keys.section import at_least, positive_or_open
+from maxramp.keys.section import minimum, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup.numbers import nearest_multiples
 from maxramp.stage import Fields, SightKeys, StageSpec
@@ -18,7 +18,7 @@ Meshes = Callable[[int, int], MeshKeys | None]
 class ShapeKeys(MeshKeys, SightKeys):
     """The keys that give a step its shape, but for the number of its rows."""
 
-    max_target_length: int = at_least(1)
+    max_target_length: int = minimum(1)
     row_length: int = positive_or_open("max_target_length")
     remat_policy: str  # `ModelKeys` checks it: MaxText's configuration has others
     num_pipeline_microbatches: int = positive_or_open()
@@ -85,7 +85,7 @@ class ShapeKeys(MeshKeys, SightKeys):
     @property
     def sight(self) -> SightKeys:
         """What of these keys tokens see by."""
-        return SightKeys.of(vars(self))
+        return SightKeys.from_values(vars(self))
 
     def spec(
         self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields

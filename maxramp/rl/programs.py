@@ -28,7 +28,7 @@ from maxramp.stage import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.policy import of_tokens, policy_gradient
+from maxramp.training.policy import policy_gradient, token_log_probs
 from maxramp.training.state import TrainState
 from maxramp.training.step import update, zero_sums
 
@@ -77,7 +77,7 @@ class PolicyPrograms:
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            return of_tokens(policy, recipe.model)(model.cast(dtype), batch)[0]
+            return token_log_probs(policy, recipe.model)(model.cast(dtype), batch)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.keys.section import Keys, above_zero_or_open, at_least, one_of, path_or_storage
+from maxramp.keys.section import Keys, above_zero_or_open, minimum, one_of, path_or_storage
 
 PROGRAMS = ("train", "grpo")  # the commands that train
 
@@ -17,7 +17,7 @@ class RunKeys(Keys):
     program: str = one_of("", *PROGRAMS)
     base_output_directory: str = path_or_storage()
     model_name: str
-    log_period: int = at_least(1)
+    log_period: int = minimum(1)
     enable_checkpointing: bool
     export_huggingface: bool
     enable_tensorboard: bool
@@ -45,5 +45,5 @@ class ProfilerKeys(Keys):
     """Which steps to trace."""
 
     profiler: str = one_of("", "xplane")
-    skip_first_n_steps_for_profiler: int = at_least(0)
-    profiler_steps: int = at_least(1)
+    skip_first_n_steps_for_profiler: int = minimum(0)
+    profiler_steps: int = minimum(1)

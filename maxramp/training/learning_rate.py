@@ -34,7 +34,7 @@ class LearningRate:
     curve: Curve
 
     @classmethod
-    def of(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
+    def from_keys(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
         """The schedule of a run, over its learning_rate_schedule_steps or the run.
 
         Raises:
@@ -62,7 +62,7 @@ class LearningRate:
             if spans_run and ramp.keys.samples_of_run != -1:  # whatever the batch will be
                 samples = ramp.keys.samples_in_batches_of(reference)
         by_steps = keys.learning_rate_by == "steps"
-        curve = Curve.of(keys, *((steps, 1) if by_steps else (samples, reference)))
+        curve = Curve.from_keys(keys, *((steps, 1) if by_steps else (samples, reference)))
         return cls(keys, ramp, reference, curve)
 
     def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
@@ -72,7 +72,7 @@ class LearningRate:
         square-root rule for Adam (Malladi et al., arXiv 2205.10287) or the linear one for SGD.
         """
         keys, curve, s = self.keys, self.curve, jnp.asarray(consumed_samples, jnp.float32)
-        peak, risen = self._of_phase(s)
+        peak, risen = self._phase_peak(s)
         if keys.learning_rate_by == "steps":
             s = self._step_at(s)
         if global_batch_size is not None:
@@ -85,12 +85,12 @@ class LearningRate:
         rate = jnp.where(s < curve.warmup, peak * self._progress(s, curve.warmup, 0.0), rate)
         return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
 
-    def _of_phase(self, samples: Any) -> tuple[Any, Any]:
+    def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
         """The peak in the phase of a sample, and how much of it a warm-up anew has reached.
 
         Such a warm-up rises from 0 over its part of the curve's samples; None where there is none.
         """
-        phases = self.ramp.keys.in_phases
+        phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
             return self.keys.learning_rate, None
         starts, peaks, lengths = jnp.asarray(

@@ -46,7 +46,7 @@ def scores(
     """
 
     def local(x_BTD, head_DV, targets_BT):
-        head_DV, is_target = _of_device(x_BTD, head_DV)
+        head_DV, is_target = _device_head(x_BTD, head_DV)
 
         def block(_, arrays):
             x_ND, targets_N = arrays
@@ -57,7 +57,7 @@ def scores(
             z_N, chosen_N = psum(sums, "tensor")
             return None, (chosen_N - jnp.log(z_N), chosen_N == 0)
 
-        _, found = jax.lax.scan(block, None, _in_blocks(block_tokens, x_BTD, targets_BT))
+        _, found = jax.lax.scan(block, None, _cut_blocks(block_tokens, x_BTD, targets_BT))
         B, T = targets_BT.shape
         return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
 
@@ -73,7 +73,7 @@ def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
 
 def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
     def local(x_BTD, head_DV, targets_BT):
-        head_DV, is_target = _of_device(x_BTD, head_DV)
+        head_DV, is_target = _device_head(x_BTD, head_DV)
 
         def block(_, arrays):
             x_ND, targets_N = arrays
@@ -87,7 +87,7 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
             log_z_N = jnp.log(z_N)
             return None, (chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N)
 
-        blocks = _in_blocks(block_tokens, x_BTD, targets_BT)
+        blocks = _cut_blocks(block_tokens, x_BTD, targets_BT)
         _, found = jax.lax.scan(block, None, blocks)
         B, T = targets_BT.shape
         return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
@@ -103,7 +103,7 @@ def _backward(temperature, block_tokens, kept, cotangents):
 
     def local(x_BTD, head_DV, targets_BT, log_z_BT, dlog_p_BT):
         shape, dtype = x_BTD.shape, head_DV.dtype
-        head_DV, is_target = _of_device(dlog_p_BT[..., None], head_DV)
+        head_DV, is_target = _device_head(dlog_p_BT[..., None], head_DV)
 
         def block(dhead_DV, arrays):
             x_ND, targets_N, log_z_N, dlog_p_N = arrays
@@ -112,7 +112,7 @@ def _backward(temperature, block_tokens, kept, cotangents):
             dhead_DV += jnp.einsum("ND,NV->DV", x_ND.astype(jnp.float32), dlogits_NV)
             return dhead_DV, jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
 
-        blocks = _in_blocks(block_tokens, x_BTD, targets_BT, log_z_BT, dlog_p_BT)
+        blocks = _cut_blocks(block_tokens, x_BTD, targets_BT, log_z_BT, dlog_p_BT)
         dhead_DV, dx = jax.lax.scan(block, jnp.zeros_like(head_DV), blocks)
         # Rounded once and then sent, as the gradients of all products are.
         # The barrier keeps XLA for TPUs from moving the sum behind the loop over micro batches: it
@@ -132,7 +132,7 @@ def _backward(temperature, block_tokens, kept, cotangents):
 _log_probs.defvjp(_forward, _backward)
 
 
-def _of_device(first_BTD, head_DV):
+def _device_head(first_BTD, head_DV):
     """A device's part of the vocabulary: whole columns in float32, and which of it are targets.
 
     As float32: logits are rounded nowhere, as in the sampler.
@@ -148,7 +148,7 @@ def _logits(x_ND, head_DV, temperature):
     return jnp.einsum("ND,DV->NV", x_ND.astype(jnp.float32), head_DV) / temperature
 
 
-def _in_blocks(block_tokens, *arrays):
+def _cut_blocks(block_tokens, *arrays):
     """Arrays [B, T, ...] as [blocks, N, ...], the last block padded with zeros."""
     B, T = arrays[0].shape[:2]
     count = math.ceil(B * T / (block_tokens or B * T))

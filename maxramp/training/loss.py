@@ -60,25 +60,25 @@ def cross_entropy_sums(
       predictions in nats. Only the objective has a gradient.
     """
     keys = z_loss_multiplier, block_tokens, statistics
-    return _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
+    return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
 
 def _forward(x_BTD, head_DV, targets_BT, *keys):
-    return _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients=True)
+    return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=True)
 
 
 def _backward(z_loss_multiplier, block_tokens, statistics, gradients, cotangents):
-    def scaled(gradient):
+    def scale(gradient):
         factor = cotangents[0].astype(gradient.dtype)
         return gradient * jax.reshard(factor, of_factor(jax.typeof(gradient).sharding.spec))
 
-    return *map(scaled, gradients), None
+    return *map(scale, gradients), None
 
 
 cross_entropy_sums.defvjp(_forward, _backward)
 
 
-def _on_devices(x_BTD, head_DV, targets_BT, *keys, with_gradients):
+def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
 
     head_spec = jax.typeof(head_DV).sharding.spec

@@ -43,21 +43,21 @@ from maxramp.training.optimizers.table import Optimizer
 Squares = dict[str, jax.Array]
 
 
-def by_rows(model: Decoder, rows: int) -> Decoder:
+def probe_rows(model: Decoder, rows: int) -> Decoder:
     """A model whose gradient holds that of every norm's scale for each of so many rows as well."""
 
-    def probed(weight: Weight) -> Weight | RowScale:
+    def probe(weight: Weight) -> Weight | RowScale:
         if weight.role != "scale":
             return weight
         *layers, D = weight[...].shape
         spec = stacked(STREAM_BD if weight.own == "D" else HEAD_Bh, len(layers))
         return RowScale(weight, jnp.zeros((*layers, rows, D), jnp.float32, out_sharding=spec))
 
-    return map_weights(probed, model)
+    return map_weights(probe, model)
 
 
 def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
-    """The gradient of a model `by_rows` -> the gradient of the model, and those of the rows."""
+    """The gradient of a model `probe_rows` -> the gradient of the model, and those of the rows."""
     leaves = jax.tree.leaves(gradients, is_leaf=_is_probe)
     plain = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
     return plain, [x.rows_BD for x in leaves if _is_probe(x)]
@@ -67,9 +67,9 @@ def squares_of(
     gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: dict[str, Any]
 ) -> Squares:
     """What is kept of a micro batch's sums over its tokens, from `take_apart`."""
-    found = {"": squares(_of_products(gradients)), "norms_": squares(of_rows)}
+    found = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
     if moment := _moment(gradients, keys, opt_state):
-        found["adam_"] = _as_adam_sees(gradients, keys, moment)
+        found["adam_"] = _adam_squares(gradients, keys, moment)
     return found
 
 
@@ -102,9 +102,9 @@ def metrics(
     }
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
-        groups[""] = tokens_AC, squares(_of_products(gradients))
+        groups[""] = tokens_AC, squares(_product_weights(gradients))
         if moment := _moment(gradients, keys, opt_state):
-            groups["adam_"] = tokens_AC, _as_adam_sees(gradients, keys, moment)
+            groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, moment)
     found = {}
     for kind, (tokens, whole) in groups.items():
         Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
@@ -118,7 +118,7 @@ def _is_probe(x: Any) -> bool:
     return isinstance(x, RowScale)
 
 
-def _of_products(tree: Any) -> list[Any]:
+def _product_weights(tree: Any) -> list[Any]:
     """The weights of products; the gradients of others are whole where theirs lie apart."""
     return [x for x in weights_of(tree) if x.is_in_products]
 
@@ -128,19 +128,19 @@ def _moment(
 ) -> tuple[Decoder, jax.Array] | None:
     """The second moment of the layers' products; None where some of them have none."""
     moment = Optimizer(keys).second_moment(opt_state)
-    wanted = len(_of_products(gradients.layers))
-    return moment if moment and len(_of_products(moment[0].layers)) == wanted else None
+    wanted = len(_product_weights(gradients.layers))
+    return moment if moment and len(_product_weights(moment[0].layers)) == wanted else None
 
 
-def _as_adam_sees(
+def _adam_squares(
     gradients: Decoder, keys: OptimizerKeys, moment: tuple[Decoder, jax.Array]
 ) -> jax.Array:
     """`squares` of the layers' gradients over sqrt(v) + eps; no number before the first step."""
     # A factor of the root, so that one division is left for each weight.
     squared, correction = moment
 
-    def scaled(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
+    def divide(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
-    gs, vs = _of_products(gradients.layers), _of_products(squared.layers)
-    return squares(gs, vs, [correction] * len(gs), of=scaled)
+    gs, vs = _product_weights(gradients.layers), _product_weights(squared.layers)
+    return squares(gs, vs, [correction] * len(gs), of=divide)

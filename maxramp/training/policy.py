@@ -54,8 +54,8 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     bounds are DAPO's. Batches hold advantages as weights.
     """
 
-    def minimized(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        log_p_BT, entropy_BT, aux = of_tokens(keys, execution)(model, batch)
+    def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
+        log_p_BT, entropy_BT, aux = token_log_probs(keys, execution)(model, batch)
         mask_BT = batch.targets >= 0
         share_BT = jnp.where(mask_BT, batch.shares, 0)
         advantage_BT = batch.weights
@@ -84,10 +84,10 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         return with_layers((share_BT * loss_BT).sum(), shown, aux)
 
     shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
-    return Objective(minimized, (*shown, "kl") if keys.grpo_beta else shown)
+    return Objective(sums, (*shown, "kl") if keys.grpo_beta else shown)
 
 
-def of_tokens(
+def token_log_probs(
     keys: PolicyKeys, execution: Execution
 ) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array, Aux]]:
     """Log-probabilities of a batch's targets, and entropies: two [B, T]; what layers sum up."""

@@ -60,8 +60,8 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         return (1 - smoothing) * right_B + smoothing * wrong_B
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        log_p_B2, aux = of_answers(keys, execution, model, batch)
-        lengths_B2 = _by_answer(batch, jnp.ones_like(batch.targets, jnp.float32))
+        log_p_B2, aux = answer_log_probs(keys, execution, model, batch)
+        lengths_B2 = _sum_answers(batch, jnp.ones_like(batch.targets, jnp.float32))
         is_pair_B = (lengths_B2 > 0).all(1)  # and no padding
         ratio_B2 = jnp.where(is_pair_B[:, None], log_p_B2 - batch.reference_log_probs, 0)
         loss_B = jnp.where(is_pair_B, loss_of(ratio_B2, lengths_B2), 0)
@@ -71,7 +71,7 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         right_B = ((margins_B > rounding_B) & ~_are_equal(batch)).astype(jnp.float32)
         counts = lengths_B2.sum(1), is_pair_B.astype(jnp.float32)
         columns = (loss_B, *counts, *rewards_B2.T, margins_B, right_B, *log_p_B2.T)
-        found = _over_rows(jax.lax.stop_gradient(jnp.stack(columns)))
+        found = _sum_rows(jax.lax.stop_gradient(jnp.stack(columns)))
         # All sums come before the layers' backward pass, or they could run beside it.
         loss_B = gradient_after(loss_B, found.sum())
         return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
@@ -89,16 +89,16 @@ def _are_equal(batch: Batch) -> jax.Array:
     for ids_BT in (batch.tokens, batch.targets):
         hashes_BT = mixed(hashes_BT ^ ids_BT.astype(jnp.uint32))
 
-    def of_chat(number: int) -> jax.Array:
+    def chat_hash(number: int) -> jax.Array:
         is_of_BT = batch.segments == number
         last_B = jnp.where(is_of_BT & (batch.targets >= 0), place_BT, -1).max(1)
         is_read_BT = is_of_BT & (place_BT <= last_B[:, None])
         return jnp.where(is_read_BT, hashes_BT, 0).sum(1, dtype=jnp.uint32)
 
-    return of_chat(0) == of_chat(1)
+    return chat_hash(0) == chat_hash(1)
 
 
-def of_answers(
+def answer_log_probs(
     keys: PreferenceKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2].
@@ -109,10 +109,10 @@ def of_answers(
     x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
     head_DV = model.head(execution.dtype)
     log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
-    return _by_answer(batch, log_p_BT), aux
+    return _sum_answers(batch, log_p_BT), aux
 
 
-def _over_rows(x_nB: jax.Array) -> jax.Array:
+def _sum_rows(x_nB: jax.Array) -> jax.Array:
     """Sums over rows: [n], added in one order, as the norm of the gradients (`norm.add_up`)."""
 
     def local(x_nB: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ def _over_rows(x_nB: jax.Array) -> jax.Array:
     return on_devices(local, stacked(ROWS_B), REPLICATED)(x_nB)
 
 
-def _by_answer(batch: Batch, x_BT: jax.Array) -> jax.Array:
+def _sum_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:
     """Sums over the targets of each answer: [B, 2]."""
     of_targets_BT = jnp.where(batch.targets >= 0, x_BT, 0)
     halves = (jnp.where(batch.segments == n, of_targets_BT, 0).sum(1) for n in (0, 1))

@@ -68,7 +68,7 @@ def lower_step(
     mesh = reshaped(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
-    jitted = jax.jit(make_train_step(recipe.of(spec), learning_rate), donate_argnums=0)
+    jitted = jax.jit(make_train_step(recipe.with_spec(spec), learning_rate), donate_argnums=0)
     # Setting a mesh of devices that are not there fails as soon as anything runs.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jitted.trace(abstract_state(recipe, mesh), batch)
@@ -184,7 +184,7 @@ class Programs(Ahead):
         return name, spec
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
-        train_step = make_train_step(self._recipe.of(spec), self._rate)
+        train_step = make_train_step(self._recipe.with_spec(spec), self._rate)
 
         def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:
             state = self._structure.unflatten(arrays)
@@ -197,7 +197,7 @@ class Programs(Ahead):
         return jitted.lower(arrays, batch)
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
-        recipe = self._recipe.of(spec)
+        recipe = self._recipe.with_spec(spec)
         objective = objective_of(recipe)
 
         def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:

@@ -43,15 +43,15 @@ class TrainState:
 
     def with_model(self, model: Decoder) -> "TrainState":
         """The state with other weights, of which the same are trained."""
-        trained = _like(model, self.trained)
-        return dataclasses.replace(self, trained=trained, frozen=_like(model, self.frozen))
+        trained = _pick(model, self.trained)
+        return dataclasses.replace(self, trained=trained, frozen=_pick(model, self.frozen))
 
 
-def _like(model: Decoder, part: Decoder) -> Decoder:
-    def held(weight: Weight | None, like: Weight | None) -> Weight | None:
+def _pick(model: Decoder, part: Decoder) -> Decoder:
+    def pick(weight: Weight | None, like: Weight | None) -> Weight | None:
         return None if like is None else weight
 
-    return jax.tree.map(held, model, part, is_leaf=lambda x: x is None or is_weight(x))
+    return jax.tree.map(pick, model, part, is_leaf=lambda x: x is None or is_weight(x))
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
@@ -71,7 +71,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     """The weights that train and the others: by role, without any all, or the adapters where there
-    are some; those of layers alone where layers are chosen (`in_layers`).
+    are some; those of layers alone where layers are chosen (`mask_layers`).
 
     Raises:
       ConfigError: none trains, or a layer is not there.
@@ -94,42 +94,42 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
         )
 
     def part(is_trained: bool) -> Decoder:
-        def held(path: Any, weight: Weight) -> Weight | None:
+        def pick(path: Any, weight: Weight) -> Weight | None:
             trains = weight.role in roles and (within is model or _kind(path) is not None)
             return weight if trains == is_trained else None
 
-        return jax.tree_util.tree_map_with_path(held, model, is_leaf=is_weight)
+        return jax.tree_util.tree_map_with_path(pick, model, is_leaf=is_weight)
 
     return part(True), part(False)
 
 
-def in_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
+def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
     """The trained weights of a model, or what is like them, with zeros for all layers but those of
     these numbers; none = as they are."""
     if not numbers:
         return tree
 
-    def kept(path: Any, weight: Weight) -> Weight:
+    def mask_weight(path: Any, weight: Weight) -> Weight:
         spec = jax.typeof(weight[...]).sharding.spec
-        is_chosen = _chosen(tree, path, weight, numbers)
+        is_chosen = _chosen_layers(tree, path, weight, numbers)
         mask = jax.lax.broadcast_in_dim(
             is_chosen, weight.shape, range(is_chosen.ndim), out_sharding=spec
         )
         return weight.replace(jnp.where(mask, weight[...], 0))
 
-    return jax.tree_util.tree_map_with_path(kept, tree, is_leaf=is_weight)
+    return jax.tree_util.tree_map_with_path(mask_weight, tree, is_leaf=is_weight)
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
-    """How many weights move, of those that have a gradient (arguments as of `in_layers`)."""
+    """How many weights move, of those that have a gradient (arguments as of `mask_layers`)."""
     found = 0
     for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
-        chosen = _chosen(trained, path, weight, numbers) if numbers else np.ones(())
+        chosen = _chosen_layers(trained, path, weight, numbers) if numbers else np.ones(())
         found += weight.size // chosen.size * int(chosen.sum())
     return found
 
 
-def _chosen(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
+def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
     """Which layers of a stack are among some: bool [L], or of a circular pipeline [R, L / R]."""
     own = [i for i, layer in enumerate(tree.pattern) if layer.kind == _kind(path)]
     return np.isin(own, numbers).reshape(weight.layers)

@@ -29,7 +29,7 @@ from maxramp.training.norm import add_up, squares
 from maxramp.training.objectives import objective_of
 from maxramp.training.optimizers.half_lives import STEADY
 from maxramp.training.optimizers.table import Optimizer
-from maxramp.training.state import TrainState, in_layers, no_counts
+from maxramp.training.state import TrainState, mask_layers, no_counts
 
 Metrics = dict[str, jax.Array]
 
@@ -51,10 +51,10 @@ def make_train_step(
         learning_rate=learning_rate,
     )
 
-    def of_rows(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_on_rows(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return step(state, cut(batch, recipe.model.max_target_length))
 
-    return of_rows
+    return train_on_rows
 
 
 def cut(batch: Batch, length: int) -> Batch:
@@ -110,13 +110,13 @@ def train_step(
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
         micro_batch, places_B2 = micro_batch
 
-        def minimized(trained: Decoder) -> tuple[jax.Array, Aux]:
+        def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = joined(frozen, trained)
             return objective(dropping(model, places_B2) if drops else model, micro_batch)
 
-        gradient, kept = jax.grad(minimized, has_aux=True), None
+        gradient, kept = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
-            gradients, found = gradient(noise_scale.by_rows(trained, B))
+            gradients, found = gradient(noise_scale.probe_rows(trained, B))
             gradients, of_rows = noise_scale.take_apart(gradients)
             kept = noise_scale.squares_of(gradients, of_rows, *before)
         else:
@@ -221,7 +221,7 @@ def update(
     Returns:
       The next state, and the metrics of `train_step` that do not depend on the rows alone.
     """
-    gradients, shown = in_layers(sums[0], optimizer.trainable_layers), sums[1].shown
+    gradients, shown = mask_layers(sums[0], optimizer.trainable_layers), sums[1].shown
     count = shown[divisor]
     grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
     scale = 1 / count
@@ -240,7 +240,7 @@ def update(
     with jax.named_scope("optimizer"):
         change = Optimizer(optimizer).update
         direction, opt_state = change(gradients, state.opt_state, state.trained, pace)
-        direction = in_layers(direction, optimizer.trainable_layers)  # of the others, their decay
+        direction = mask_layers(direction, optimizer.trainable_layers)  # of the others, their decay
         trained = jax.tree.map(
             lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction
         )

@@ -11,7 +11,7 @@ import yaml
 from conftest import BASE, ROOT, run
 
 from maxramp.config.keys import OF_ONE_PROGRAM, Config
-from maxramp.config.load import load, to_yaml
+from maxramp.config.load import dump_config, load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
@@ -327,8 +327,8 @@ def test_resolving_leaves_its_input_alone():
 def test_written_config_gives_itself_again(tmp_path, arguments):
     config = resolved(*arguments)
     path = tmp_path / "config.yml"
-    path.write_text(to_yaml(config), encoding="utf-8")
-    assert list(yaml.safe_load(to_yaml(config))) == list(BASE_VALUES)  # the order of base.yml
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert list(yaml.safe_load(dump_config(config))) == list(BASE_VALUES)  # the order of base.yml
     again = resolve(load([str(path)]), 8, 1, 1)
     # The sizes are written out in place of the name of their file.
     assert again.values == dict(config.values) | {"model_name": "default"}
@@ -497,7 +497,7 @@ def test_a_batch_without_a_ramp_is_constant(tmp_path, rows, through):
     stages = RampupBatchManager(config.batch).stages
     assert [stage.global_batch_size for stage in stages] == [rows * 4 * 2]
     written = tmp_path / "config.yml"
-    written.write_text(to_yaml(config))
+    written.write_text(dump_config(config))
     assert load([str(written)]).batch == config.batch
 
 

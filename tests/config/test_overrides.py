@@ -290,7 +290,7 @@ def test_batches_of_an_evaluation_are_refused():
 def test_the_table_fits_the_keys():
     """A new key of base.yml must not be one that the table takes for another's."""
     for name in BASE_VALUES:
-        assert peers.ours(name, BASE_VALUES[name]) == (name, BASE_VALUES[name])
+        assert peers.translate(name, BASE_VALUES[name]) == (name, BASE_VALUES[name])
     for name, key in peers.RENAMED.items():
         assert name not in BASE_VALUES and key in BASE_VALUES, name
     for name, key in MEANT.items():

@@ -26,7 +26,7 @@ def opened(folder, records, *arguments):
     keys = keys_of(folder, write_pairs(folder / "pairs.jsonl", records))
     keys = [key for key in keys if not key.startswith("load_parameters_path")]
     config = make_config(*keys, "vocab_size=320", *arguments)
-    return open_rows(config.data, ReadingKeys.of(config.values), reads=True), config
+    return open_rows(config.data, ReadingKeys.from_values(config.values), reads=True), config
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
 from maxramp.huggingface.names import named
 from maxramp.parallel.sharding import TOKENS_BT
-from maxramp.training.preferences import of_answers, preference
+from maxramp.training.preferences import answer_log_probs, preference
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,7 +92,7 @@ def test_losses_and_gradients(folders, tmp_path, name):
         *keys_of(reference, file),
         *("dpo_beta=0.3", f"dpo_loss_type={ours}", f"dpo_label_smoothing={smoothing}"),
     )
-    (part,) = open_rows(config.data, ReadingKeys.of(config.values), reads=True).train
+    (part,) = open_rows(config.data, ReadingKeys.from_values(config.values), reads=True).train
     rows = [part.items[i] for i in range(len(part.items))]
     assert len(rows) == len(PAIRS)
     batch = stack(rows, config.data.fields(config.model.max_target_length))
@@ -104,9 +104,9 @@ def test_losses_and_gradients(folders, tmp_path, name):
 
     with jax.set_mesh(make_mesh(config)):
         batch = jax.device_put(batch, TOKENS_BT)
-        known, _ = jax.jit(lambda model: of_answers(config.objective, config.model, model, batch))(
-            load(reference, config)
-        )
+        known, _ = jax.jit(
+            lambda model: answer_log_probs(config.objective, config.model, model, batch)
+        )(load(reference, config))
         batch = dataclasses.replace(batch, reference_log_probs=known)
         (own, shown), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(
             load(policy, config), batch

@@ -31,7 +31,7 @@ from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records
 from maxramp.run.writers import JsonlWriter
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers.half_lives import kept, with_decay
+from maxramp.training.optimizers.half_lives import kept_share, with_decay
 
 
 def branches_of(rng, losses, spread, count=40):
@@ -168,9 +168,9 @@ def test_half_lives_of_a_branch_are_those_of_its_run(tmp_path, scaling):
 
     def kept_and_lost(config, size):
         ramp = RampupBatchManager(config.batch, 1)
-        rate = LearningRate.of(config.learning_rate, ramp)
+        rate = LearningRate.from_keys(config.learning_rate, ramp)
         weight, pace = ones("matrix", "D", (1,), "float32"), rate.pace(size)
-        kept_of = [kept(config.optimizer, name, pace) for name in ("adam_b1", "adam_b2")]
+        kept_of = [kept_share(config.optimizer, name, pace) for name in ("adam_b1", "adam_b2")]
         still = jax.tree.map(jnp.zeros_like, weight)
         decay = with_decay(still, weight, config.optimizer, "adam_weight_decay", pace)
         lost = float(rate(120, size)) * float(jax.tree.leaves(decay)[0][0])

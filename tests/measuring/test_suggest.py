@@ -123,7 +123,7 @@ def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
         assert plan.ramp.total_samples - found["keys"]["total_samples"] in range(32)
         for sample in range(0, 20_000, 1000):
             for name in ("row_length", "remat_policy"):
-                there, here = (getattr(c.batch.at(sample), name) for c in (before, config))
+                there, here = (getattr(c.batch.keys_at(sample), name) for c in (before, config))
                 assert there == here
 
 

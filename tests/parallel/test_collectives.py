@@ -18,7 +18,7 @@ SENDS = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_sca
 def test_one_device_sends_nothing(devices):
     config = make_config("log_gradient_noise_scale=True", devices=devices)
     ramp = RampupBatchManager(config.batch, devices)
-    rate, spec = LearningRate.of(config.learning_rate, ramp), ramp.stages[0].spec
+    rate, spec = LearningRate.from_keys(config.learning_rate, ramp), ramp.stages[0].spec
     spec = spec.of_size(2, 4 * devices)
     mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:devices])
     text = lower_step(config.recipe, rate, spec, mesh).as_text()

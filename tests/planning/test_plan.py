@@ -206,7 +206,7 @@ def test_the_learning_rate_does_not_bend():
     for config in (ramped, constant):
         ramp = RampupBatchManager(config.batch)
         curves.append(
-            LearningRate.of(config.learning_rate, ramp)(jnp.arange(0, ramp.total_samples, 7))
+            LearningRate.from_keys(config.learning_rate, ramp)(jnp.arange(0, ramp.total_samples, 7))
         )
     length = min(map(len, curves))
     # Lengths of the runs differ by less than a batch of 32 in 40000.
@@ -219,9 +219,9 @@ def test_the_learning_rate_does_not_bend():
 def test_learning_rate_by_steps_is_the_other_reading():
     config = make_config("learning_rate_by=steps", "steps=100", devices=1)
     ramp = RampupBatchManager(config.batch)
-    rate = LearningRate.of(config.learning_rate, ramp)
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
     constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
-    by_step = LearningRate.of(constant.learning_rate, RampupBatchManager(constant.batch))
+    by_step = LearningRate.from_keys(constant.learning_rate, RampupBatchManager(constant.batch))
     for step in range(100):
         assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
 
@@ -229,7 +229,7 @@ def test_learning_rate_by_steps_is_the_other_reading():
 @pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
 def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
     config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
     assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
@@ -253,7 +253,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
     ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
-        rate = LearningRate.of(config.learning_rate, ramp)
+        rate = LearningRate.from_keys(config.learning_rate, ramp)
         programs = Programs(
             config.recipe,
             Expansion(mesh, 1),

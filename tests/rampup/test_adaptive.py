@@ -143,7 +143,7 @@ def test_a_plan_expects_what_may_happen():
                 ([min(first, total) for first, _ in pairs] + [total] * above)[:above]
                 for pairs in (
                     adaptive.simulate(keys, 1e9),
-                    ladder.expected(keys),
+                    ladder.plan_rungs(keys),
                     adaptive.simulate(keys, 0.0),
                 )
             )
@@ -157,7 +157,7 @@ def test_a_plan_expects_what_may_happen():
 def test_nodes_do_not_depend_on_decisions():
     keys = KEYS | {"num_nodes": 4, "per_device_batch_size": 8}
     nodes = {}
-    for decided in ([], [(800, 16)], [(800, 16), (4000, 32)], ladder.expected(ramp_of().keys)):
+    for decided in ([], [(800, 16)], [(800, 16), (4000, 32)], ladder.plan_rungs(ramp_of().keys)):
         ramp = RampupBatchManager(keys, decided=decided)
         for stage in ramp.stages + ramp.rungs:
             assert nodes.setdefault(stage.global_batch_size, stage.nodes) == stage.nodes
@@ -191,6 +191,6 @@ def test_refused(change, expected):
 
 def test_another_ladder_than_the_one_decided_on():
     keys = ramp_of().keys
-    assert adaptive.decided(keys, [(80, 16)]) == [(80, 16)]
+    assert adaptive.check_decisions(keys, [(80, 16)]) == [(80, 16)]
     with pytest.raises(ConfigError, match=r"has taken the batches \[8, 24\]"):
-        adaptive.decided(keys, [(80, 24)])
+        adaptive.check_decisions(keys, [(80, 24)])

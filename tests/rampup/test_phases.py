@@ -143,7 +143,7 @@ def test_learning_rate_of_a_phase():
         "phases.600.warmup_steps_fraction=0.02",  # 5 batches: from 0 at the first to 1 at the last
         "phases.800.learning_rate=2e-3",
     )
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch, 1))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch, 1))
     wanted = {0: 1, 396: 1, 400: 0.5, 596: 0.5, 600: 0, 604: 0.125, 612: 0.375, 616: 0.5, 796: 0.5}
     wanted |= {800: 2, 996: 2}
     for sample, value in wanted.items():
@@ -153,7 +153,7 @@ def test_learning_rate_of_a_phase():
 def test_a_warm_up_anew_is_no_part_of_the_curve():
     keys = ("lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.8", "warmup_steps_fraction=0.1")
     config = loaded(*BATCH, *keys, "phases_unit=samples", "phases.400.warmup_steps_fraction=0.5")
-    assert config.batch.at(400).warmup_steps_fraction == 0.1
+    assert config.batch.keys_at(400).warmup_steps_fraction == 0.1
     with pytest.raises(ConfigError, match="phases.400: warmup_steps_fraction=1.5 must lie"):
         loaded(*BATCH, "phases_unit=samples", "phases.400.warmup_steps_fraction=1.5")
 

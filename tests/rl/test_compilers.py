@@ -48,7 +48,7 @@ def test_compilers_take_the_step_of_pairs(topology):
     there = machine.find(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     ramp = RampupBatchManager(config.batch, 4, fields=config.data.fields)
-    rate = LearningRate.of(config.learning_rate, ramp)
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
     mesh = mesh_lib.make_mesh(config.mesh, there.devices)
     lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, mesh, there.platforms)
     compiled = lowered.compile(compiler_options(there.devices[0].platform) | there.options)
@@ -68,7 +68,7 @@ def test_compilers_take_every_program(topology):
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
         how = writing(config.rollout, config.policy, config.model, bytes_)
-        rate = LearningRate.of(config.learning_rate, ramp)
+        rate = LearningRate.from_keys(config.learning_rate, ramp)
         programs = PolicyPrograms(
             config.recipe, config.policy, rate, state, how, Ahead(0, print, print), {}
         )

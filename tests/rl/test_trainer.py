@@ -59,7 +59,7 @@ class Run:
         programs = PolicyPrograms(
             config.recipe,
             config.policy,
-            LearningRate.of(config.learning_rate, self.ramp),
+            LearningRate.from_keys(config.learning_rate, self.ramp),
             state,
             writing(config.rollout, config.policy, config.model, bytes_),
             ahead,

@@ -508,7 +508,7 @@ def test_a_bad_step_changes_nothing_but_the_clock():
     """Bit for bit; the next good step trains as if the bad one had not been."""
     config = make_config("skip_bad_steps=3", "steps=20", "enable_rampup_batch_size=False")
     mesh, ramp = make_mesh(config), RampupBatchManager(config.batch)
-    rate = LearningRate.of(config.learning_rate, ramp)
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
     with jax.set_mesh(mesh):
         step = jax.jit(make_train_step(config.recipe, rate))
         rows = np.random.default_rng(0).integers(0, 256, (1, 256, 17), dtype=np.int32)

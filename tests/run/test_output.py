@@ -4,7 +4,7 @@ import pytest
 import yaml
 from conftest import make_config
 
-from maxramp.config.load import load, to_yaml
+from maxramp.config.load import dump_config, load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -17,7 +17,7 @@ PERSONS = "# My run: a small ramp.\nsteps: 17   # as in the paper\n"
 def start(folder, *keys, first_step=0, records=()):
     """A start of a run, as far as its folder is concerned; returns the resolved config."""
     config = make_config(f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys)
-    with Output(config.run, to_yaml(config)) as output:
+    with Output(config.run, dump_config(config)) as output:
         for write in output.open_files(RampupBatchManager(config.batch, 8), first_step)[:-1]:
             for record in records:
                 write(record)

@@ -95,7 +95,7 @@ def test_the_schedule_was_run(uninterrupted):
 def test_every_field_is_there_and_means_what_it_says(uninterrupted):
     folder, _ = uninterrupted
     config = make_config(*RAMP, devices=1)
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     for r in steps_of(folder):
         assert set(r) == FIELDS
         tokens = r["global_batch_size"] * 16

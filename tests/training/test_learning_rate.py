@@ -58,7 +58,7 @@ def random_schedule(rng):
 
 def of(config):
     ramp = RampupBatchManager(config)
-    return LearningRate.of(config, ramp), ramp
+    return LearningRate.from_keys(config, ramp), ramp
 
 
 def rates_at_steps(rate, ramp, steps):
@@ -261,10 +261,10 @@ def test_a_schedule_that_ended_before_the_changed_ramp(steps):
     config = settings(learning_rate_schedule_steps=steps)
     ramp = RampupBatchManager(config, first_step=50, first_sample=3)
     if steps > 50:
-        assert LearningRate.of(config, ramp).curve.total == 3 + 8
+        assert LearningRate.from_keys(config, ramp).curve.total == 3 + 8
         return
     with pytest.raises(ConfigError, match=f"^learning_rate_schedule_steps={steps}: .*step 50.*-1"):
-        LearningRate.of(config, ramp)
+        LearningRate.from_keys(config, ramp)
 
 
 def test_long_run():

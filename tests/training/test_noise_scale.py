@@ -48,7 +48,7 @@ def trained(*arguments, accumulation=4, devices=8, optimized=False):
     """(weights, metrics) after each of three steps."""
     config = config_of(*arguments, devices=devices)
     mesh = make_mesh(config)
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()
         step = jax.jit(
@@ -171,7 +171,7 @@ def test_truth_lies_in_the_interval():
         minimized = (model.embedding_VD[...] * counts_V[:, None]).sum()
         return minimized, Aux(shown={"loss": tokens, "tokens": tokens})
 
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     step = functools.partial(
         train_step,
         objective=Objective(sums),

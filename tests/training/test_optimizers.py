@@ -165,7 +165,7 @@ def test_half_lives_through_a_ramp():
         *("per_device_batch_size_increment=1", "global_rampup_samples=1024", "opt_type=adamw"),
         *("batch_size_lr_scaling=sqrt", "batch_size_lr_reference=final"),
     )
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     assert rate.reference == 64
     batches = 4, 4, 8, 64, 64
     names = "adam_b1", "adam_b2", "adam_weight_decay"
@@ -186,7 +186,7 @@ def test_half_lives_through_a_ramp():
 def stepped(*given, steps=3):
     config = make_config(*CONSTANT, *given)
     mesh = make_mesh(config)
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()
         step = jax.jit(make_train_step(config.recipe, rate))
@@ -200,7 +200,7 @@ def stepped(*given, steps=3):
 def test_a_constant_batch_is_of_the_reference():
     """So each half-life is exactly that of its key, whatever it counts."""
     config = make_config(*CONSTANT, "batch_size_lr_scaling=sqrt", "steps=9")
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     assert rate.pace(32) == STEADY
 
 

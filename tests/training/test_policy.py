@@ -22,7 +22,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.optimizers.table import Optimizer
-from maxramp.training.policy import advantages, of_tokens, policy_gradient, shares
+from maxramp.training.policy import advantages, policy_gradient, shares, token_log_probs
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import train_step, update
 
@@ -81,7 +81,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     """The metrics and the weights after a step on the batch in so many parts."""
     config = config_of(*keys, devices=devices)
     mesh = make_mesh(config)
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch, devices))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch, devices))
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = functools.partial(
         train_step,
@@ -144,7 +144,7 @@ def test_it_is_the_formula(grpo_normalization):
         execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)
-        found, entropy, _ = jax.jit(of_tokens(KEYS, execution))(model, placed)
+        found, entropy, _ = jax.jit(token_log_probs(KEYS, execution))(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.targets[..., None], 0), 2)[..., 0]

@@ -57,7 +57,9 @@ def trained(stream, begins, tokens, samples, *keys):
     ramp = RampupBatchManager(config.batch)
     spec, mesh = ramp.stages[0].spec, make_mesh(config)
     assert spec.samples == samples
-    step = make_train_step(config.recipe.of(spec), LearningRate.of(config.learning_rate, ramp))
+    step = make_train_step(
+        config.recipe.with_spec(spec), LearningRate.from_keys(config.learning_rate, ramp)
+    )
     starts = np.arange(STEPS * samples)[:, None] * tokens + np.arange(tokens + 1)
     shape = (STEPS, spec.accumulation, spec.rows, tokens + 1)
     with jax.set_mesh(mesh):

@@ -49,7 +49,7 @@ def test_a_stage_is_the_model_of_its_keys():
     stages = RampupBatchManager(config.batch, 8).stages
     for stage, keys in zip(stages, FLAT, strict=True):
         flat = make_config(*FAMILY, *RUN, *keys)
-        assert config.recipe.of(stage.spec) == flat.recipe.of(stage.spec)
+        assert config.recipe.with_spec(stage.spec) == flat.recipe.with_spec(stage.spec)
         assert stage.to_json()["sliding_window_size"] == flat.model.sliding_window_size
     assert len({stage.spec for stage in stages}) == 4
     first, _, second = RampupBatchManager(

@@ -206,7 +206,7 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
     return Programs(
         config.recipe,
         Expansion(mesh, 1),
-        LearningRate.of(config.learning_rate, ramp),
+        LearningRate.from_keys(config.learning_rate, ramp),
         abstract_state(config.recipe, mesh),
         stages,
         eval_rows=0,

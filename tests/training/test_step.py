@@ -63,7 +63,7 @@ def initial_state(config):
 
 @functools.cache
 def compiled_step(config):
-    rate = LearningRate.of(config.learning_rate, RampupBatchManager(config.batch))
+    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     return jax.jit(make_train_step(config.recipe, rate))
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.half_lives import Pace, kept, with_decay
+from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
 
 
 class State(NamedTuple):
@@ -37,7 +37,7 @@ class AdamW:
     def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
         """The direction in which each weight moves, and the next state."""
         keys = self._keys
-        b1, b2 = (kept(keys, name, pace) for name in ("adam_b1", "adam_b2"))
+        b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
         mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, gradients)
         nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, gradients)
         zeros_in_mu, zeros_in_nu = b1 * state.zeros_in_mu, b2 * state.zeros_in_nu

@@ -28,7 +28,7 @@ class Pace(NamedTuple):
 STEADY = Pace()  # every step is one of the reference batch
 
 
-def kept(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
+def kept_share(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
     """The share of itself that a mean keeps in a step; the key says it for the reference batch."""
     share = getattr(keys, name)
     return share**pace.batch if name in keys.half_lives_in_samples else share
@@ -41,9 +41,9 @@ def with_decay(direction: Any, weights: Any, keys: OptimizerKeys, name: str, pac
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate
 
-    def decayed(direction: Weight, weight: Weight) -> Weight:
+    def decay_weight(direction: Weight, weight: Weight) -> Weight:
         if weight.role in keys.adamw_mask:
             return direction
         return jax.tree.map(lambda d, w: d + decay * w, direction, weight)
 
-    return map_weights(decayed, direction, weights)
+    return map_weights(decay_weight, direction, weights)

@@ -27,7 +27,7 @@ from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, on_devices
 from maxramp.parallel.sharding import Spec
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.half_lives import Pace, kept, with_decay
+from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
 
 # Of the polynomial whose slope at zero is steepest (Jordan, kellerjordan.github.io/posts/muon).
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -54,7 +54,7 @@ class Muon:
 
     def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
         """The direction in which each weight moves, and the next state."""
-        keys, b = self._keys, kept(self._keys, "muon_beta", pace)
+        keys, b = self._keys, kept_share(self._keys, "muon_beta", pace)
         mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
         zeros = b * state.zeros_in_mu
 
@@ -87,7 +87,7 @@ def orthogonal(tree: Any, epsilon: float) -> Any:
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     pools = collections.defaultdict(list)
     for i, (weight, spec) in enumerate(zip(weights_of(tree), specs, strict=True)):
-        form = _Form.of(weight, spec)
+        form = _Form.from_weight(weight, spec)
         pools[form.pool].append((i, form))
 
     def local(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -123,7 +123,7 @@ class _Form:
     is_turned: bool  # whether the input side is N
 
     @classmethod
-    def of(cls, weight: Any, spec: Spec) -> "_Form":
+    def from_weight(cls, weight: Any, spec: Spec) -> "_Form":
         """Of a weight with an array, sharded so: at most the first axis of each side is."""
         sides, cut, layers = map(len, (weight.own, weight.inputs, weight.leading))
         partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.half_lives import Pace, kept
+from maxramp.training.optimizers.half_lives import Pace, kept_share
 
 
 class SGD:
@@ -29,7 +29,7 @@ class SGD:
         momentum = self._keys.sgd_momentum
         if not momentum:
             return gradients, state
-        now = kept(self._keys, "sgd_momentum", pace)
+        now = kept_share(self._keys, "sgd_momentum", pace)
         gain = (1 - now) / (1 - momentum)
         state = jax.tree.map(lambda m, g: (now * m + gain * g).astype(m.dtype), state, gradients)
         return state, state

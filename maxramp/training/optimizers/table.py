@@ -37,14 +37,16 @@ class Optimizer:
 
     def init(self, weights: Any) -> dict[str, Any]:
         """The states before the first step."""
-        return {name: part.init(self._of(name, weights)) for name, part in self._parts.items()}
+        return {name: part.init(self._part(name, weights)) for name, part in self._parts.items()}
 
     def update(
         self, gradients: Any, state: dict[str, Any], weights: Any, pace: Pace
     ) -> tuple[Any, dict[str, Any]]:
         """The direction in which each weight moves, before the learning rate; the next states."""
         found = {
-            name: part.update(self._of(name, gradients), state[name], self._of(name, weights), pace)
+            name: part.update(
+                self._part(name, gradients), state[name], self._part(name, weights), pace
+            )
             for name, part in self._parts.items()
         }
         directions = joined(*(direction for direction, _ in found.values()))
@@ -55,5 +57,5 @@ class Optimizer:
         found = (part.second_moment(state[name]) for name, part in self._parts.items())
         return next((moment for moment in found if moment), None)
 
-    def _of(self, name: str, tree: Any) -> Any:
+    def _part(self, name: str, tree: Any) -> Any:
         return part_of(tree, lambda weight: self._takes[weight.role] == name)
