@@ -193,7 +193,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
             work = shards.Preparation(folder, tokenizer, given.deduplicate, planned, encoder)
-            there, size = len(work.finished()), sum(shard.size for shard in planned)
+            there, size = len(work.finished_shards()), sum(shard.size for shard in planned)
             earlier = f", {there} of them made by an earlier start" if there else ""
             _say(
                 f"input      {count(len(files), 'file')}, {size / 1e6:,.1f} MB, in "

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from maxramp.data.files.records import WHOLE, Record, RecordFile, dense
+from maxramp.data.files.records import WHOLE, Record, RecordFile, without_nulls
 from maxramp.errors import ConfigError
 from maxramp.files.storage import allow_many_files, optional
 
@@ -44,7 +44,7 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
             return ""
         return hub.hf_hub_download(name, file)
 
-    return _asked(key, f"{name} {file}", ask, required)
+    return _ask(key, f"{name} {file}", ask, required)
 
 
 @functools.cache
@@ -60,10 +60,10 @@ def fetch_model(key: str, name: str) -> str:
         # Mistral's folders hold their weights a second time, in a form of its own.
         return hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
 
-    return _asked(key, name, ask, True)
+    return _ask(key, name, ask, True)
 
 
-def _asked(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
+def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
     """What the cache or the hub answers; `wanted` are the arguments of `hf download`."""
     name, _, file = wanted.partition(" ")
     what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
@@ -72,7 +72,7 @@ def _asked(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> 
     try:
         return ask(hub)
     except errors.HFValidationError as error:
-        why = f"no name of a model on Hugging Face ({_said(error)})"
+        why = f"no name of a model on Hugging Face ({_reason(error)})"
     except errors.LocalEntryNotFoundError:
         why = "the cache of Hugging Face does not hold it, and the hub is out of reach"
     except errors.GatedRepoError:
@@ -80,9 +80,9 @@ def _asked(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> 
     except errors.EntryNotFoundError as error:
         if not required:
             return ""
-        why = f"the model on Hugging Face has no such file ({_said(error)})"
+        why = f"the model on Hugging Face has no such file ({_reason(error)})"
     except Exception as error:  # of the client, of the network, of the disk
-        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_said(error)})"
+        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_reason(error)})"
     what = f"{file} of the model" if file else "the model"
     raise ConfigError(
         f"{key}={name}: no such file or folder here; {what} of that name on Hugging Face: {why}; "
@@ -90,7 +90,7 @@ def _asked(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> 
     )
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
@@ -120,7 +120,8 @@ class HubSet(RecordFile):
 
     def _record(self, index: int) -> Record:
         record = self._table[index]
-        return self._checked(dense(record) if self.column == WHOLE else record[self.column])
+        value = without_nulls(record) if self.column == WHOLE else record[self.column]
+        return self._validate(value)
 
     @functools.cached_property
     def _table(self) -> Any:
@@ -132,7 +133,7 @@ class HubSet(RecordFile):
         except Exception as error:  # of the client, of the network, of the set's own script
             raise ConfigError(
                 f"hf_path={path} hf_name={name} (split {split}): neither the cache of datasets nor "
-                f"the hub gives it ({_said(error)}); load it once where there is a network, or "
+                f"the hub gives it ({_reason(error)}); load it once where there is a network, or "
                 "give files to grain_train_files"
             ) from None
         if self.column == WHOLE:

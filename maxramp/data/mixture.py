@@ -342,8 +342,8 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
     for folder, tokenizer in known:
         if tokenizer["hash"] != known[0][1]["hash"]:
             raise ConfigError(
-                f"{known[0][0]} was prepared with {_shown(known[0][1])} and {folder} with "
-                f"{_shown(tokenizer)}; prepare both with one tokenizer"
+                f"{known[0][0]} was prepared with {_describe_tokenizer(known[0][1])} and {folder} "
+                f"with {_describe_tokenizer(tokenizer)}; prepare both with one tokenizer"
             )
     for folder, tokenizer in known[:1]:
         kind, path = keys.tokenizer_type, keys.tokenizer_path
@@ -354,8 +354,8 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
         elif kind == "bytes" or (kind == tokenizer["type"] and given.hash == tokenizer["hash"]):
             continue  # bytes also where neither key is given
         raise ConfigError(
-            f"{other} is not what {folder} was prepared with, {_shown(tokenizer)}; leave it out, "
-            "or prepare the set again"
+            f"{other} is not what {folder} was prepared with, {_describe_tokenizer(tokenizer)}; "
+            "leave it out, or prepare the set again"
         )
     for folder, manifest in sets:
         if manifest["max_token"] >= keys.vocab_size:
@@ -377,7 +377,7 @@ def _open_tokenizer(keys: DataKeys) -> Tokenizer:
     return tokenizer
 
 
-def _shown(tokenizer: dict[str, Any]) -> str:
+def _describe_tokenizer(tokenizer: dict[str, Any]) -> str:
     """A manifest's tokenizer, for a person."""
     marks = "".join(f" {name}={tokenizer[name]}" for name in MARK_KEYS)
     size = f"{tokenizer['vocab_size']:,} ids"

@@ -101,16 +101,16 @@ def open_rows(
     left_out = [f"{n} {why}" for n, why in zip(left_out, LEFT_OUT, strict=True) if n and why]
     nothing = ", ".join(left_out) or "no document has two tokens"
 
-    def in_rows(part: Part, counted: np.ndarray) -> Part:
+    def lay_out_part(part: Part, counted: np.ndarray) -> Part:
         length = data.max_target_length
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
         return dataclasses.replace(part, items=rows, hash=_hash(part.hash, counted))
 
-    train = list(map(in_rows, corpus.train, counted))
+    train = list(map(lay_out_part, corpus.train, counted))
     refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
     # Also where none is evaluated: the hash of the data does not depend on that.
     counted_held_out = [_count(reading, x.items, list(read), beat) for x in corpus.held_out]
-    held_out = list(map(in_rows, corpus.held_out, counted_held_out))
+    held_out = list(map(lay_out_part, corpus.held_out, counted_held_out))
     if data.eval_interval == -1:
         held_out = [dataclasses.replace(part, items=()) for part in held_out]
     refuse(
@@ -159,13 +159,13 @@ class _Counts:
     def __getitem__(self, index: int) -> np.ndarray:
         last = min((index + 1) * _BLOCK, len(self._documents))
         block = (self._documents[i] for i in range(index * _BLOCK, last))
-        return np.array([_counted(document) for document in block], np.int32)
+        return np.array([_measure(document) for document in block], np.int32)
 
     def __repr__(self) -> str:
         return f"{self._documents}: block of {_BLOCK} documents"
 
 
-def _counted(document: Document) -> tuple[int, int, int, int]:
+def _measure(document: Document) -> tuple[int, int, int, int]:
     tokens, is_target, left_out, begins = document
     targets = len(tokens) - 1 if is_target is None else int(is_target[1:].sum())
     digest = hashlib.blake2b(f"{begins}".encode() + tokens.tobytes(), digest_size=4)

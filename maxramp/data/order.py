@@ -236,7 +236,7 @@ class StepBatches:
         return self._steps
 
     def __getitem__(self, step: int) -> Batch:
-        ramp = self._ramp.at(step)
+        ramp = self._ramp.wait_for_step(step)
         spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
         return self._share.read(lambda place: self._rows[first + place], spec)
 

@@ -28,7 +28,9 @@ class RowLayout:
     first: np.ndarray  # int64 [rows + 1]
 
     @classmethod
-    def of(cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray):
+    def from_pieces(
+        cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray
+    ) -> "RowLayout":
         """Pieces in any order, with the row of each."""
         order = np.argsort(row, kind="stable")
         rows = int(row.max()) + 1 if len(row) else 0
@@ -76,7 +78,7 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
       separate: whether a document's first token is no target; else rows are read as one text, and
         each begins with the last token of the row before.
     """
-    document, lengths = _of_two_tokens(lengths)
+    document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)
     begin = end - lengths
     # Row r predicts tokens r * T + 1 .. r * T + T of the stream.
@@ -88,13 +90,13 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
     row = first_row[which] + piece
     start = np.maximum(begin[which], row * length)
     stop = np.minimum(end[which], row * length + length + 1)
-    return RowLayout.of(document[which], start - begin[which], stop - start, row)
+    return RowLayout.from_pieces(document[which], start - begin[which], stop - start, row)
 
 
 def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
     """Every document in a row of its own, a longer one in several."""
     document, start, size = _cut(lengths, length)
-    return RowLayout.of(document, start, size, np.arange(len(document)))
+    return RowLayout.from_pieces(document, start, size, np.arange(len(document)))
 
 
 def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
@@ -124,10 +126,10 @@ def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
     first_piece = np.full(rows, len(document))
     np.minimum.at(first_piece, row, np.arange(len(document)))
     place = np.argsort(np.argsort(first_piece))
-    return RowLayout.of(document, start, size, place[row])
+    return RowLayout.from_pieces(document, start, size, place[row])
 
 
-def _of_two_tokens(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and lengths of the documents that predict something."""
     document = np.flatnonzero(lengths >= 2)
     return document, lengths[document].astype(np.int64)
@@ -135,7 +137,7 @@ def _of_two_tokens(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _cut(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Document, start and size of pieces of at most length + 1 tokens."""
-    document, lengths = _of_two_tokens(lengths)
+    document, lengths = _select_predicting(lengths)
     which, piece = _repeat(-(-(lengths - 1) // length))
     start = piece * length
     return document[which], start, np.minimum(lengths[which] - start, length + 1)

@@ -30,7 +30,7 @@ class SharedRamp:
 
     def __reduce__(self) -> Any:
         if self._address is None:
-            served = _served(self)
+            served = _server_class(self)
             # No socket in a folder, which would be cleaned away under a run of weeks.
             server = served(("127.0.0.1", 0)).get_server()
             threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -44,7 +44,7 @@ class SharedRamp:
                 self._ramp = copy.deepcopy(ramp)
                 self._changed.notify_all()
 
-    def at(self, step: int) -> RampupBatchManager:
+    def wait_for_step(self, step: int) -> RampupBatchManager:
         """A copy of the ramp that says what `step` takes.
 
         Raises:
@@ -63,14 +63,14 @@ class SharedRamp:
             self._changed.notify_all()
 
 
-def _served(ramp: SharedRamp | None) -> type[BaseManager]:
+def _server_class(ramp: SharedRamp | None) -> type[BaseManager]:
     served = type("Served", (BaseManager,), {})
-    served.register("ramp", lambda: ramp, exposed=["at"])
+    served.register("ramp", lambda: ramp, exposed=["wait_for_step"])
     return served
 
 
 def _connect(address: tuple[str, int]) -> Any:
-    manager = _served(None)(address)
+    manager = _server_class(None)(address)
     manager.connect()
     return manager.ramp()
 

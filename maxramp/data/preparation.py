@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import mixture, tokenizers
-from maxramp.data.chats.chats import fitted
+from maxramp.data.chats.chats import fit_to_row
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import WHOLE, BadRecord, Record, RecordFile
@@ -84,7 +84,7 @@ def make(
       TrainingError: a worker was killed, or cannot write.
     """
     work.remove_others()
-    done = work.finished()
+    done = work.finished_shards()
     bad = [one for record in done.values() for one in record["bad"]]
     if len(bad) > allowed:
         _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", allowed)
@@ -110,7 +110,7 @@ def _refuse(bad: str, allowed: int) -> None:
 
 def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     """Writes the list of bad records and the manifest of shards that are all there."""
-    done = work.finished()
+    done = work.finished_shards()
     bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
     documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
@@ -126,7 +126,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
         "tokenizer": work.tokenizer
         and {
             "type": work.tokenizer.type,
-            "file": work.tokenizer.copy_to(work.made),
+            "file": work.tokenizer.copy_to(work.staging_folder),
             "hash": work.tokenizer.hash,
             "vocab_size": work.tokenizer.vocab_size,
             **work.tokenizer.mark_keys,
@@ -140,7 +140,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     }
     if bad:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
-        storage.write_whole(work.made / LIST, lines.encode())
+        storage.write_whole(work.staging_folder / LIST, lines.encode())
         manifest["bad_records"] = len(bad)
     if work.encoder:
         noted = (MARKED, UNANSWERED, "targets")
@@ -150,7 +150,8 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
         manifest["chats"] = {"made_by": made_by, "targets": targets, "left_out": left_out}
     if work.deduplicate:
         manifest["duplicates"] = repeated
-    storage.write_whole(work.made / prepared.NAME, json.dumps(manifest, indent=1).encode())
+    data = json.dumps(manifest, indent=1).encode()
+    storage.write_whole(work.staging_folder / prepared.NAME, data)
     publish(work.work)
     return manifest
 
@@ -220,7 +221,7 @@ def _count(documents: int, tokens: int, size: int, bad: int = 0) -> int:
 def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
     """Makes a shard without those of its good documents, by their numbers, that are left out."""
     digest, bad, noted = 0, [], collections.Counter()
-    path = str(_job.made / shard.name)
+    path = str(_job.staging_folder / shard.name)
     with contextlib.ExitStack() as closing:
         writer = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype)))
         beside = (
@@ -236,7 +237,7 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
             writer.add(documents)
             if beside:
                 beside.add([prepared.targets_of(chat) for chat in batch])
-                noted.update(fitted(chat, math.inf, cut=False).left_out for chat in batch)
+                noted.update(fit_to_row(chat, math.inf, cut=False).left_out for chat in batch)
                 noted["targets"] += sum(int(x.is_target.sum()) for x in batch if not x.left_out)
             digest = prepared.join(digest, value, len(documents))
             _count(len(documents), sum(map(len, documents)), 0)
@@ -253,7 +254,7 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
     skipped, number = set(left_out.tolist()), -1
     for file, start, stop, size in shard.pieces:
         batch, held = [], 0
-        file = file.made(_job.encoder.encode) if _job.encoder else file
+        file = file.with_maker(_job.encoder.encode) if _job.encoder else file
         for record in _read(file, start, stop):
             if isinstance(record, BadRecord):
                 # A line has its byte; its number would take a count.

@@ -55,7 +55,7 @@ class Preparation:
     encoder: ChatEncoder | None = None  # of chats; None where the inputs hold documents
 
     @property
-    def made(self) -> pathlib.Path:
+    def staging_folder(self) -> pathlib.Path:
         """The folder of the set's files until it is whole."""
         return self.work / "set"
 
@@ -68,7 +68,7 @@ class Preparation:
         """The file of the hashes of a shard's documents."""
         return self.work / f"{shard.source}.hashes"
 
-    def finished(self) -> dict[str, dict[str, Any]]:
+    def finished_shards(self) -> dict[str, dict[str, Any]]:
         """The counts, hashes and bad records of the shards that are whole, by name."""
         done = {}
         for shard in self.shards:
@@ -80,9 +80,10 @@ class Preparation:
 
     def remove_others(self) -> None:
         """Removes shards of other inputs or options and half-written files of earlier starts."""
-        done = self.finished()
-        self.made.mkdir(exist_ok=True)
-        for path in [*self.work.glob("shard-*"), *self.made.iterdir()]:  # SHARD.json first
+        done = self.finished_shards()
+        self.staging_folder.mkdir(exist_ok=True)
+        # SHARD.json first
+        for path in [*self.work.glob("shard-*"), *self.staging_folder.iterdir()]:
             if path.stem.removesuffix(prepared.TARGETS) not in done:
                 path.unlink()
 

@@ -243,7 +243,7 @@ class Tokenizer:
     @property
     def named_marks(self) -> dict[str, str]:
         """Marks by the names that chat templates know, such as eos_token."""
-        named = {name: self._described.get(name) for name in _NAMED}
+        named = {name: self._config.get(name) for name in _NAMED}
         texts = {n: x["content"] if isinstance(x, dict) else x for n, x in named.items()}
         return {name: text for name, text in texts.items() if text}
 
@@ -256,7 +256,7 @@ class Tokenizer:
         beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
         if self.type == "huggingface" and storage.exists(beside):
             return storage.read_bytes(beside).decode(errors="replace")
-        found = self._described.get("chat_template") or ""
+        found = self._config.get("chat_template") or ""
         if isinstance(found, list):  # several, by their names
             named = {one["name"]: one["template"] for one in found}
             found, of_tools = named.get("default", ""), named.get("tool_use", "")
@@ -266,7 +266,7 @@ class Tokenizer:
         return found
 
     @property
-    def _described(self) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         """What the file beside it says of a tokenizer of type huggingface."""
         marks = _marks_file(self.file)
         known = self.type == "huggingface" and storage.exists(marks)

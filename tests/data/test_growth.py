@@ -151,14 +151,14 @@ def test_a_worker_asks_the_ramp_of_its_loader(known):
     ramp.settle(2)
     shared = SharedRamp(ramp)
     reader = pickle.loads(pickle.dumps(shared))
-    assert reader.at(1).stages == shared.at(1).stages == ramp.stages
+    assert reader.wait_for_step(1).stages == shared.wait_for_step(1).stages == ramp.stages
     with concurrent.futures.ThreadPoolExecutor(1) as waiting:
-        later = waiting.submit(reader.at, 4)
+        later = waiting.submit(reader.wait_for_step, 4)
         ramp.add(dataclasses.replace(known.stages[1], steps=None, samples=None))
         ramp.settle(5)
         shared.publish(ramp)
         assert later.result(timeout=60).stages == ramp.stages
-        never = waiting.submit(reader.at, 5)
+        never = waiting.submit(reader.wait_for_step, 5)
         shared.close()
         with pytest.raises(TrainingError, match="nobody settled what step 5 takes"):
             never.result(timeout=60)

@@ -40,7 +40,7 @@ class ChatEncoder:
         self.made_by = {name: getattr(keys, name) for name in MADE_BY} | {"template": template.hash}
 
     def encode(self, record: Mapping[str, Any]) -> Document:
-        """All tokens of a chat; which of them a row takes follows from its length (`fitted`).
+        """All tokens of a chat; which of them a row takes follows from its length (`fit_to_row`).
 
         Raises:
           BadRecord: the record is no chat, or the template refuses it.
@@ -48,7 +48,7 @@ class ChatEncoder:
         chat = messages.read(record)
         if self._is_marked(chat):
             return Document(_NONE, left_out=MARKED)
-        return Document(*self._encoded(*self._trained(chat)))
+        return Document(*self._encode_text(*self._render_targets(chat)))
 
     def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
         """The text of a chat, and what of it is trained on; of a pair both.
@@ -56,7 +56,7 @@ class ChatEncoder:
         Raises:
           BadRecord: the record is no chat, or the template refuses it.
         """
-        return [self._trained(messages.read(record))]
+        return [self._render_targets(messages.read(record))]
 
     def _is_marked(self, chat: Chat) -> bool:
         """Whether a chat is left out because a mark is in its messages."""
@@ -70,14 +70,14 @@ class ChatEncoder:
                 )
         return False
 
-    def _encoded(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_text(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a text, and which of them have a character in a span."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if not len(ids):
             raise BadRecord("the chat template makes no text of it; leave it out")
         return ids, _overlap(offsets, spans)
 
-    def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
+    def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a chat, and the parts of it that are trained on."""
         if not self._keys.sft_train_on_completion_only:
             text = self._template.render(chat)
@@ -103,7 +103,7 @@ class PairEncoder(ChatEncoder):
         chats = messages.read_pair(record)
         if any([self._is_marked(chat) for chat in chats]):
             return Document(_NONE, left_out=MARKED)
-        parts = [self._encoded(*self._trained(chat)) for chat in chats]
+        parts = [self._encode_text(*self._render_targets(chat)) for chat in chats]
         ids, is_target = map(np.concatenate, zip(*parts, strict=True))
         return Document(ids, is_target, begins=(0, len(parts[0][0])))
 
@@ -113,9 +113,9 @@ class PairEncoder(ChatEncoder):
         Raises:
           BadRecord: the record is no pair, or the template refuses it.
         """
-        return [self._trained(chat) for chat in messages.read_pair(record)]
+        return [self._render_targets(chat) for chat in messages.read_pair(record)]
 
-    def _trained(self, chat: Chat) -> tuple[str, list[Span]]:
+    def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
         text, spans = self._template.answers(chat)
         return text, spans[-1:]
 
@@ -135,7 +135,7 @@ class Chats(Chain):
         self.encoder, self._length, self._cut = encoder, length, cut
 
     def _item(self, number: int) -> Document:
-        return fitted(self._of(number, self.encoder.encode), self._length, self._cut)
+        return fit_to_row(self._read(number, self.encoder.encode), self._length, self._cut)
 
     def texts(self, number: int) -> list[tuple[str, list[Span]]]:
         """The text of a chat, and what of it is trained on; of a pair both.
@@ -143,9 +143,9 @@ class Chats(Chain):
         Raises:
           ConfigError: its record is no chat.
         """
-        return self._of(number, self.encoder.texts)
+        return self._read(number, self.encoder.texts)
 
-    def _of(self, number: int, make: Callable[[Any], Any]) -> Any:
+    def _read(self, number: int, make: Callable[[Any], Any]) -> Any:
         file, record = self._find(number)
         found = file[record]
         try:
@@ -154,7 +154,7 @@ class Chats(Chain):
             raise ConfigError(f"{file.where(record)}: {bad}") from None
 
 
-def fitted(document: Document, length: float, cut: bool) -> Document:
+def fit_to_row(document: Document, length: float, cut: bool) -> Document:
     """What a row that predicts `length` tokens takes of a chat or a pair."""
     tokens, is_target, left_out, begins = document
     if left_out:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from maxramp.data.files.records import BadRecord, shown
+from maxramp.data.files.records import BadRecord, describe
 
 ANSWERS = "assistant"
 PAIR = ("chosen", "rejected")
@@ -79,7 +79,7 @@ def read(record: Mapping[str, Any]) -> Chat:
         except ValueError as error:
             raise BadRecord(f"tools is not JSON ({error})") from None
     if tools is not None and not isinstance(tools, list):
-        raise BadRecord(f"tools is no list but {shown(tools)}")
+        raise BadRecord(f"tools is no list but {describe(tools)}")
     chat = Chat(messages, tools, trained)
     if found := next(filter(None, map(_NO_CHARACTER.search, chat.texts())), None):
         raise BadRecord(f"a message holds {found[0]!a}, which is no character; mend it")
@@ -99,7 +99,7 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
     if not all(name in there for name in PAIR):
         found = ", ".join(list(there)[:8]) or "nothing"
         raise BadRecord(f"is not a pair: it has {found}, and pairs have chosen and rejected")
-    chosen, rejected = (_half(there, name) for name in PAIR)
+    chosen, rejected = (_read_answer(there, name) for name in PAIR)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise BadRecord(
             "chosen and rejected differ before their last messages; a pair is two answers to one "
@@ -108,16 +108,17 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
     return chosen, rejected
 
 
-def _half(record: Mapping[str, Any], name: str) -> Chat:
+def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
     """The chat with one of the answers of a pair."""
     said = record[name]
     if isinstance(said, str):
         said = [{"role": ANSWERS, "content": said}]
-    said, prompt = [_of_sharegpt(message) for message in _list(name, said)], record.get("prompt")
+    said = [_from_sharegpt(message) for message in _check_list(name, said)]
+    prompt = record.get("prompt")
     if said and isinstance(said[0], dict) and said[0].get("role") == ANSWERS:
         if not prompt:
             raise BadRecord(f"{name} answers nothing; give the prompt, or the messages before it")
-        said = [*_asking(record, prompt), *said]
+        said = [*_prompt_messages(record, prompt), *said]
     chat = read({"messages": said, "tools": record.get("tools")})
     if (role := chat.messages[-1]["role"]) != ANSWERS:
         raise BadRecord(f"{name} ends with a message of the role {role}, and not with an answer")
@@ -127,51 +128,53 @@ def _half(record: Mapping[str, Any], name: str) -> Chat:
 def _messages(record: Mapping[str, Any]) -> list[Any]:
     """The messages of a record of any form."""
     if "messages" in record:
-        return _list("messages", record["messages"])
+        return _check_list("messages", record["messages"])
     if "conversations" in record:
-        said = _list("conversations", record["conversations"])
-        return [*_system(record), *map(_of_sharegpt, said)]
+        said = _check_list("conversations", record["conversations"])
+        return [*_system(record), *map(_from_sharegpt, said)]
     if "prompt" in record and "completion" in record:
         completion = record["completion"]
         if isinstance(completion, str):
             completion = [{"role": ANSWERS, "content": completion}]
-        return [*_asking(record, record["prompt"]), *_list("completion", completion)]
+        return [*_prompt_messages(record, record["prompt"]), *_check_list("completion", completion)]
     if "instruction" in record and "output" in record:
         parts = {name: x for name in ("instruction", "input") if (x := record.get(name))}
         for name, part in parts.items():
             if not isinstance(part, str):
-                raise BadRecord(f"{name} is no text but {shown(part)}")
+                raise BadRecord(f"{name} is no text but {describe(part)}")
         answer = {"role": ANSWERS, "content": record["output"]}
-        return [*_asking(record, "\n\n".join(parts.values())), answer]
+        return [*_prompt_messages(record, "\n\n".join(parts.values())), answer]
     there = ", ".join(list(record)[:8]) or "nothing"
     pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
     raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}{pairs}")
 
 
-def _asking(record: Mapping[str, Any], prompt: Any) -> list[Any]:
+def _prompt_messages(record: Mapping[str, Any], prompt: Any) -> list[Any]:
     """The messages of a prompt; a text stands behind what the record's system says."""
     if isinstance(prompt, str):
         return [*_system(record), {"role": "user", "content": prompt}]
-    return _list("prompt", prompt)
+    return _check_list("prompt", prompt)
 
 
 def _system(record: Mapping[str, Any]) -> list[Any]:
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 
-def _list(name: str, value: Any, what: str = "messages") -> list[Any]:
+def _check_list(name: str, value: Any, what: str = "messages") -> list[Any]:
     if not isinstance(value, list):
-        raise BadRecord(f"{name} is no list of {what} but {shown(value)}")
+        raise BadRecord(f"{name} is no list of {what} but {describe(value)}")
     return value
 
 
 def _is_trained(name: str, value: Any) -> bool:
     if value not in (0, 1):
-        raise BadRecord(f"{name} is {shown(value)}; a message is trained on (true, 1) or not (0)")
+        raise BadRecord(
+            f"{name} is {describe(value)}; a message is trained on (true, 1) or not (0)"
+        )
     return bool(value)
 
 
-def _of_sharegpt(message: Any) -> Any:
+def _from_sharegpt(message: Any) -> Any:
     if not isinstance(message, dict) or "from" not in message:
         return message
     role = _ROLES.get(str(message["from"]))
@@ -185,22 +188,22 @@ def _message(message: Any) -> dict[str, Any]:
     """A message as transformers gives it to a template: without what is null, and its thought under
     every name that templates have for it."""
     if not isinstance(message, dict):
-        raise BadRecord(f"a message is no object but {shown(message)}")
+        raise BadRecord(f"a message is no object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}
     if thoughts := [message[name] for name in _THOUGHTS if name in message]:
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise BadRecord(f"a message's role is {shown(role)}")
+        raise BadRecord(f"a message's role is {describe(role)}")
     if content is not None and not isinstance(content, str):
         blocks = content if isinstance(content, list) else [content]
         if not all(map(_is_text, blocks)):
-            raise BadRecord(f"a message's content is no text but {shown(content)}")
+            raise BadRecord(f"a message's content is no text but {describe(content)}")
         message["content"] = "".join(block["text"] for block in blocks)
     if content is None and not message.get("tool_calls"):
         raise BadRecord(f"a message of the role {role} has no content")
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in _list("tool_calls", calls, "calls")]
+        message["tool_calls"] = [_call(call) for call in _check_list("tool_calls", calls, "calls")]
     return message
 
 
@@ -213,7 +216,7 @@ def _call(call: Any) -> dict[str, Any]:
     """A tool call, its arguments an object."""
     of = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(of, dict):
-        raise BadRecord(f"a tool call is no object but {shown(of)}")
+        raise BadRecord(f"a tool call is no object but {describe(of)}")
     if not isinstance(of.get("arguments"), str):
         return call
     try:

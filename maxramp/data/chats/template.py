@@ -57,7 +57,7 @@ class ChatTemplate:
         try:
             self._template = self._environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid ({_said(error)})") from None
+            raise ConfigError(f"the chat template is not valid ({_reason(error)})") from None
         described = repr((source, sorted(named.items()), str(date), sorted(switches.items())))
         self.hash = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
@@ -91,11 +91,11 @@ class ChatTemplate:
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text = self._render(chat, None, False)
         if self._has_blocks:
-            spans, text = _of_blocks(text)
+            spans, text = _find_blocks(text)
         elif wanted:
             mark = self._end_mark(chat)
-            spans = self._behind_headers(chat, text, wanted, mark)
-            spans = spans or self._by_prefixes(chat, text, mark)
+            spans = self._find_by_headers(chat, text, wanted, mark)
+            spans = spans or self._find_by_prefixes(chat, text, mark)
         else:
             spans = []
         if len(spans) != wanted:
@@ -105,7 +105,7 @@ class ChatTemplate:
             )
         return text, spans
 
-    def _behind_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
+    def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
         """Answers behind what asks for one, or behind the longest beginning of it that is there as
         often as answers are, and not before them: some templates go on with a thought that old
         answers have lost. No message can feign it, as it begins with a mark."""
@@ -134,7 +134,7 @@ class ChatTemplate:
         apart = all(start[0] not in text[begin:stop] for begin, stop in spans)
         return spans if apart else []
 
-    def _by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
+    def _find_by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
         """Answers of a template whose text only grows with every message."""
         spans = []
         for i, message in enumerate(chat.messages):
@@ -166,7 +166,7 @@ class ChatTemplate:
                 add_generation_prompt=ask,
             )
         except Exception as error:  # a template is a program
-            raise BadRecord(f"the chat template refuses it ({_said(error)})") from None
+            raise BadRecord(f"the chat template refuses it ({_reason(error)})") from None
 
     def _environment(self) -> Any:
         """What transformers gives templates; without a clock."""
@@ -181,10 +181,10 @@ class ChatTemplate:
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                call = self.call_method("_marked")
+                call = self.call_method("_mark")
                 return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-            def _marked(self, caller: Any) -> str:
+            def _mark(self, caller: Any) -> str:
                 return f"{_BEGIN}{caller()}{_END}"
 
         def refuse(message: str) -> None:
@@ -215,7 +215,7 @@ def _end(text: str, at: int, mark: str) -> int:
     return end + len(mark) if end >= 0 else len(text)
 
 
-def _of_blocks(marked: str) -> tuple[list[Span], str]:
+def _find_blocks(marked: str) -> tuple[list[Span], str]:
     """Where the blocks lie in a text, and the text without their marks."""
     spans, parts, at = [], [], 0
     for part in re.split(f"({_BEGIN}|{_END})", marked):
@@ -229,5 +229,5 @@ def _of_blocks(marked: str) -> tuple[list[Span], str]:
     return spans, "".join(parts)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -24,10 +24,10 @@ from maxramp.data.files.records import (
     Record,
     RecordFile,
     attempt,
-    dense,
+    describe,
     is_utf16,
-    not_utf8,
-    shown,
+    utf8_error,
+    without_nulls,
 )
 from maxramp.errors import ConfigError
 from maxramp.files import storage
@@ -54,7 +54,7 @@ class ArrayRecordFile(RecordFile):
                     "tokenize_train_data=True reads text"
                 )
             value = np.frombuffer(data, "<i4")
-        return self._checked(data if value is None else value)
+        return self._validate(data if value is None else value)
 
     def _feature(self, data: bytes) -> Any:
         """The column of a tf.train.Example; None if the record is none."""
@@ -164,7 +164,7 @@ class TextFile(RecordFile):
         return 1
 
     def _record(self, index: int) -> Record:
-        return self._checked(storage.read_bytes(self.path))
+        return self._validate(storage.read_bytes(self.path))
 
 
 class JsonLines(RecordFile):
@@ -274,19 +274,19 @@ class JsonLines(RecordFile):
             raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
             hint = f"; {_LINES}" if isinstance(record, list) else ""
-            raise BadRecord(f"is no JSON object but {shown(record)}{hint}")
+            raise BadRecord(f"is no JSON object but {describe(record)}{hint}")
         if self.column == WHOLE:
-            return self._checked(record)
+            return self._validate(record)
         if self.column not in record:
             raise self._missing(record)
-        return self._checked(record[self.column])
+        return self._validate(record[self.column])
 
 
 _recent: dict[Any, Any] = {}  # columns of row groups, the last used last
 _recent_lock = threading.Lock()
 
 
-def _kept(key: Any, read: Callable[[], Any]) -> Any:
+def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
     """The column of a key, read if it is not among those used last, of up to _MOST_KEPT bytes."""
     with _recent_lock:
         there = key in _recent
@@ -315,8 +315,8 @@ class ParquetFile(RecordFile):
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
             batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
-            while batch := self._guarded(lambda: next(batches, None)):
-                for scalar in self._of(batch):
+            while batch := self._call_arrow(lambda: next(batches, None)):
+                for scalar in self._select_column(batch):
                     yield attempt(index, self._value, scalar)
                     index += 1
 
@@ -325,18 +325,19 @@ class ParquetFile(RecordFile):
 
     def _record(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
-        column = _kept((self.path, self.column, group), lambda: self._column(group))
+        column = _cached_column((self.path, self.column, group), lambda: self._column(group))
         return self._value(column[index - int(self._starts[group])])
 
     def _column(self, group: int) -> Any:
         with self._open(self._metadata) as file:
-            return self._guarded(lambda: self._of(file.read_row_group(group, self._columns)))
+            read = functools.partial(file.read_row_group, group, self._columns)
+            return self._call_arrow(lambda: self._select_column(read()))
 
     @property
     def _columns(self) -> list[str] | None:
         return None if self.column == WHOLE else [self.column]
 
-    def _of(self, table: Any) -> Any:
+    def _select_column(self, table: Any) -> Any:
         """What a table or batch of the columns holds, by record."""
         return table.to_struct_array() if self.column == WHOLE else table.column(0)
 
@@ -344,15 +345,15 @@ class ParquetFile(RecordFile):
         try:
             value = scalar.as_py(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
-            raise not_utf8(error) from None
+            raise utf8_error(error) from None
         except KeyError as error:  # a map that has a key twice
             raise BadRecord(f"cannot be read ({error.args[0]})") from None
-        return self._checked(dense(value) if self.column == WHOLE else value)
+        return self._validate(without_nulls(value) if self.column == WHOLE else value)
 
     def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)
         source = storage.open_binary(self.path)
-        return self._guarded(lambda: parquet.ParquetFile(source, metadata=metadata))
+        return self._call_arrow(lambda: parquet.ParquetFile(source, metadata=metadata))
 
     @functools.cached_property
     def _metadata(self) -> Any:
@@ -368,7 +369,7 @@ class ParquetFile(RecordFile):
         groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
         return np.cumsum([0, *(group.num_rows for group in groups)])
 
-    def _guarded(self, reading: Callable[[], Any]) -> Any:
+    def _call_arrow(self, reading: Callable[[], Any]) -> Any:
         try:
             return reading()
         except (OSError, ValueError) as error:  # Arrow's own are among them

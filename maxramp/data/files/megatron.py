@@ -226,7 +226,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
     def __init__(self, path: str, dtype: np.dtype):
         """`path` is that of both files, without .bin or .idx; `dtype` is the tokens'."""
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
-        self._data = open(self._unfinished("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._data = open(self._temporary_path("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
         self.num_tokens, self.max_token = 0, -1
 
@@ -248,15 +248,15 @@ class MegatronWriter(contextlib.AbstractContextManager):
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
-        with open(self._unfinished("idx"), "wb") as index:
+        with open(self._temporary_path("idx"), "wb") as index:
             index.write(_HEADER.pack(_MAGIC, code, len(sizes), len(borders)))
             for field in (sizes, pointers, borders):
                 index.write(field.data)
             for file, suffix in ((self._data, "bin"), (index, "idx")):
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(self._unfinished(suffix), f"{self._path}.{suffix}")
+                os.replace(self._temporary_path(suffix), f"{self._path}.{suffix}")
         return {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
 
-    def _unfinished(self, suffix: str) -> str:
+    def _temporary_path(self, suffix: str) -> str:
         return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it

@@ -45,7 +45,7 @@ class RecordFile(abc.ABC):
         self.path, self.column, self.tokens = path, column, tokens
         self._make: Callable[[Any], Any] = lambda record: record
 
-    def made(self, make: Callable[[Any], Any]) -> Self:
+    def with_maker(self, make: Callable[[Any], Any]) -> Self:
         """The same file in this process, whose records are what `make` makes of whole ones.
 
         Args:
@@ -120,7 +120,7 @@ class RecordFile(abc.ABC):
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)
 
-    def _checked(self, value: Any) -> Record:
+    def _validate(self, value: Any) -> Record:
         """What a record holds, as text or ids, or whole.
 
         Raises:
@@ -128,7 +128,7 @@ class RecordFile(abc.ABC):
         """
         if self.column == WHOLE:
             if not isinstance(value, dict):
-                raise BadRecord(f"is no record of several columns but {shown(value)}")
+                raise BadRecord(f"is no record of several columns but {describe(value)}")
             return self._make(value)
         if self.tokens:
             try:
@@ -139,7 +139,7 @@ class RecordFile(abc.ABC):
                 return np.empty(0, np.int32)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
                 raise BadRecord(
-                    f"{self.column} holds no list of token ids but {shown(value)}; "
+                    f"{self.column} holds no list of token ids but {describe(value)}; "
                     "tokenize_train_data=True reads text"
                 )
             if ids.min() < 0 or ids.max() >= 2**31:
@@ -152,13 +152,13 @@ class RecordFile(abc.ABC):
             try:
                 text = value.decode()
             except UnicodeDecodeError as error:
-                raise not_utf8(error) from None
+                raise utf8_error(error) from None
             if "\0" in text:
                 raise BadRecord(f"is not text (it holds a zero byte at {text.index(chr(0))})")
             return text
         if not isinstance(value, str):
             raise BadRecord(
-                f"{self.column} holds no text but {shown(value)}; name another column in "
+                f"{self.column} holds no text but {describe(value)}; name another column in "
                 "train_data_columns, or use tokenize_train_data=False for token ids"
             )
         try:
@@ -187,14 +187,14 @@ def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | B
         return BadRecord(str(bad), place)  # without the frames, which hold the record
 
 
-def dense(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A record of a table without what its columns hold where it has nothing itself."""
     if isinstance(value, dict):
-        return {name: dense(x) for name, x in value.items() if x is not None}
-    return [dense(x) for x in value] if isinstance(value, list) else value
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value that is not what it should be, short."""
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
@@ -208,6 +208,6 @@ def is_utf16(data: bytes) -> bool:
     return begin[:2] in (b"\xff\xfe", b"\xfe\xff") or 3 <= begin.count(0) <= 5
 
 
-def not_utf8(error: UnicodeDecodeError) -> BadRecord:
+def utf8_error(error: UnicodeDecodeError) -> BadRecord:
     """What is wrong with a record of bytes that are not UTF-8."""
     return BadRecord(f"is not UTF-8 text (byte {error.start}); convert it, or leave it out")
