@@ -6,6 +6,8 @@ before that the batch is the smallest, after it the batch stays. The run is show
 run with other batches.
 """
 
+import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -23,7 +25,6 @@ from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
-_Batches = Sequence[tuple[int, int]]  # (sample from which on, batch) of a ramp
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
 # What makes a run that was measured another one than the run that is planned.
 _SAME = (
@@ -32,6 +33,9 @@ _SAME = (
     *("learning_rate", "opt_type"),
 )
 _OF_RAMPS = ("global_batch_size", "global_batch_tokens", "gradient_accumulation_steps")  # in phases
+
+# (sample from which on, rows) of batches.
+_Batches = Sequence[tuple[int, float]]
 
 
 class Measurement(NamedTuple):
@@ -92,15 +96,20 @@ class Evidence:
     """What the noise scale of a run and the branches of one say about the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
-        """Takes what `suggest` takes."""
-        # For a person, what was measured, and what that leaves open.
-        self._keys, self.by_noise, self.lines, self.limits = config.values, bool(noise), [], []
-        # Of maxramp.branch, by step and window; and what they or the noise scale allow, in order.
-        self.results = self._read_branches(branch) if branch else []
-        of_branches = branch_measurements(self.results)
-        self.measured = self._read_noise(place(noise)) if noise else of_branches
+        self._keys, self.by_noise = config.values, bool(noise)
+        self.lines: list[str] = []  # what was measured
+        self.limits: list[str] = []  # and what that leaves open
+        results = self._read_branches(branch) if branch else []
+        # Batches of the branches, in tokens.
+        self.tried = [size["rows"] * r["row_tokens"] for r in results for size in r["sizes"]]
+        self.measured = (
+            self._read_noise(place(noise), results) if noise else branch_measurements(results)
+        )
+        if results:
+            self.limits += self._branch_limits(results)
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
+        """What `maxramp.branch` wrote, by step and window."""
         path = place(given)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
@@ -120,7 +129,7 @@ class Evidence:
             result["row_tokens"] = self._row_tokens(run, result["row_tokens"], targets)
         return results
 
-    def _read_noise(self, run: Place) -> list[Measurement]:
+    def _read_noise(self, run: Place, results: Sequence[dict[str, Any]]) -> list[Measurement]:
         """Measurements by the norms' noise scale, which has no gaps, times the branches' factor:
         what surely costs nothing over the noise scale, the least of all branches."""
         records = run_records(run)
@@ -140,7 +149,7 @@ class Evidence:
         )
         factors = [
             (result["surely"] or result["largest"]) / measured["noise_scale"]
-            for result in self.results
+            for result in results
             if (measured := result["noise"].get("norms_noise_scale"))
         ]
         if factors:
@@ -169,22 +178,20 @@ class Evidence:
             there = read_yaml(run / "config.yml")
         except (ConfigError, OSError):
             line = f"{run} holds no config.yml: whether it was a run like this is not known"
-        differ = [n for n in _SAME if n in there and there[n] != here[n]]
-        if differ:
+        if differ := [n for n in _SAME if n in there and there[n] != here[n]]:
             pairs = ", ".join(f"{name}={there[name]} (here {here[name]})" for name in differ)
             line = f"measured on another run: {pairs}"
-        self.limits += [line] * (line != "" and line not in self.limits)
+        self.limits += [line] * (line not in ("", *self.limits))
         if not _is_padded(there):
             return row_tokens
         return here["max_target_length"] if _is_padded(here) else targets
 
-    def branch_limits(self) -> Iterator[str]:
-        """Says what branches leave open above the batches that they allow at the last place."""
-        most_tried = max(s["rows"] * r["row_tokens"] for r in self.results for s in r["sizes"])
-        order = sorted(self.results, key=lambda r: -r["largest"])  # of one place the least counts
+    def _branch_limits(self, results: Sequence[dict[str, Any]]) -> Iterator[str]:
+        """What branches leave open above the batches that they allow at the last place."""
+        order = sorted(results, key=lambda r: -r["largest"])  # of one place the least counts
         tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
         last, most = tops[max(tops)], max(tops.values())
-        if last == most_tried:
+        if last == max(self.tried):
             yield (
                 f"no batch above {short(last)} tokens was tried, and the largest cost nothing: "
                 "larger ones may do as well"
@@ -216,12 +223,11 @@ class _Planned:
     """The run that is planned, with other batches on as many samples."""
 
     def __init__(self, config: Config):
-        """`config` has its nodes."""
-        self._config, self._meshes = config, meshes_of(config)
-        self._run = PlannedRun.from_config(config, self._meshes)
-        self.total_samples = self._run.ramp.total_samples
-        self.first_batch = self._run.stages[0].global_batch_size
-        self.row_tokens = config.batch.max_target_length
+        self._config = with_nodes(config)
+        self._meshes = meshes_of(self._config)
+        self.configured = PlannedRun.from_config(self._config, self._meshes)
+        self.total_samples = self.configured.ramp.total_samples
+        self.first_batch = self.configured.stages[0].global_batch_size
 
     def keys(self, own: dict[str, Any]) -> dict[str, Any]:
         """The keys that give the run the batches of `own` keys, in place of the config's.
@@ -237,34 +243,40 @@ class _Planned:
         keys, before = no_batch() | {"phases": phases} | own, self._config.values
         return {name: x for name, x in keys.items() if name in own or before[name] != x}
 
+    def plan(self, own: dict[str, Any]) -> PlannedRun:
+        """The run with the batches of `own` keys."""
+        return PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
+
+    def divides(self, size: int) -> bool:
+        """Whether the devices divide the rows of a batch among them."""
+        with contextlib.suppress(ConfigError):
+            return bool(self.plan({"global_batch_size": size}))
+        return False
+
     def rows(self, batches: _Batches | None) -> list[dict[str, Any]]:
         """The run as it is, as suggested, at its largest batch throughout, and under Seesaw."""
-        found = [_row("as configured", self._run)]
+        rows = [_row("as configured", self.configured)]
         if batches:
-            found.append(self._row("suggested", _ramp_keys(batches), _batches_text(batches)))
-            if "why" in found[-1]:
-                raise ConfigError(found[-1]["why"])
-        sizes = [size for _, size in found[-1]["pairs"]]
-        least, most = min(sizes), max(sizes)
+            rows.append(_row("suggested", self.plan(_ramp_keys(batches))))
+        sizes = [size for _, size in rows[-1]["pairs"]]
+        least, most, others = min(sizes), max(sizes), {}
         if batches and least < most:
-            found.append(self._row(f"constant {most}", {"global_batch_size": most}, f"{most}"))
+            others[f"constant {most}"] = {"global_batch_size": most}
         most = most if most > least else 4 * least
         ladder = [least << n for n in range((most // least).bit_length())]
-        return [*found, self._row("Seesaw", {"rampup_policy": "seesaw", "rampup_ladder": ladder})]
+        others["Seesaw"] = {"rampup_policy": "seesaw", "rampup_ladder": ladder}
+        for name, own in others.items():
+            try:
+                rows.append(_row(name, self.plan(own)))
+            except ConfigError as error:
+                rows.append({"name": name, "steps": None, "pairs": [], "why": str(error)})
+        return rows
 
-    def _row(self, name: str, own: dict[str, Any], batches: str = "") -> dict[str, Any]:
-        try:
-            run = PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
-        except ConfigError as error:
-            return {"name": name, "steps": None, "pairs": [], "why": str(error)}
-        return _row(name, run, batches)
 
-
-def _row(name: str, run: PlannedRun, batches: str = "") -> dict[str, Any]:
+def _row(name: str, run: PlannedRun) -> dict[str, Any]:
     pairs = [(stage.first_sample, stage.global_batch_size) for stage in run.stages]
-    time, batches = run.node_time, batches or _batches_text(pairs)
-    steps = run.ramp.total_steps
-    return {"name": name, "steps": steps, "node_time": time, "batches": batches, "pairs": pairs}
+    found = {"name": name, "steps": run.ramp.total_steps, "node_time": run.node_time}
+    return found | {"batches": _batches_text(pairs), "pairs": pairs}
 
 
 def _ramp_keys(batches: _Batches) -> dict[str, Any]:
@@ -281,24 +293,16 @@ def _batches_text(batches: _Batches) -> str:
     return " ".join(parts if len(parts) <= 6 else [*parts[:3], "...", parts[-1]])
 
 
-def _is_within(
-    pairs: _Batches, fitted: _Batches, measured: Sequence[Measurement], row: int
-) -> bool:
-    """Whether no batch is above what cost nothing at its place, or is suggested there.
+def _batch_at(batches: _Batches, sample: int) -> float:
+    return max((pair for pair in batches if pair[0] <= sample), default=(0, 0.0))[1]
 
-    Args:
-      pairs: the run's batches.
-      fitted: those of the ramp that the measurements make.
-      row: tokens of one.
-    """
-    bounds = [(int(m.first // row), m.batch / row) for m in measured]
-    bounds += [(int(m.last // row), 0.0) for m in measured[-1:]]
 
-    def batch(steps: Sequence[tuple[int, float]], place: int) -> float:
-        return max((one for one in steps if one[0] <= place), default=(0, 0.0))[1]
-
-    places = {place for steps in (pairs, fitted, bounds) for place, _ in steps}
-    return all(batch(pairs, n) <= max(batch(fitted, n), batch(bounds, n)) for n in places)
+def _allowed(fitted: _Batches, measured: Sequence[Measurement], row: int) -> _Batches:
+    """The batches that cost nothing at their places, or are suggested there."""
+    bounds = [(int(one.first // row), one.batch / row) for one in measured]
+    bounds.append((int(measured[-1].last // row), 0.0))
+    places = {sample for sample, _ in (*fitted, *bounds)}
+    return [(n, max(_batch_at(fitted, n), _batch_at(bounds, n))) for n in places]
 
 
 def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
@@ -314,42 +318,54 @@ def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
     return f"it takes {text} ({steps:,}, not {before:,}), and {time:.2f}x its node-time"
 
 
-def _fit(evidence: Evidence, planned: _Planned) -> _Batches:
-    """The ramp by what was measured; the evidence gets what limits it."""
-    measured, row, total = evidence.measured, planned.row_tokens, planned.total_samples
-    tried = [s["rows"] * r["row_tokens"] for r in evidence.results for s in r["sizes"]]
+def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int]:
+    """The batches that the ramp may have, the smallest first.
+
+    The run's own, halved and doubled, and those that were tried, in rows of `row` tokens; only
+    those that the devices divide among them.
+    """
     halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
     sizes = {int(size) for size in halvings if size.denominator == 1}
-    if tried:
+    if tried := evidence.tried:
         # Without a noise scale nothing speaks for a smaller batch than the smallest that was
         # tried, and never does anything for one above the largest.
         least = 0 if evidence.by_noise else min(tried)
         sizes = {size for size in sizes if least <= size * row <= max(tried)}
         sizes |= {tokens // row for tokens in tried if tokens % row == 0}
-        evidence.limits += evidence.branch_limits()
-    if not sizes:
+    most = max(one.batch for one in evidence.measured)
+    dividing = filter(planned.divides, sorted(sizes))
+    found = [*itertools.islice(dividing, 1)]  # the smallest, whatever it may cost
+    found += itertools.takewhile(lambda size: size * row <= most, dividing)
+    if not found:
         raise ConfigError(
-            f"max_target_length={row}: no batch of such rows is as large as those "
-            "that were tried; measure branches of a run with rows of this length"
+            f"max_target_length={row}: no batch of such rows that the devices divide among them is "
+            "as large as those that were tried; measure branches of a run with rows of this length"
         )
-    smallest, lowest, start = min(sizes) * row, measured[0].batch, measured[0].first
-    end, of_run = max(one.last for one in measured), total * row
-    if lowest < smallest:
-        evidence.limits.append(
+    return found
+
+
+def _fit(evidence: Evidence, planned: _Planned, row: int) -> _Batches:
+    """The ramp by what was measured; the evidence gets what limits it."""
+    measured, limits = evidence.measured, evidence.limits
+    sizes = [size * row for size in _possible_sizes(evidence, planned, row)]
+    lowest, start = measured[0].batch, measured[0].first
+    end, of_run = max(one.last for one in measured), planned.total_samples * row
+    if lowest < sizes[0]:
+        limits.append(
             f"at the start {short(lowest)} tokens surely cost nothing, and the smallest batch "
-            f"that this run may take has {short(smallest)}"
+            f"that this run may take has {short(sizes[0])}"
         )
     if end < 0.999 * of_run:
-        evidence.limits.append(
+        limits.append(
             f"nothing was measured beyond {short(end)} of this run's {short(of_run)} tokens: "
             "the batch stays as it is there"
         )
     if start > 0.02 * of_run:
-        evidence.limits.append(
+        limits.append(
             f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
         )
-    ramp = fit_ramp(measured, sorted(size * row for size in sizes))
-    return [(round(t) // row, batch // row) for t, batch in ramp if round(t) // row < total]
+    in_rows = [(round(tokens) // row, size // row) for tokens, size in fit_ramp(measured, sizes)]
+    return [(sample, size) for sample, size in in_rows if sample < planned.total_samples]
 
 
 def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:
@@ -367,34 +383,42 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
       `name`, `steps`, `node_time`, `batches` and `pairs` of each, and whether it is `within` what
       was measured; where it cannot run, `steps` is None and `why` says why.
     """
-    planned, evidence = _Planned(with_nodes(config)), Evidence(config, noise, branch)
-    limits, measured = evidence.limits, evidence.measured
-    batches = fitted = _fit(evidence, planned) if measured else None
-    rows, keys, saves = planned.rows(batches), {}, ""
-    if batches:
-        (_, first), rate = batches[0], config.learning_rate.learning_rate
-        if rate and first != planned.first_batch:
-            limits.append(
-                f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
-                f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
-            )
-        if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
-            limits.append(
-                f"learning_rate_schedule_steps={steps} counts steps, which have other batches now; "
-                "use -1 for all, or count anew"
-            )
-        saved = 1 - rows[1]["steps"] / -(-planned.total_samples // first)
-        if len(batches) > 1 and saved < _LEAST_SAVING:
+    planned, evidence = _Planned(config), Evidence(config, noise, branch)
+    limits, measured, row = evidence.limits, evidence.measured, config.batch.max_target_length
+    if not measured:
+        found = {"batches": None, "keys": {}, "saves": "", "rows": planned.rows(None)}
+        return found | {"evidence": evidence.lines, "limits": limits}
+    batches = fitted = _fit(evidence, planned, row)
+    (_, first), rate = batches[0], config.learning_rate.learning_rate
+    if rate and first != planned.first_batch:
+        limits.append(
+            f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
+            f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
+        )
+    if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
+        limits.append(
+            f"learning_rate_schedule_steps={steps} counts steps, which have other batches now; "
+            "use -1 for all, or count anew"
+        )
+    scaling = {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
+    if len(batches) > 1:
+        steps = planned.plan(_ramp_keys(batches)).ramp.total_steps
+        saved = 1 - steps / -(-planned.total_samples // first)
+        if saved < _LEAST_SAVING:
             limits.append(
                 f"the ramp {_batches_text(batches)} would save {saved:.1%} of the steps of a "
                 f"constant batch of {first}, less than {_LEAST_SAVING:.0%}"
             )
-            rows = planned.rows(batches := batches[:1])
-        keys = planned.keys(_ramp_keys(batches))
-        if len(batches) > 1:
-            keys |= {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
-        for row in rows:
-            row["within"] = _is_within(row["pairs"], fitted, measured, planned.row_tokens)
-        saves = _saving(*rows[:2])
-    found = {"batches": batches, "keys": keys, "saves": saves, "evidence": evidence.lines}
-    return found | {"limits": limits, "rows": rows}
+            batches = batches[:1]
+    rows, allowed = planned.rows(batches), _allowed(fitted, measured, row)
+    for one in rows:
+        places = [sample for sample, _ in (*one["pairs"], *allowed)]
+        one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)
+    return {
+        "batches": batches,
+        "keys": planned.keys(_ramp_keys(batches)) | (scaling if len(batches) > 1 else {}),
+        "saves": _saving(*rows[:2]),
+        "evidence": evidence.lines,
+        "limits": limits,
+        "rows": rows,
+    }

@@ -192,6 +192,28 @@ def test_no_ramp(tmp_path, capsys):
 
 def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsys):
     """A noise scale that grows from 4 to 8 rows; the batch may be four times that."""
+    write_noise(tmp_path)
+    run = write_branches(tmp_path, result(0, 32, 16, noise=3.99))
+    found, _ = suggested(capsys, "--noise", run, "--branch", run)
+    (first, low), (place, high) = found["batches"]
+    assert (first, low, high) == (0, 16, 32) and 10_000 <= place < 12_000
+    assert not any("beyond" in line for line in found["limits"])
+    found, printed = suggested(capsys, "--noise", run)
+    assert "kept at the noise scale's lower end" in printed
+    assert max(size for _, size in found["batches"]) < 8
+
+
+def test_devices_divide_what_is_suggested(tmp_path, capsys):
+    """8 devices hold 4 ranks: the noise scale's lower end would allow 1, 2 and 3 rows."""
+    write_noise(tmp_path)
+    mesh = ["devices_per_node=8", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]
+    found, printed = suggested(capsys, "--noise", str(tmp_path), *mesh)
+    assert found["batches"] == [[0, 4]] and found["rows"][1]["steps"] == 5000
+    assert "the smallest batch that this run may take has 512" in printed
+
+
+def write_noise(folder):
+    """Metrics of a run of 20,000 samples whose noise scale grows from 4 to 8 rows."""
     records, consumed = [], 0
     for step in range(2500):
         consumed += 8
@@ -209,15 +231,7 @@ def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsy
             }
         )
     text = "".join(json.dumps(r) + "\n" for r in records)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    run = write_branches(tmp_path, result(0, 32, 16, noise=3.99))
-    found, _ = suggested(capsys, "--noise", run, "--branch", run)
-    (first, low), (place, high) = found["batches"]
-    assert (first, low, high) == (0, 16, 32) and 10_000 <= place < 12_000
-    assert not any("beyond" in line for line in found["limits"])
-    found, printed = suggested(capsys, "--noise", run)
-    assert "kept at the noise scale's lower end" in printed
-    assert max(size for _, size in found["batches"]) < 8
+    (folder / "metrics.jsonl").write_text(text)
 
 
 def test_nothing_measured(capsys):
