@@ -2,6 +2,12 @@
 
 python -m maxramp.branch RUN --at STEP --sizes 8,16,32,64 [--tokens N] [--tolerance 0.01]
     [--json] [key=value ...]
+
+From checkpoint STEP of RUN each size trains on the same rows, at the learning
+rate that the run had there times sqrt(size / its batch), and is evaluated on all held-out rows. The
+answer is the largest size up to which no loss is more than the tolerance above that of a smaller
+size. Branches are runs in RUN/branches; the same command continues where it was stopped. key=value
+goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -14,28 +20,18 @@ import math
 import sys
 from typing import Any
 
-from maxramp.commandline import OneLineParser, command, print_table, short
-from maxramp.config.load import list_keys
+from maxramp.commandline import Parser, command, print_table, short
 from maxramp.errors import ConfigError
 from maxramp.measuring.branches import Experiment
 from maxramp.measuring.noise import KINDS
 from maxramp.processes.backend import take_hardware
 from maxramp.run.metrics import as_json
 
-USAGE = """From checkpoint STEP of RUN each size trains on the same rows, at the learning
-rate that the run had there times sqrt(size / its batch), and is evaluated on all held-out rows. The
-answer is the largest size up to which no loss is more than the tolerance above that of a smaller
-size. Branches are runs in RUN/branches; the same command continues where it was stopped. key=value
-goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
-"""
-
 
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
-    parser = OneLineParser(
-        prog="python -m maxramp.branch", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("run")
     add("--at", type=int, required=True, metavar="STEP", help="the checkpoint")
@@ -43,7 +39,6 @@ def main(arguments: list[str]) -> int:
     add("--tokens", default="", help="that each branch trains on (a tenth of the run's): 20M")
     add("--tolerance", type=float, default=0.01, help="nats per token (0.01)")
     add("--json", action="store_true", help="print the result as JSON when all is done")
-    list_keys(parser)
     add("keys", nargs="*", metavar="key=value", help="for every branch")
     given = parser.parse_intermixed_args(arguments)
     if not 0 <= given.tolerance < math.inf:

@@ -1,6 +1,14 @@
 """Lists, shows and verifies the checkpoints of a run.
 
 python -m maxramp.checkpoint ls|show|verify PATH [PATH ...]
+
+PATH is a checkpoint, a checkpoints folder or the folder of a run.
+
+ls      one line per checkpoint: step, samples, stage, batch, size, whether it is complete, and
+        which keys changed since the one before
+show    everything about one checkpoint (the newest of a folder), with every key that differs from
+        its default
+verify  reads every value of every checkpoint; exit status 1 if one is torn
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -13,29 +21,18 @@ import sys
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Checkpoint, TornError
-from maxramp.commandline import OneLineParser, command
+from maxramp.commandline import Parser, command
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.files.place import MARK, Place, place, sizes
 from maxramp.keys.base import CONFIGS
 from maxramp.keys.yamlfile import read_yaml
 
-USAGE = """PATH is a checkpoint, a checkpoints folder or the folder of a run.
-
-ls      one line per checkpoint: step, samples, stage, batch, size, whether it is complete, and
-        which keys changed since the one before
-show    everything about one checkpoint (the newest of a folder), with every key that differs from
-        its default
-verify  reads every value of every checkpoint; exit status 1 if one is torn
-"""
-
 
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    parser = OneLineParser(
-        prog="python -m maxramp.checkpoint", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)
     given = parser.parse_args(arguments)

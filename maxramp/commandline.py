@@ -12,20 +12,46 @@ from typing import Any, NoReturn
 
 import maxramp
 from maxramp.errors import ConfigError, is_expected, report
+from maxramp.keys.base import CONFIGS
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Of options by their whole names; what is wrong is one line, a ConfigError."""
+class Parser(argparse.ArgumentParser):
+    """The options of a command, by their whole names; what is wrong is one line, a ConfigError.
 
-    def __init__(self, **given: Any):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **given)
-        version = f"maxramp {maxramp.__version__}"
+    The docstring of the command's module is the help: what it does, its usage, and what else there
+    is to know, with blank lines between them.
+    """
+
+    def __init__(self, doc: str):
+        what, usage, *more = doc.strip().split("\n\n", 2)
+        super().__init__(
+            usage=usage.replace("\n", "\n       "),
+            description=what,
+            epilog="".join(more),
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        version, keys = f"maxramp {maxramp.__version__}", (CONFIGS / "base.yml").read_text()
         self.add_argument("--version", action="version", version=version, help="show the version")
+        text = "list every key with its default, its unit and what it is for"
+        self.add_argument("--help-keys", action="version", version=keys, help=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises what the parser found."""
+        """Raises what is wrong."""
         raise ConfigError(f"{message} (--help lists what there is)")
+
+
+def config_parser(doc: str) -> Parser:
+    """A parser of CONFIG.yml and key=value, the `arguments` that `config.load` takes."""
+    parser = Parser(doc)
+    text = "a value is YAML: steps=100 learning_rate=3e-4 rampup_batch_size=[16,16,800]"
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG.yml key=value", help=text)
+    return parser
+
+
+def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command that has no options of its own."""
+    return config_parser(doc).parse_intermixed_args(arguments).arguments
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
@@ -49,36 +75,6 @@ def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None]
 def print_note(line: str) -> None:
     """Prints a note on stderr, such as which arguments were translated or ignored."""
     print(f"note: {line}", file=sys.stderr, flush=True)
-
-
-def take_flag(arguments: list[str], flag: str) -> bool:
-    """Takes `flag` out of a command line; returns whether it was there."""
-    given = flag in arguments
-    arguments[:] = [argument for argument in arguments if argument != flag]
-    return given
-
-
-def take_value(arguments: list[str], flag: str) -> str | None:
-    """Takes `flag VALUE` or `flag=VALUE` out of a command line, however often it is there.
-
-    Returns:
-      The last value; None without the flag.
-
-    Raises:
-      ConfigError: no value follows the flag.
-    """
-    found = None
-    for index in reversed(range(len(arguments))):
-        name, equals, value = arguments[index].partition("=")
-        if name != flag:
-            continue
-        del arguments[index]
-        if not equals and index < len(arguments) and "=" not in arguments[index]:
-            value = arguments.pop(index)
-        if not value:
-            raise ConfigError(f"{flag} needs a value: {flag} VALUE")
-        found = found or value
-    return found
 
 
 def print_progress(line: str) -> None:

@@ -3,10 +3,6 @@ cluster, on a machine without one.
 
 python -m maxramp.compile CONFIG.yml compile_topology=MACHINE [key=value ...] [options]
 
-  --json           print the result as JSON
-  --best           instead of the stages as they are, list in which ways the last one's batch fits,
-                   fastest first: under each remat_policy, in the largest micro batches
-
 compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
 run's folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
 ('.[tpu]'), for GPUs the CUDA plugin ('.[cuda13-compiler]'), and no accelerator (docs/pods.md).
@@ -26,11 +22,11 @@ from typing import Any
 from maxramp.commandline import (
     amount,
     command,
+    config_parser,
     print_note,
     print_progress,
     print_table,
     shell_quote,
-    take_flag,
 )
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
@@ -45,21 +41,26 @@ _FILE = "compiled.json"
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    as_json, best = (take_flag(arguments, flag) for flag in ("--json", "--best"))
-    config = load(arguments, "compile", __doc__)
+    parser = config_parser(__doc__)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    text = "instead of the stages as they are, list in which ways the last one's batch fits, "
+    text += "fastest first: under each remat_policy, in the largest micro batches"
+    parser.add_argument("--best", action="store_true", help=text)
+    given = parser.parse_intermixed_args(arguments)
+    config = load(given.arguments, "compile")
     if not config.planning.compile_topology:
         raise ConfigError(
             "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
             "v5p-2048 or h200:16x8"
         )
-    path = None if best else _path(config.run.folder)  # tried before minutes of compiling
-    result = (compile_ways if best else compile_stages)(config, print_progress)
-    text, shown = json.dumps(result, indent=2), print_ways if best else print_stages
-    print(text) if as_json else shown(result)
+    path = None if given.best else _path(config.run.folder)  # tried before minutes of compiling
+    result = (compile_ways if given.best else compile_stages)(config, print_progress)
+    text, shown = json.dumps(result, indent=2), print_ways if given.best else print_stages
+    print(text) if given.json else shown(result)
     if path:
         write_whole(path, f"{text}\n".encode())
-        if not as_json:
-            line = shell_quote([*arguments, "--compiled", path])
+        if not given.json:
+            line = shell_quote([*given.arguments, "--compiled", path])
             print(f"see       {path}; python -m maxramp.plan {line}")
     return 0
 

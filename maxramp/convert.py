@@ -2,6 +2,11 @@
 
 python -m maxramp.convert RUN[/checkpoints/STEP] --to FOLDER [options] [key=value ...]
 python -m maxramp.convert MODEL.gguf --to FOLDER [--dtype DTYPE]
+
+RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
+FOLDER may be an address such as gs://bucket/model. An export that was stopped goes on where it was
+when it is started again. key=value sets the mesh (ici_fsdp_parallelism=4) and hardware.
+MODEL.gguf is a Llama; its weights come out as the numbers that they stand for, in float32.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -11,8 +16,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import jax
 
-from maxramp.commandline import OneLineParser, command
-from maxramp.config.load import list_keys
+from maxramp.commandline import Parser, command
 from maxramp.files.place import place
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
@@ -20,26 +24,17 @@ from maxramp.huggingface import gguf, writing
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
-USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
-FOLDER may be an address such as gs://bucket/model. An export that was stopped goes on where it was
-when it is started again. key=value sets the mesh (ici_fsdp_parallelism=4) and hardware.
-MODEL.gguf is a Llama; its weights come out as the numbers that they stand for, in float32.
-"""
-
 
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    parser = OneLineParser(
-        prog="python -m maxramp.convert", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     parser.add_argument("run")
     parser.add_argument("--to", metavar="FOLDER", type=place, required=True)
     merge = "write the whole model, adapters added to it, where RUN trained adapters"
     parser.add_argument("--merge", action="store_true", help=merge)
     of_tensors = "of the tensors; as they came, or weight_dtype"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=of_tensors)
-    list_keys(parser)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)

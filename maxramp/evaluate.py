@@ -1,6 +1,11 @@
 """Evaluates a run or a released model on the tasks of lm-eval, the field's harness.
 
 python -m maxramp.evaluate RUN --tasks NAME,NAME [options] [key=value ...]
+
+RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
+them: its folder, or its name there. Tasks are lm-eval's, those of --include_path, or YAML files.
+key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
+max_target_length or the tokenizer. It needs '.[evaluate]'.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -20,8 +25,7 @@ from typing import Any
 import jax
 import yaml
 
-from maxramp.commandline import OneLineParser, Seldom, command, print_progress
-from maxramp.config.load import list_keys
+from maxramp.commandline import Parser, Seldom, command, print_progress
 from maxramp.errors import ConfigError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
@@ -35,12 +39,6 @@ from maxramp.processes.ending import Watchdog, run
 from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 
-USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
-them: its folder, or its name there. Tasks are lm-eval's, those of --include_path, or YAML files.
-key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
-max_target_length or the tokenizer. It needs '.[evaluate]'.
-"""
-
 
 @command
 def main(arguments: list[str]) -> int:
@@ -50,9 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m maxramp.evaluate", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("run")
     add("--tasks", required=True, help="names of tasks and groups, with commas between them")
@@ -68,7 +64,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--gen_kwargs", default="", metavar="NAME=VALUE,...", help="how answers are written")
     add("--output_path", default="", metavar="FILE", help="for the results, as JSON")
     add("--log_samples", action="store_true", help="every question and answer there too")
-    list_keys(parser)
     add("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     for name, least in (("num_fewshot", 0), ("batch_size", 1)):

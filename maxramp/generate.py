@@ -1,6 +1,11 @@
 """Writes text with the weights of a run or of a released model.
 
 python -m maxramp.generate RUN --prompt TEXT [options] [key=value ...]
+
+RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
+them: its folder, or its name there. Text streams as it comes; that of several prompts and samples
+follows one another. key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
+max_target_length or the tokenizer.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -16,8 +21,7 @@ from collections.abc import Sequence
 
 import jax
 
-from maxramp.commandline import OneLineParser, command, count
-from maxramp.config.load import list_keys
+from maxramp.commandline import Parser, command, count
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Generator, Writing
@@ -30,11 +34,6 @@ from maxramp.rl.prompts import FilePrompts
 from maxramp.training.programs import compiler_options
 
 _SELDOM = 16  # tokens
-USAGE = """RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
-them: its folder, or its name there. Text streams as it comes; that of several prompts and samples
-follows one another. key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
-max_target_length or the tokenizer.
-"""
 
 
 @command
@@ -45,9 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m maxramp.generate", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("run")
     add("--prompt", action="append", default=[], help="may be given again")
@@ -64,7 +61,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=kind, default=default, help=what)
     add("--stop", action="append", default=[], help="a text that ends an answer too")
     add("--json", action="store_true", help="print one JSON object per answer")
-    list_keys(parser)
     add("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     if not (given.prompt or given.prompt_file):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from maxramp.commandline import print_note
+from maxramp.commandline import parse_config, print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.rows import Corpus, Part, hash_of
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     given = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
-        config = load(given, "grpo", __doc__, note=note)
+        config = load(parse_config(__doc__, given), "grpo", note)
         _refuse(config)
         return first_weights.with_weights(config, note)
 

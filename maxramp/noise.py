@@ -1,6 +1,12 @@
 """Shows how large a batch the gradients of a run were noisy enough for.
 
 python -m maxramp.noise RUN [--blocks N] [--plot FILE] [--json]
+
+RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
+
+The noise scale is the batch at which the noise of a step's gradient is as large as the gradient
+itself. It tells the shape of a ramp; how large the batch may be is larger, by a factor that only
+training can tell (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -12,7 +18,7 @@ import dataclasses
 import json
 import sys
 
-from maxramp.commandline import OneLineParser, command, print_table, short
+from maxramp.commandline import Parser, command, print_table, short
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, draw_noise, noise_curves
@@ -21,20 +27,12 @@ _COLUMNS = (
     *("samples", "steps", "batch\nrows", "noise scale\nrows", "90% interval\nrows"),
     *("batch\ntargets", "noise scale\ntargets"),
 )
-USAGE = """RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
-
-The noise scale is the batch at which the noise of a step's gradient is as large as the gradient
-itself. It tells the shape of a ramp; how large the batch may be is larger, by a factor that only
-training can tell (docs/noise.md).
-"""
 
 
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    parser = OneLineParser(
-        prog="python -m maxramp.noise", description=__doc__.partition("\n")[0], epilog=USAGE
-    )
+    parser = Parser(__doc__)
     parser.add_argument("run")
     parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
     parser.add_argument("--plot", help="the picture (RUN/noise.png)")

@@ -2,14 +2,6 @@
 
 python -m maxramp.plan CONFIG.yml [key=value ...] [options]
 python -m maxramp.plan FILE --trainer maxtext|megatron|nemo [num_nodes=N devices_per_node=N]
-
-  --json           print the plan as JSON
-  --plot FILE      draw it
-  --fit            find the cheapest remat_policy and the largest per_device_batch_size whose step
-                   fits a device: of compile_topology, or of this machine
-  --compiled FILE  add what maxramp.compile found for a pod
-  --trainer NAME   say what another trainer's newest version does with the ramp in its own FILE (of
-                   Megatron, a file with its command line), beside what maxramp does with it
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -26,14 +18,13 @@ from typing import Any
 from maxramp.commandline import (
     amount,
     command,
+    config_parser,
     count,
     print_progress,
     print_table,
     short,
-    take_flag,
-    take_value,
 )
-from maxramp.config.load import answer, load
+from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.parallel.mesh import shown
@@ -48,26 +39,34 @@ from maxramp.stage import SIGHT_KEYS
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    as_json, fit = (take_flag(arguments, flag) for flag in ("--json", "--fit"))
-    plot, compiled = (take_value(arguments, flag) for flag in ("--plot", "--compiled"))
-    if trainer := take_value(arguments, "--trainer"):
-        answer(arguments, __doc__)
-        found = compare(trainer, *_file_and_devices(arguments))
-        print(json.dumps(found, indent=2)) if as_json else print_comparison(found)
+    parser = config_parser(__doc__)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--plot", metavar="FILE", help="draw it")
+    text = "find the cheapest remat_policy and the largest per_device_batch_size whose step fits a "
+    add("--fit", action="store_true", help=text + "device: of compile_topology, or of this machine")
+    add("--compiled", metavar="FILE", help="add what maxramp.compile found for a pod")
+    text = "say what another trainer's newest version does with the ramp in its own FILE (of "
+    text += "Megatron, a file with its command line), beside what maxramp does with it"
+    add("--trainer", metavar="NAME", help=text)
+    given = parser.parse_intermixed_args(arguments)
+    if given.trainer:
+        found = compare(given.trainer, *_file_and_devices(given.arguments))
+        print(json.dumps(found, indent=2)) if given.json else print_comparison(found)
         return 0
-    config = load(arguments, "plan", __doc__)
-    if fit:
+    config = load(given.arguments, "plan")
+    if given.fit:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config)
-    if compiled:
-        add_compiled(plan, place(compiled), config.planning)
-    if plot:
+    if given.compiled:
+        add_compiled(plan, place(given.compiled), config.planning)
+    if given.plot:
         try:
-            draw_plan(plan, pathlib.Path(plot))
+            draw_plan(plan, pathlib.Path(given.plot))
         except (OSError, ValueError) as error:  # no such folder; a format that is none
-            raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
-    print(json.dumps(plan, indent=2)) if as_json else print_plan(plan)
+            raise ConfigError(f"--plot {given.plot}: cannot write the picture: {error}") from None
+    print(json.dumps(plan, indent=2)) if given.json else print_plan(plan)
     return 0
 
 

@@ -1,4 +1,5 @@
 """Tokenizes documents into files that training reads by row number.
+If it is interrupted, run the same command again to continue.
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
 python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=value ...]
@@ -34,8 +35,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp.commandline import OneLineParser, command, count
-from maxramp.config.load import list_keys, load
+from maxramp.commandline import Parser, command, count
+from maxramp.config.load import load
 from maxramp.data import mixture, preparation, shards
 from maxramp.data.chats.chats import open_encoder
 from maxramp.data.chats.keys import ChatKeys
@@ -69,12 +70,8 @@ _say = functools.partial(print, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m maxramp.prepare",
-        description="Tokenizes documents into files that training reads by row number.\n"
-        "If it is interrupted, run the same command again to continue.",
-        epilog=textwrap.fill(f"Keys, as in configs/base.yml: {', '.join(KEYS)}."),
-    )
+    parser = Parser(__doc__)
+    parser.epilog = textwrap.fill(f"Keys, as in configs/base.yml: {', '.join(KEYS)}.")
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
     add("--output", metavar="DIR", help="folder to write the prepared set to")
@@ -84,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_bad_records", type=int, metavar="N", default=0, help="leave out so many")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set or a file of chats holds")
-    list_keys(parser)
     return parser
 
 

@@ -2,10 +2,6 @@
 
 python -m maxramp.suggest CONFIG.yml [key=value ...] [options]
 
-  --noise RUN      a run that was trained with log_gradient_noise_scale=true: the shape of the ramp
-  --branch RUN     a run that maxramp.branch has measured: its height
-  --json           print everything as JSON
-
 It compares the suggestion with the config as it is (docs/noise.md).
 """
 
@@ -18,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from maxramp.commandline import command, print_table, shell_quote, take_flag, take_value
+from maxramp.commandline import command, config_parser, print_table, shell_quote
 from maxramp.config.load import load
 from maxramp.measuring.suggestion import suggest
 
@@ -26,10 +22,15 @@ from maxramp.measuring.suggestion import suggest
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    as_json = take_flag(arguments, "--json")
-    noise, branch = (take_value(arguments, flag) for flag in ("--noise", "--branch"))
-    found = suggest(load(arguments, "suggest", __doc__), noise, branch)
-    print(json.dumps(found, indent=2)) if as_json else print_suggestion(found)
+    parser = config_parser(__doc__)
+    text = "a run that was trained with log_gradient_noise_scale=true: the shape of the ramp"
+    parser.add_argument("--noise", metavar="RUN", help=text)
+    text = "a run that maxramp.branch has measured: its height"
+    parser.add_argument("--branch", metavar="RUN", help=text)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    given = parser.parse_intermixed_args(arguments)
+    found = suggest(load(given.arguments, "suggest"), given.noise, given.branch)
+    print(json.dumps(found, indent=2)) if given.json else print_suggestion(found)
     return 0
 
 

@@ -15,12 +15,13 @@ if __name__ == "__main__":  # before the imports that take a second
     console.outlive_readers()
     _PREEMPTION = Preemption()
 
+    from maxramp.commandline import parse_config
     from maxramp.config.load import load
     from maxramp.errors import ConfigError, report
 
     try:
         # What is wrong is said at once.
-        load(sys.argv[1:], "train", __doc__, note=lambda line: None)
+        load(parse_config(__doc__, sys.argv[1:]), "train", note=lambda line: None)
     except (ConfigError, OSError) as error:
         sys.exit(report(error))
 
@@ -31,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxramp.commandline import parse_config
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.loader import Loader
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     given = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
-        config = load(given, "train", __doc__, note=note)
+        config = load(parse_config(__doc__, given), "train", note)
         if config.data.use_dpo and not config.checkpoints.load_parameters_path:
             raise ConfigError(
                 "load_parameters_path is empty: use_dpo=True begins with the weights of a model, "

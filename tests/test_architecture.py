@@ -14,8 +14,8 @@ PACKAGE = ROOT / "maxramp"
 # Of rooms that take a whole config, the section alone stands below it.
 FLOORS = (
     ("errors", "console"),
-    ("commandline",),
     ("keys",),
+    ("commandline",),
     ("files",),
     ("parallel", "processes"),
     ("stage",),

@@ -13,6 +13,7 @@ from conftest import BASE, ROOT, command, environment, run
 
 from maxramp import __main__ as commands
 from maxramp import __version__, branch, checkpoint, noise
+from maxramp.commandline import config_parser
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.launch import __main__ as launch
@@ -88,12 +89,21 @@ def test_a_config_that_comes_with_the_package(tmp_path, capsys, monkeypatch):
     assert load(["configs/base.yml"]).batch.steps == 7
 
 
-def test_the_usage_of_a_launch_names_its_cluster(capsys):
-    usage = (
-        "python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]"
-    )
+def test_a_config_and_options_in_any_order():
+    parser = config_parser(launch.__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot")
+    line = ["--json", "a.yml", "--plot", "x", "b=[1, 2]", "--plot=y", "+c=-3", "--json"]
+    given = parser.parse_intermixed_args(line)
+    assert given.arguments == ["a.yml", "b=[1, 2]", "+c=-3"]
+    assert (given.json, given.plot) == (True, "y")
+
+
+def test_a_launch_without_its_config_or_cluster(capsys):
     assert launch.main(["--cluster", "local"]) == 2
-    assert capsys.readouterr().err == f"error: no config file given: {usage}\n"
+    assert "CONFIG.yml comes first" in capsys.readouterr().err
+    assert launch.main(["configs/base.yml"]) == 2
+    assert "--cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

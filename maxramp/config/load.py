@@ -1,6 +1,5 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -9,7 +8,6 @@ from typing import Any
 import ml_collections
 import yaml
 
-import maxramp
 from maxramp.checkpoints import folder as checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -141,41 +139,23 @@ def _not_used(ways: Mapping[tuple[str, ...], tuple[str, ...]]) -> dict[str, Any]
     }
 
 
-_OF_ALL = """
-  --help           show this
-  --help-keys      list every key with its default, its unit and what it is for
-  --version        show the version
-
-A value is YAML: steps=100, learning_rate=3e-4, rampup_batch_size=[16,16,800], packing=false."""
-
-
 def load(
-    arguments: Sequence[str],
-    program: str = "plan",
-    doc: str = "python -m maxramp.plan CONFIG.yml [key=value ...]",
-    note: Callable[[str], None] = print_note,
+    arguments: Sequence[str], program: str = "plan", note: Callable[[str], None] = print_note
 ) -> Config:
     """Reads CONFIG.yml and key=value arguments.
 
     Args:
-      arguments: the command line after the program's name.
+      arguments: CONFIG.yml and key=value.
       program: the module's name. One that trains refuses a config for another, says what it does
         not read, and leaves that at its default.
-      doc: the module's, which --help prints.
       note: takes a line about what became of another trainer's keys; prints it by default.
 
     Returns:
       The configuration, checked as far as it can be without devices: `config.resolve` fills in what
       they decide.
-
-    Raises:
-      ConfigError: what is wrong, in one line.
-      SystemExit: after printing what was asked for: --help, --help-keys or --version.
     """
-    answer(arguments, doc)
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
-        usage = next(line for line in doc.splitlines() if line.startswith("python -m"))
-        raise ConfigError(f"no config file given: {usage}")
+        raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
     *files, command_line = read(arguments[0], arguments[1:], note)
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
@@ -366,37 +346,3 @@ def dump_config(config: Config) -> str:
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"
     return f"# model_name: {config.run.model_name}\n{dump(ordered)}"
-
-
-def answer(arguments: Sequence[str], doc: str) -> None:
-    """Answers a command line that asks about a command which takes a config.
-
-    Args:
-      arguments: after the program's name.
-      doc: of the command's module: what it does, `usage`, its options.
-
-    Raises:
-      SystemExit: it asked, and has its answer.
-    """
-    asked = set(arguments)
-    if {"-h", "--help", "help"} & asked:
-        own = doc.strip("\n")
-        print(own + ("" if own.splitlines()[-1].startswith("  ") else "\n") + _OF_ALL)
-    elif "--help-keys" in asked:
-        print(keys())
-    elif "--version" in asked:
-        print(f"maxramp {maxramp.__version__}")
-    else:
-        return
-    raise SystemExit(0)
-
-
-def keys() -> str:
-    """Every key with its default and its comment: configs/base.yml."""
-    return (CONFIGS / "base.yml").read_text()
-
-
-def list_keys(parser: argparse.ArgumentParser) -> None:
-    """Has a parser of options, with key=value beside them, take --help-keys."""
-    text = "list every key with its default"
-    parser.add_argument("--help-keys", action="version", version=keys(), help=text)

@@ -2,10 +2,6 @@
 
 python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]
 
-  --cluster NAME   where to run the jobs: local, slurm or gke
-  --dry-run        print everything that would be started
-  --status         show the jobs of a run under slurm
-
 num_nodes and devices_per_node say what nodes you have; each job takes as many as the plan gives its
 stage, and runs the program that the config is for (docs/pods.md).
 """
@@ -18,7 +14,7 @@ if __name__ == "__main__":  # before the imports that take a second
 import subprocess
 import sys
 
-from maxramp.commandline import command, take_flag, take_value
+from maxramp.commandline import command, config_parser
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -32,22 +28,26 @@ _CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    dry_run, status = (take_flag(arguments, flag) for flag in ("--dry-run", "--status"))
-    cluster = take_value(arguments, "--cluster")
-    config = load(arguments, "launch", __doc__)
+    parser = config_parser(__doc__)
+    parser.add_argument("--cluster", required=True, choices=_CLUSTERS, help="runs the jobs")
+    text = "print everything that would be started"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "show the jobs of a run under slurm"
+    parser.add_argument("--status", action="store_true", help=text)
+    given = parser.parse_intermixed_args(arguments)
+    config, cluster = load(given.arguments, "launch"), given.cluster
     devices, output = config.batch.devices_per_node, config.run.base_output_directory
     refuse(
         [
-            (
-                cluster not in _CLUSTERS,
-                f"--cluster {cluster or '(not given)'} is not one of {', '.join(_CLUSTERS)}",
-            ),
             (
                 devices == -1 and cluster != "local",
                 f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
                 "node; give devices_per_node",
             ),
-            (status and cluster != "slurm", f"--status works with --cluster slurm, not {cluster}"),
+            (
+                given.status and cluster != "slurm",
+                f"--status works with --cluster slurm, not {cluster}",
+            ),
             (
                 cluster == "slurm" and is_object_storage(output),
                 f"base_output_directory={output}: the scripts of --cluster slurm read the "
@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> int:
     )
     devices = _local_devices(config) if devices == -1 else devices
     config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
-    run = Run.from_config(config, arguments, dry_run)
-    return slurm.print_status(run) if status else _CLUSTERS[cluster](run, dry_run)
+    run = Run.from_config(config, given.arguments, given.dry_run)
+    return slurm.print_status(run) if given.status else _CLUSTERS[cluster](run, given.dry_run)
 
 
 def _local_devices(config: Config) -> int:

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from conftest import BASE, run
 
-from maxramp.commandline import take_flag, take_value
 from maxramp.config import load as loading
 from maxramp.errors import ConfigError
 from maxramp.keys import peers
@@ -67,14 +66,6 @@ def test_the_last_counts_among_alternatives():
     assert load("steps=5", "total_samples=99", "steps=-1")[0] == {"steps": -1, "total_samples": 99}
     assert load("rampup_batch_size=[8,8,99]", "rampup_batch_size=none")[0] == {}
     assert "steps=6 and total_samples=99" in refusal("steps=5", "total_samples=99", "steps=6")
-
-
-def test_the_last_of_an_option_counts():
-    arguments = ["a=1", "--plot", "x", "--json", "--plot=y", "b=2", "--json"]
-    assert take_value(arguments, "--plot") == "y"
-    assert take_flag(arguments, "--json")
-    assert arguments == ["a=1", "b=2"]
-    assert take_value(arguments, "--plot") is None and not take_flag(arguments, "--json")
 
 
 # --- Unknown keys --------------------------------------------------------------------------------

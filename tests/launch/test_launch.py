@@ -303,8 +303,8 @@ GKE = [
 ]
 TPU = [*GKE, "gke_accelerator=tpu-v5p-slice", "devices_per_node=4", "--dry-run"]
 REFUSED = {
-    "no cluster": ([], ("--cluster", "slurm")),
-    "unknown cluster": (["--cluster", "nomad"], ("--cluster nomad", "local, slurm, gke")),
+    "no cluster": ([], ("--cluster",)),
+    "unknown cluster": (["--cluster", "nomad"], ("--cluster", "nomad", "slurm")),
     "no sbatch": (SLURM, ("no sbatch on the path", "--dry-run")),
     "no kubectl": (GKE, ("no kubectl on the path", "--dry-run")),
     "status of what is no SLURM": (["--cluster", "local", "--status"], ("--status", "slurm")),
