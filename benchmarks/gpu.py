@@ -68,7 +68,7 @@ import jax, jax.numpy as jnp, json, numpy as np
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.model.parts.attention import Rule, attend
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.positions import Positions
 from maxramp.parallel import mesh as mesh_lib
 keys = ["dtype=bfloat16", "enable_rampup_batch_size=False", "per_device_batch_size=1"]
 config = resolve(load(["configs/base.yml", *keys]), 1, 1, 1)
@@ -80,7 +80,7 @@ with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
     for name, s in (("", None), (", documents", segments)):
         def run(which, q=q, k=k, v=v):
             def f(q, k, v):
-                out = attend(q, k, v, Rule(Places(s)), which).astype(jnp.float32)
+                out = attend(q, k, v, Rule(Positions(s)), which).astype(jnp.float32)
                 return (out * jnp.sin(jnp.arange(out.size).reshape(out.shape))).sum(), out
             return jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         pairs = zip(jax.tree.leaves(run("cudnn_flash")), jax.tree.leaves(run("dot_product")))

@@ -27,7 +27,7 @@ from figures import ROOT, parser, save
 from maxramp.commandline import print_note, print_table
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.parallel.mesh import shown
+from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import Stage
 
@@ -115,7 +115,9 @@ def main() -> None:
     figures = json.loads(path.read_text())["figures"] if path.exists() else {}
     for name in arguments.runs or RUNS:
         run = figures.setdefault(name, {"meshes": {}, "moves": {}})
-        pods = {shown((pod := pod_of(name, t)).config.mesh.sizes): pod for t in RUNS[name][1]}
+        pods = {
+            format_sizes((pod := pod_of(name, t)).config.mesh.sizes): pod for t in RUNS[name][1]
+        }
         todo = [(mesh, stage) for mesh, pod in pods.items() for stage in phases_of(pod)]
         for mesh, stage in sorted(todo, key=lambda of: -of[1].index):
             phases = run["meshes"].setdefault(mesh, {})

@@ -31,7 +31,7 @@ from maxramp.commandline import (
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, write_whole
-from maxramp.parallel.mesh import shown
+from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.compiled import compile_stages, compile_ways
 from maxramp.planning.pod import least_rows
 
@@ -161,8 +161,9 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         network = f", {outside} GiB from other {result['groups']}" if outside != "0" else ""
         yield (
             "mesh",
-            f"stage {s['index']} begins with a move of the state to {shown(s['mesh'])}: {inside} "
-            f"GiB into each {device}{network}; it holds at most {move['peak_gib']:.3g} GiB{over}",
+            f"stage {s['index']} begins with a move of the state to {format_sizes(s['mesh'])}: "
+            f"{inside} GiB into each {device}{network}; it holds at most "
+            f"{move['peak_gib']:.3g} GiB{over}",
         )
     if totals["fits"]:
         constant = totals["constant_final_batch"]

@@ -27,7 +27,7 @@ from maxramp.commandline import (
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.parallel.mesh import shown
+from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
@@ -131,7 +131,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
         (several, "devices", lambda s: str(s["devices"])),
-        (moves, "mesh", lambda s: shown(s["mesh"])),
+        (moves, "mesh", lambda s: format_sizes(s["mesh"])),
         (True, f"share of\n{time}", lambda s: f"{s['share_of_node_time']:.1%}"),
         (several_nodes, "cost, time of\nall nodes", relative_cost),
         (True, "GiB per\ndevice", lambda s: f"{s['memory_gib']['total']:.3g}"),
@@ -219,8 +219,8 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 s["move_gib"],
                 "mesh",
-                f"stage {s['index']} begins with a move of the state to {shown(s['mesh'])}, in "
-                f"which a device holds at most {s['move_gib'] or 0:.3g} GiB of it",
+                f"stage {s['index']} begins with a move of the state to {format_sizes(s['mesh'])}, "
+                f"in which a device holds at most {s['move_gib'] or 0:.3g} GiB of it",
             )
             for s in stages
         ),

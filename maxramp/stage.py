@@ -96,10 +96,10 @@ class StageSpec:
         """Groups of devices that each hold rows of their own."""
         return self.mesh.ranks
 
-    def of_size(self, accumulation: int, rows: int) -> Self:
+    def resize(self, accumulation: int, rows: int) -> Self:
         """The same in other passes."""
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
 
-    def of_whole_samples(self, rows: int) -> Self:
+    def single_pass(self, rows: int) -> Self:
         """One pass over so many samples that nothing cuts."""
-        return dataclasses.replace(self.of_size(1, rows), rows_of_sample=1)
+        return dataclasses.replace(self.resize(1, rows), rows_of_sample=1)

@@ -28,10 +28,10 @@ from maxramp import errors
 from maxramp.checkpoints.folder import FILE, Checkpoint, TornError
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
-from maxramp.model.adapters import kept, onto
+from maxramp.model.adapters import attach_adapters, stored_part
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
-from maxramp.model.order import in_layer_order, in_stage_order
+from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
@@ -102,7 +102,10 @@ def items_of(state: TrainState) -> dict[str, Any]:
     """A state as it is stored: the weights can be read by themselves, of adapted ones the adapters
     alone."""
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
-    return {"model": kept(state.model), "optimizer": {name: getattr(state, name) for name in names}}
+    return {
+        "model": stored_part(state.model),
+        "optimizer": {name: getattr(state, name) for name in names},
+    }
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -137,7 +140,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             f"lora_rank={values['lora_rank']}: the adapters of {checkpoint.path} were trained with "
             f"lora_rank={rank}; give that, or another run_name"
         )
-    items = in_layer_order(abstract if isinstance(abstract, dict) else items_of(abstract))
+    items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
     with _reading(checkpoint.path):
         stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
     there, wanted = _leaves(stored, items), _leaves(items, items)
@@ -166,7 +169,7 @@ def restore(
       ConfigError: the arrays cannot be read.
     """
     loaded = load(checkpoint.path, items_of(abstract))
-    model = loaded["model"] if base is None else onto(loaded["model"], base)
+    model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
     return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"])
 
 
@@ -193,7 +196,7 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
         options["file_options"] = _UNSEEN
     with ocp.Context(atomicity_options=_IN_PLACE, **options):
         return ocp.save_checkpointables_async(
-            os.fspath(path), in_layer_order(items_of(state))
+            os.fspath(path), order_by_layer(items_of(state))
         ).result
 
 
@@ -210,8 +213,8 @@ def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
       ConfigError: they cannot be read; too little memory is raised as it is.
     """
     with _reading(path):
-        loaded = ocp.load_checkpointables(os.fspath(path), in_layer_order(abstract))
-    return in_stage_order(loaded, abstract)
+        loaded = ocp.load_checkpointables(os.fspath(path), order_by_layer(abstract))
+    return order_by_stage(loaded, abstract)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.parts.weights import mixed
+from maxramp.model.parts.weights import hash_bits
 
 
 def fingerprint_of_weights(weights: Any) -> str:
@@ -30,6 +30,6 @@ def _hash_words(arrays: list[jax.Array]) -> jax.Array:
         unsigned = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
         bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
         for word, constant in enumerate((0x9E3779B9, 0x7F4A7C15)):
-            hashed = mixed(mixed(index + jnp.uint32(number * constant % 2**32)) ^ bits)
+            hashed = hash_bits(hash_bits(index + jnp.uint32(number * constant % 2**32)) ^ bits)
             words = words.at[word].add(hashed.sum(dtype=jnp.uint32))
     return words

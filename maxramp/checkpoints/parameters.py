@@ -12,10 +12,10 @@ from maxramp.files.place import Place, place, write_whole
 from maxramp.huggingface import folder as released
 from maxramp.huggingface import reading
 from maxramp.keys.section import refuse
-from maxramp.model.adapters import has_adapters, kept, onto, without
+from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import MODEL_KEYS
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 
 
 def check_parameters(
@@ -57,37 +57,39 @@ def check_parameters(
         )
         rows = there["vocab_size"]
         _check_adapters(path, of_hub.adapter.keys if of_hub.adapter else {}, model, values)
-        load_base = reading.prepared(
-            of_hub.path, of_hub.tensors, rows, without(model), family, note
+        load_base = reading.prepare_load(
+            of_hub.path, of_hub.tensors, rows, without_adapters(model), family, note
         )
         if not of_hub.adapter:
             return load_base
         try:
             files = of_hub.adapter.path, of_hub.adapter.tensors
-            of_adapter = reading.prepared(
-                *(*files, rows, kept(model), family, note), of_hub.adapter.layers
+            of_adapter = reading.prepare_load(
+                *(*files, rows, stored_part(model), family, note), of_hub.adapter.layers
             )
         except ConfigError as error:
             raise ConfigError(f"{path} adapts another model than this: {error}") from None
-        return lambda: onto(of_adapter(), load_base())
+        return lambda: attach_adapters(of_adapter(), load_base())
     checkpoint = checkpoints.read(checkpoints.find(place(path)))
     _check_adapters(path, checkpoint.config, model, values)
     if not checkpoint.config.get("lora_rank"):
-        model = without(model)
+        model = without_adapters(model)
         arrays.compare(checkpoint, {"model": model}, values)
         return lambda: arrays.load(checkpoint.path, {"model": model})["model"]
-    arrays.compare(checkpoint, {"model": kept(model)}, values)
+    arrays.compare(checkpoint, {"model": stored_part(model)}, values)
     below = base or checkpoint.config["load_parameters_path"]
     load_base = check_parameters(below, model, values, note)
 
     def load() -> Decoder:
-        weights = without(load_base())
-        if (found := fingerprint_of_weights(in_layer_order(weights))) != checkpoint.reference:
+        weights = without_adapters(load_base())
+        if (found := fingerprint_of_weights(order_by_layer(weights))) != checkpoint.reference:
             raise ConfigError(
                 f"{below}: not the weights that {checkpoint.path} adapts (hash {found}, was "
                 f"{checkpoint.reference}); give load_parameters_path=PATH of those"
             )
-        return onto(arrays.load(checkpoint.path, {"model": kept(model)})["model"], weights)
+        return attach_adapters(
+            arrays.load(checkpoint.path, {"model": stored_part(model)})["model"], weights
+        )
 
     return load
 
@@ -148,7 +150,7 @@ def keep_beside(path: str, run: Place) -> None:
       ConfigError: it cannot be read or written.
     """
     own, found = run / released.KEPT_IN, released_origin(path) if path else None
-    files = found.beside if found else {}
+    files = found.side_files if found else {}
     try:
         for name in released.BESIDE if own.is_dir() else ():
             (own / name).unlink(missing_ok=True)

@@ -30,8 +30,8 @@ from maxramp.checkpoints.saving import Saves
 from maxramp.data.rows import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
-from maxramp.model.adapters import has_adapters, without
-from maxramp.model.order import in_layer_order
+from maxramp.model.adapters import has_adapters, without_adapters
+from maxramp.model.order import order_by_layer
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
@@ -151,8 +151,8 @@ class Checkpoints(Saves):
                 "which is not given; give the folder of one"
             )
         first = load_parameters(path, abstract.model, self.values)
-        base = without(first)
-        self.reference = fingerprint_of_weights(in_layer_order(base))
+        base = without_adapters(first)
+        self.reference = fingerprint_of_weights(order_by_layer(base))
         if not position:
             return state_of(recipe, first)
         if position.reference != self.reference and "load_parameters_path" not in (

@@ -114,7 +114,7 @@ class Config:
             with phase.name_errors():
                 self.replace(**phase.values, phases={}).check()
         if self.run.export_huggingface:
-            config_json.of_keys(self.model, {}, "")
+            config_json.config_of(self.model, {}, "")
 
     @property
     def recipe(self) -> Recipe:

@@ -35,7 +35,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
       ConfigError: the job has other devices than the keys say, or a batch, a stage or a weight does
         not divide over them.
     """
-    mesh = config.mesh.on(num_devices, num_slices)
+    mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
     factor = config.data.expansion_factor_real_data
     config = config.replace(
@@ -55,7 +55,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
         config = config.replace(eval_per_device_batch_size=float(rows))
     for phase in config.batch.phase_list:
         with phase.name_errors():
-            _check_divides(config, phase.keys.on(num_devices, num_slices), num_devices)
+            _check_divides(config, phase.keys.resolve(num_devices, num_slices), num_devices)
     return config
 
 
@@ -171,7 +171,7 @@ def _phases(
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]
     for phase in keys.phase_list[1:]:
         with phase.name_errors():
-            sizes = phase.keys.on(num_devices, num_slices).group("ici")
+            sizes = phase.keys.resolve(num_devices, num_slices).group("ici")
             changed = {name: size for name, size in sizes.items() if size != before[name]}
             if changed and between:
                 raise ConfigError(

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING, Row
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.positions import Positions
 from maxramp.stage import Field
 
 _Array = jax.Array | np.ndarray
@@ -44,9 +44,9 @@ class Batch:
     positions: _Array | None = None
 
     @property
-    def places(self) -> Places:
+    def token_positions(self) -> Positions:
         """The positions of the tokens in their documents, and their segments."""
-        return Places(self.segments, self.positions)
+        return Positions(self.segments, self.positions)
 
 
 def abstract_batch(

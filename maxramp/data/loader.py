@@ -106,7 +106,7 @@ class Loader:
 
         Together they hold every row of a held-out set once, or the first eval_samples of them.
         """
-        expansion, spec = self.expansion, stage.spec.of_whole_samples(self.eval_rows)
+        expansion, spec = self.expansion, stage.spec.single_pass(self.eval_rows)
         abstract = expansion.abstract_batch(spec)
         rows, share = self._held_out[held_out], expansion.share
         batches = EvalBatches(rows, spec, share, self._eval_samples)

@@ -25,7 +25,7 @@ from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
 from maxramp.keys.section import refuse
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.mesh import reshaped
+from maxramp.parallel.mesh import reshape_mesh
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.stage import StageSpec
 
@@ -85,7 +85,7 @@ class Expansion:
 
     def mesh_of(self, spec: StageSpec) -> Mesh:
         """The mesh of a stage."""
-        return reshaped(self.mesh, spec.mesh)
+        return reshape_mesh(self.mesh, spec.mesh)
 
     def abstract_batch(self, spec: StageSpec) -> Batch:
         """Shapes and shardings of what `gather` takes, of a stage's batch."""

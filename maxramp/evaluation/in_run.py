@@ -18,7 +18,7 @@ from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
-from maxramp.parallel.mesh import mesh_of, on_mesh, reshaped
+from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
 from maxramp.processes.agreement import broadcast_json, run_on_first
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record
@@ -75,7 +75,7 @@ class RunTasks:
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
         if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):
-            mesh = reshaped(self._job.mesh, stage.spec.mesh)
+            mesh = reshape_mesh(self._job.mesh, stage.spec.mesh)
             expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
 
     def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Dispatched | None:
@@ -107,7 +107,7 @@ class RunTasks:
             self._scorers[key] = Scorer(
                 dataclasses.replace(config.model, **vars(sight)),
                 config.objective.loss_block_tokens,
-                on_mesh(self._abstract.model, mesh),
+                attach_mesh(self._abstract.model, mesh),
                 self._tokenizer.tokenizer,
                 self._tokenizer.ends,
                 compiler_options(jax.default_backend()),

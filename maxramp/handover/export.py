@@ -17,9 +17,15 @@ from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
 from maxramp.huggingface.safetensors import parse_json
-from maxramp.model.adapters import has_adapters, kept, merged, onto, without
+from maxramp.model.adapters import (
+    attach_adapters,
+    has_adapters,
+    merge_adapters,
+    stored_part,
+    without_adapters,
+)
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
@@ -71,13 +77,14 @@ def _is_made(to: Place, opened: Opened) -> bool:
 
 def _whole(model: Decoder, dtype: str) -> Decoder:
     """The model in a dtype with its adapters merged into it; it takes over the base's memory."""
-    base = without(model)
+    base = without_adapters(model)
     reusable = () if {x.dtype for x in jax.tree.leaves(base)} - {jnp.dtype(dtype)} else (0,)
     with jax.set_mesh(mesh_of(model)):
         merge = jax.jit(
-            lambda base, adapters: merged(onto(adapters, base), dtype), donate_argnums=reusable
+            lambda base, adapters: merge_adapters(attach_adapters(adapters, base), dtype),
+            donate_argnums=reusable,
         )
-        return merge(base, kept(model))
+        return merge(base, stored_part(model))
 
 
 def export(
@@ -110,7 +117,7 @@ def export(
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
     dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
     model = _whole(model, dtype) if has_adapters(model) else model
-    beside = dict(opened.released.beside) if opened.released else {}
+    beside = dict(opened.released.side_files) if opened.released else {}
     tokenizer = _tokenizer_of(opened)
     marks: dict[str, Any] = {}
     files = _files_of(tokenizer) if tokenizer else {}
@@ -126,7 +133,7 @@ def export(
     vocab_size, known = keys.vocab_size, tokenizer.vocab_size if tokenizer else 0
     if came_in:  # rows that only the mesh asked for
         vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
-    values = config_json.of_keys(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
+    values = config_json.config_of(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
     beside["config.json"] = _json(values)
     if marks:
         name = "generation_config.json"
@@ -151,19 +158,19 @@ def _export_adapters(
             f"{opened.path} adapts a run, or sees by other positions or windows than its base, "
             "which PEFT does not open; give --merge, which writes the whole model"
         )
-    keys, beside = opened.config.model, dict(opened.released.beside if opened.released else {})
+    keys, beside = opened.config.model, dict(opened.released.side_files if opened.released else {})
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
     writing.write(
         to,
-        kept(model),
+        stored_part(model),
         keys.decoder_block,
         beside,
         dtype=dtype or "float32",
         vocab_size=keys.vocab_size,
-        source=_source(opened, kept(model)),
+        source=_source(opened, stored_part(model)),
         pause=pause,
         file_bytes=math.inf,
         one=adapter.TENSORS,
@@ -173,7 +180,7 @@ def _export_adapters(
 
 def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
     """What an export is of: a state that was saved, or weights by their hash."""
-    return {"weights": opened.saved or fingerprint_of_weights(in_layer_order(model))}
+    return {"weights": opened.saved or fingerprint_of_weights(order_by_layer(model))}
 
 
 def _tokenizer_of(opened: Opened) -> Tokenizer | None:

@@ -52,7 +52,7 @@ class AdapterFolder:
             for name, values in wanted.items()
         )
         layers = found.get("layers_to_transform")
-        if any(type(number) is not int for number in _listed(layers)):
+        if any(type(number) is not int for number in _list_of(layers)):
             raise ConfigError(f"{where}: layers_to_transform={layers} are no numbers of layers")
         rank = found.get("r")
         if type(rank) is not int or rank < 1 or not found.get("base_model_name_or_path"):
@@ -77,7 +77,7 @@ class AdapterFolder:
           ConfigError: layers are not adapted alike.
         """
         if not isinstance(pattern := self.config.get("target_modules"), str):
-            return sorted({*_listed(self.config.get("layers_to_transform"))})
+            return sorted({*_list_of(self.config.get("layers_to_transform"))})
         # A regular expression chooses matrices one by one: those that it has chosen are there.
         modules: dict[int, set[str]] = {}
         for name in self.tensors:
@@ -107,7 +107,7 @@ class AdapterFolder:
         }
 
 
-def _listed(layers: Any) -> list[Any]:
+def _list_of(layers: Any) -> list[Any]:
     """What PEFT takes for numbers of layers: None, a list or one number."""
     return [] if layers is None else layers if isinstance(layers, list) else [layers]
 

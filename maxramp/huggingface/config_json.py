@@ -139,7 +139,7 @@ def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**base_key, "rope_type": "llama3.1", **scaling}
 
 
-def of_keys(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json of a model that was trained here.
 
     Args:

@@ -110,7 +110,7 @@ class ModelFolder:
         return {"tokenizer_type": kind, "tokenizer_path": path, "add_bos": begins}
 
     @property
-    def beside(self) -> dict[str, bytes]:
+    def side_files(self) -> dict[str, bytes]:
         """The files BESIDE that it has."""
         paths = {name: f"{self.path}/{name}" for name in BESIDE}
         return {n: storage.read_bytes(path) for n, path in paths.items() if storage.exists(path)}

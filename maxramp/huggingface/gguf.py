@@ -88,7 +88,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
             for name, tensor in sources.items():
                 x = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
                 if name.endswith(("q_proj.weight", "k_proj.weight")):
-                    x = _by_halves(x, config["head_dim"])
+                    x = _pair_halves(x, config["head_dim"])
                 file.write(np.ascontiguousarray(x, DTYPES[_CODES[dtype]]).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
@@ -139,7 +139,7 @@ def _check(path: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]
             )
 
 
-def _by_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
+def _pair_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of queries or keys whose rotary pairs are neighbours -> number i beside i + h / 2."""
     rows = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return rows.swapaxes(1, 2).reshape(weight.shape)

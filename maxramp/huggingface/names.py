@@ -30,7 +30,7 @@ class Form:
         return tuple(self.shape[i] for i in self.order)
 
     @property
-    def theirs(self) -> tuple[int, ...]:
+    def tensor_shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
         sizes = dict(zip(self.axes, self.shape, strict=True))
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
@@ -73,7 +73,7 @@ class Named:
         return bool(self.weight.layers)
 
 
-def named(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
+def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
     """The weights of a model, or of its shapes, in the order of `jax.tree.leaves`.
 
     Args:

@@ -19,15 +19,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface.names import Form, Named, named
+from maxramp.huggingface.names import Form, Named, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.keys.section import refuse
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import in_layer_order, in_stage_order
+from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.collectives import on_devices
+from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.mesh import mesh_of
-from maxramp.parallel.sharding import REPLICATED, of_axes, unstacked
+from maxramp.parallel.sharding import REPLICATED, axes_spec, unstack_spec
 
 # Tensors of other parts than the text model, and what follows from the config: endings or
 # beginnings of their names.
@@ -83,7 +83,7 @@ def check(
       ConfigError: names the first.
     """
     for weight in weights:
-        wanted = weight.form.theirs
+        wanted = weight.form.tensor_shape
         if weight.form.groups[0] == "V":
             wanted = min(vocab_size, wanted[0]), *wanted[1:]
         for name in weight.names.values():
@@ -111,7 +111,7 @@ def check(
             )
 
 
-def prepared(
+def prepare_load(
     folder: str,
     tensors: Mapping[str, Tensor],
     vocab_size: int,
@@ -134,7 +134,7 @@ def prepared(
     Raises:
       ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
     """
-    weights = list(named(in_layer_order(model), decoder_block, layers))
+    weights = list(name_tensors(order_by_layer(model), decoder_block, layers))
     check(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
@@ -151,28 +151,28 @@ def load(
       tensors: of a folder, by name.
       model: shapes, on a mesh of devices.
       decoder_block: its family.
-      layers: as of `prepared`.
+      layers: as of `prepare_load`.
     """
-    ordered = in_layer_order(model)
+    ordered = order_by_layer(model)
     with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
-        weights = list(named(ordered, decoder_block, layers))
+        weights = list(name_tensors(ordered, decoder_block, layers))
         arrays = list(map(_nothing, weights))
         steps = [
             (at, weight, layer, tensors[name], parts)
             for at, weight in enumerate(weights)
-            for parts in [_Parts.of(weight)]
+            for parts in [_Parts.from_weight(weight)]
             for layer, name in weight.names.items()
         ]
         ahead = (pool.submit(parts.read, tensor) for *_, tensor, parts in steps)
         coming = next(ahead)
         for at, weight, layer, tensor, parts in steps:
-            x_NR = parts.placed(tensor, coming.result())
+            x_NR = parts.place_rows(tensor, coming.result())
             coming = next(ahead, None)
             moved = weight.form, tensor.rows, parts
             arrays[at] = _put(arrays[at], x_NR, layer, weight.is_stack, *moved)
             del x_NR
             jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
-    return in_stage_order(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
+    return order_by_stage(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
 
 
 def _nothing(weight: Named) -> jax.Array:
@@ -193,7 +193,7 @@ class _Parts:
     readers: tuple[int, ...]
 
     @classmethod
-    def of(cls, weight: Named) -> "_Parts":
+    def from_weight(cls, weight: Named) -> "_Parts":
         """Those of the tensors of a weight."""
         mesh, spec = mesh_of(weight.weight), _spec_of(weight)
         split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
@@ -211,7 +211,7 @@ class _Parts:
         own, r = self._own, math.ceil(tensor.rows / len(self.readers))
         return tensor.read(*(min(i * r, tensor.rows) for i in (own[0], own[-1] + 1)))
 
-    def placed(self, tensor: Tensor, rows: np.ndarray) -> jax.Array:
+    def place_rows(self, tensor: Tensor, rows: np.ndarray) -> jax.Array:
         """[N * r, ...]: the tensor on the devices that read it, padded behind its last row."""
         own, r = self._own, math.ceil(tensor.rows / len(self.readers))
         if missing := len(own) * r - len(rows):
@@ -221,12 +221,12 @@ class _Parts:
             jax.device_put(rows[k * r : (k + 1) * r], devices[self.readers[i]])
             for k, i in enumerate(own)
         ]
-        spec = of_axes(self.axes, *(None,) * (rows.ndim - 1))
+        spec = axes_spec(self.axes, *(None,) * (rows.ndim - 1))
         return jax.make_array_from_single_device_arrays(
             (len(devices) * r, *rows.shape[1:]), NamedSharding(self.mesh, spec), pieces
         )
 
-    def joined(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
+    def join_rows(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
         """The tensor, cut as `split` says; traced.
 
         Args:
@@ -238,17 +238,17 @@ class _Parts:
         if any(at != i for at, i in exchange):
             move = functools.partial(jax.lax.ppermute, axis_name=self.axes, perm=exchange)
             spec = jax.typeof(x_NR).sharding.spec
-            x_NR = on_devices(move, spec, spec)(x_NR)
+            x_NR = map_shards(move, spec, spec)(x_NR)
         row_axis, *rest = self.split
         others = tuple(axis for axis in self.axes if axis not in rest)
-        x = jax.reshard(x_NR, of_axes(others, *rest))
+        x = jax.reshard(x_NR, axes_spec(others, *rest))
         if len(x) != wanted or rows != wanted:
-            x = jax.reshard(x, of_axes(None, *rest))[:rows]
+            x = jax.reshard(x, axes_spec(None, *rest))[:rows]
             if rows < wanted:
                 mean = jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)
                 new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
                 x = jnp.concatenate([x, new])
-        return jax.reshard(x, of_axes(row_axis, *rest))
+        return jax.reshard(x, axes_spec(row_axis, *rest))
 
     @property
     def _own(self) -> list[int]:
@@ -291,11 +291,11 @@ def _put(
       rows: of the tensor.
       parts: how its rows come together.
     """
-    x = parts.joined(x_NR, rows, form.theirs[0])
+    x = parts.join_rows(x_NR, rows, form.tensor_shape[0])
     # Only the first letter of an axis of theirs is sharded here, so a reshape moves nothing.
     first = dict(zip((group[0] for group in form.groups), parts.split, strict=True))
     letters = [form.axes[i] for i in form.order]
-    x = jax.lax.reshape(x, form.split, out_sharding=of_axes(*map(first.get, letters)))
+    x = jax.lax.reshape(x, form.split, out_sharding=axes_spec(*map(first.get, letters)))
     x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
     if not is_stack:
         return x
@@ -318,5 +318,5 @@ def _put(
             stack,
         )
 
-    stack = on_devices(put, (spec_L, unstacked(spec_L), REPLICATED), spec_L)(stack, x, layer)
+    stack = map_shards(put, (spec_L, unstack_spec(spec_L), REPLICATED), spec_L)(stack, x, layer)
     return jax.lax.bitcast_convert_type(stack, dtype)

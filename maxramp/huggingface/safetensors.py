@@ -85,7 +85,7 @@ def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
         path = f"{folder}/{name}"
         if "/" in name or not storage.exists(path):
             raise ConfigError(f"{index}: names {name}, which is not in the folder; fetch it again")
-        for tensor in _of_file(path):
+        for tensor in _file_tensors(path):
             if tensor.name in tensors:
                 raise ConfigError(
                     f"{path}: holds {tensor.name}, which {tensors[tensor.name].file} has too"
@@ -97,7 +97,7 @@ def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
     return tensors
 
 
-def _of_file(path: str) -> list[Tensor]:
+def _file_tensors(path: str) -> list[Tensor]:
     size = storage.size_of(path)
     head = storage.read_range(path, 0, min(_LENGTH.size, size)).tobytes()
     length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size

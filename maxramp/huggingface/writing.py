@@ -23,13 +23,13 @@ import numpy as np
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import ObjectPath, Place, is_near, lock, sizes, write_whole
 from maxramp.huggingface.folder import MARKS, is_whole
-from maxramp.huggingface.names import Form, Named, named
+from maxramp.huggingface.names import Form, Named, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import in_layer_order
-from maxramp.parallel.collectives import on_devices, psum
+from maxramp.model.order import order_by_layer
+from maxramp.parallel.collectives import map_shards, psum
 from maxramp.parallel.mesh import mesh_of
-from maxramp.parallel.sharding import REPLICATED, unstacked
+from maxramp.parallel.sharding import REPLICATED, unstack_spec
 from maxramp.processes import agreement
 
 FILE_BYTES = 5_000_000_000  # of a file, at most, as transformers writes them
@@ -69,16 +69,16 @@ def write(
     Raises:
       ConfigError: the folder is there, or cannot be written.
     """
-    model = in_layer_order(model)
+    model = order_by_layer(model)
     tensors = {
         name: (weight, layer)
-        for weight in named(model, decoder_block, layers)
+        for weight in name_tensors(model, decoder_block, layers)
         for layer, name in weight.names.items()
     }
     shapes = {
-        name: (vocab_size, *weight.form.theirs[1:])
+        name: (vocab_size, *weight.form.tensor_shape[1:])
         if weight.form.groups[0] == "V"
-        else weight.form.theirs
+        else weight.form.tensor_shape
         for name, (weight, _) in tensors.items()
     }
     files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes, one)
@@ -294,6 +294,6 @@ def _take(
             x = stack.at[here].get(mode="fill", fill_value=0)  # zeros of another stage's layers
             return psum(x, "stage") if is_staged else x
 
-        x = on_devices(take, (spec_L, REPLICATED), unstacked(spec_L))(stack, jnp.int32(layer))
+        x = map_shards(take, (spec_L, REPLICATED), unstack_spec(spec_L))(stack, jnp.int32(layer))
     x = jax.reshard(x.astype(dtype), REPLICATED)
-    return x.transpose(form.order).reshape(form.theirs)[:rows]
+    return x.transpose(form.order).reshape(form.tensor_shape)[:rows]

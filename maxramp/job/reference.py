@@ -30,9 +30,9 @@ from maxramp.data.rows import Chain, Corpus
 from maxramp.errors import ConfigError
 from maxramp.files.run_folder import Appending
 from maxramp.job.start import Job
-from maxramp.model.adapters import without
+from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.parallel.mesh import Jitted
 from maxramp.parallel.sharding import REPLICATED
 from maxramp.processes import agreement
@@ -97,8 +97,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
         begin = time.monotonic()
         mesh = expansion.mesh_of(_spec(job))
         abstract = abstract_state(job.config.recipe, mesh).model
-        model = without(load_parameters(path, abstract, job.config.values))
-        found = fingerprint_of_weights(in_layer_order(model))
+        model = without_adapters(load_parameters(path, abstract, job.config.values))
+        found = fingerprint_of_weights(order_by_layer(model))
         if so_far and so_far != found:
             raise ConfigError(
                 f"load_parameters_path={path}: not the weights that the run stays near to (hash "
@@ -158,7 +158,7 @@ def _spec(job: Job) -> StageSpec:
     """One pass of the stage that the job begins with, over chats."""
     stage = job.span.ramp.stage_at_step(job.span.first_step).spec
     fields = text_fields(stage.tokens, separate=True)
-    return dataclasses.replace(stage.of_size(1, stage.rows), fields=fields)
+    return dataclasses.replace(stage.resize(1, stage.rows), fields=fields)
 
 
 def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:

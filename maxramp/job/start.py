@@ -237,7 +237,7 @@ class Job(Start):
           ConfigError: they are not those of the checkpoint to go on from, or to start from.
         """
         spec = self.span.ramp.stage_at_step(self.span.first_step).spec
-        abstract = abstract_state(self.config.recipe, mesh_lib.reshaped(self.mesh, spec.mesh))
+        abstract = abstract_state(self.config.recipe, mesh_lib.reshape_mesh(self.mesh, spec.mesh))
         if self.span.position:
             arrays.compare(self.span.position, abstract, self.config.values)
         elif path := self.config.checkpoints.load_parameters_path:

@@ -2,7 +2,7 @@
 
 An adapted weight is an `Adapted` in the place of a `Weight`: the base's weight, and two matrices of
 role "adapter", which alone train. Everything else asks for roles, so it needs to know nothing of
-them. `without` is the base alone: the same model with its adapters off, in no more memory.
+them. `without_adapters` is the base alone: the same model with its adapters off, in no more memory.
 
 Shapes: B rows, L layers.
 """
@@ -21,18 +21,18 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.weights import (
     Adapted,
     Weight,
+    hash_bits,
     is_weight,
-    mixed,
     new_weight,
     part_of,
     weights_of,
 )
-from maxramp.parallel.sharding import of_axes, stacked
+from maxramp.parallel.sharding import axes_spec, stack_spec
 
 _DTYPE = "float32"  # of adapters, whatever the base's: their steps are small beside them
 
 
-def adapting(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
+def add_adapters(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
     """What makes a block of a random key -> what makes it with adapters, as the keys say.
 
     `down` begins at random, uniform within 1 / sqrt(inputs), and `up` at zero, as PEFT has it: so
@@ -41,20 +41,20 @@ def adapting(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Ca
     tensors = FAMILIES[keys.decoder_block].tensors
 
     def make(key: jax.Array) -> Any:
-        def adapted(path: Any, weight: Weight) -> Weight | Adapted:
+        def adapt(path: Any, weight: Weight) -> Weight | Adapted:
             path = jax.tree_util.keystr(path, simple=True, separator=".")
             name = tensors[f"layers.{kind}.{path}"]
             if weight.role != "matrix" or name.split(".")[-2] not in keys.lora_modules:
                 return weight
             own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            return _adapted(weight, keys, own)
+            return _adapt(weight, keys, own)
 
-        return jax.tree_util.tree_map_with_path(adapted, born(key), is_leaf=is_weight)
+        return jax.tree_util.tree_map_with_path(adapt, born(key), is_leaf=is_weight)
 
     return make
 
 
-def _adapted(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
+def _adapt(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
     sizes = dict(zip(weight.axes, weight.shape, strict=True))
     spec = jax.typeof(weight[...]).sharding.spec.partitions
     parts = dict(zip(weight.axes, (*spec, *(None,) * (weight.ndim - len(spec))), strict=True))
@@ -62,7 +62,7 @@ def _adapted(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
 
     def factor(inputs: str, outputs: str, values: Callable) -> Weight:
         shape = tuple(map(sizes.get, inputs + outputs))
-        x = values(shape, of_axes(*map(parts.get, inputs + outputs)))
+        x = values(shape, axes_spec(*map(parts.get, inputs + outputs)))
         return new_weight(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
 
     def uniform(shape: tuple[int, ...], sharding: Any) -> jax.Array:
@@ -91,28 +91,28 @@ def has_adapters(model: Any) -> bool:
     return any(map(is_adapter, weights_of(model)))
 
 
-def kept(model: Any) -> Any:
+def stored_part(model: Any) -> Any:
     """What is stored of a model: its adapters where it has some, and else all."""
     return part_of(model, is_adapter) if has_adapters(model) else model
 
 
-def without(model: Any) -> Any:
+def without_adapters(model: Any) -> Any:
     """The base: the model with its adapters off, the same arrays."""
     return jax.tree.map(lambda x: x.weight if _is_adapted(x) else x, model, is_leaf=_is_adapted)
 
 
-def onto(adapters: Any, base: Any) -> Any:
+def attach_adapters(adapters: Any, base: Any) -> Any:
     """A base, with the adapters of another model that is like it."""
 
-    def joined(x: Any, weight: Weight) -> Any:
+    def attach(x: Any, weight: Weight) -> Any:
         return dataclasses.replace(x, weight=weight) if _is_adapted(x) else weight
 
     return jax.tree.map(
-        joined, adapters, base, is_leaf=lambda x: x is None or _is_adapted(x) or is_weight(x)
+        attach, adapters, base, is_leaf=lambda x: x is None or _is_adapted(x) or is_weight(x)
     )
 
 
-def merged(model: Any, dtype: str) -> Any:
+def merge_adapters(model: Any, dtype: str) -> Any:
     """A model without adapters that is the same: W + scale * down @ up, summed in float32.
 
     Args:
@@ -143,7 +143,7 @@ def dropout_of(model: Any) -> float:
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 
 
-def dropping(model: Any, places_B2: jax.Array) -> Any:
+def add_dropout(model: Any, places_B2: jax.Array) -> Any:
     """A model whose adapters drop inputs, others for every row and every weight of every layer.
 
     The numbers of tokens of the run before each row, uint32, low and high word, decide which:
@@ -152,15 +152,17 @@ def dropping(model: Any, places_B2: jax.Array) -> Any:
     """
     counted = itertools.count(1)
 
-    def seeded(x: Any) -> Any:
+    def add_seeds(x: Any) -> Any:
         if not _is_adapted(x) or not x.dropout:
             return x
         number, layers = next(counted), x.down.shape[0]
         of_weight = jnp.uint32(number * 0x9E3779B9 % 2**32)
-        seeds_B = mixed((mixed(places_B2[:, 0]) ^ places_B2[:, 1]) + of_weight)
+        seeds_B = hash_bits((hash_bits(places_B2[:, 0]) ^ places_B2[:, 1]) + of_weight)
         layers_L1 = jnp.arange(layers, dtype=jnp.uint32)[:, None]
-        spec = stacked(jax.typeof(seeds_B).sharding.spec)
+        spec = stack_spec(jax.typeof(seeds_B).sharding.spec)
         seeds_1B = jax.lax.reshape(seeds_B, (1, len(seeds_B)), out_sharding=spec)
-        return dataclasses.replace(x, seeds_B=mixed(seeds_1B + layers_L1 * jnp.uint32(0x9E3779B9)))
+        return dataclasses.replace(
+            x, seeds_B=hash_bits(seeds_1B + layers_L1 * jnp.uint32(0x9E3779B9))
+        )
 
-    return jax.tree.map(seeded, model, is_leaf=_is_adapted)
+    return jax.tree.map(add_seeds, model, is_leaf=_is_adapted)

@@ -16,14 +16,14 @@ from maxramp.model import adapters, layers, pipeline
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import Cache, Rule
-from maxramp.model.parts.aux import Aux, awaited, of_rows
+from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import map_products, normal, relabel
-from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, of_weight
+from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
 
-_IN_ORDER = Places()
+_IN_ORDER = Positions()
 
 
 class Decoder(nnx.Module):
@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
         for kind in self.pattern.kinds:
             born = functools.partial(family.blocks[kind], keys)
             if keys.lora_rank:
-                born = adapters.adapting(born, kind, keys)
+                born = adapters.add_adapters(born, kind, keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
@@ -54,10 +54,10 @@ class Decoder(nnx.Module):
             self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 
     def __call__(
-        self, tokens_BT: jax.Array, execution: Execution, places: Places = _IN_ORDER
+        self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> jax.Array:
         """float32 logits [B, T, V] of the token after each one; arguments as of `hidden`."""
-        return self.logits(self.hidden(tokens_BT, execution, places)[0])
+        return self.logits(self.hidden(tokens_BT, execution, positions)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 logits [B, T, V] of what `hidden` or `read` returned."""
@@ -70,29 +70,29 @@ class Decoder(nnx.Module):
         )
 
     def hidden(
-        self, tokens_BT: jax.Array, execution: Execution, places: Places = _IN_ORDER
+        self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
         """The vectors [B, T, D] whose products with `head` are the logits, and the layers' sums.
 
         Padding reads as token 0. By default every row is one text in order.
         """
-        x_BTD = self._embedded(tokens_BT, execution.dtype)
+        x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
             if pipeline.num_stages() > 1:
-                of_stage = self.pattern.of_stage(execution.num_layers_per_pipeline_stage)
+                of_stage = self.pattern.stage_pattern(execution.num_layers_per_pipeline_stage)
                 x_BTD, aux = pipeline.run(
                     execution,
                     functools.partial(run, of_stage),
                     layers.KEPT[execution.remat_policy],
                     self.layers,
                     x_BTD,
-                    places,
+                    positions,
                 )
             else:
-                x_BTD, aux = run(self.pattern, self.layers, x_BTD, places)
-                aux = of_rows(aux)
-        return jax.reshard(self.norm(awaited(x_BTD, aux)), X_BTD), aux
+                x_BTD, aux = run(self.pattern, self.layers, x_BTD, positions)
+                aux = sum_rows(aux)
+        return jax.reshard(self.norm(await_sums(x_BTD, aux)), X_BTD), aux
 
     def read(
         self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution
@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
         angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
         caches = jax.tree.map(lambda x: x, tuple(caches))  # of this pass, which changes them
-        x_BTD = self._embedded(tokens_BT, execution.dtype)
+        x_BTD = self._embed(tokens_BT, execution.dtype)
         blocks = self.one_by_one().layers
         for layer, block, cache in zip(self.pattern, blocks, caches, strict=True):
             rope, window = layer.sight(execution)
@@ -132,24 +132,24 @@ class Decoder(nnx.Module):
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
         """The model with the weights of its products in the arithmetic's dtype; their gradients
-        stay apart over these axes (`sharding.of_weight`)."""
+        stay apart over these axes (`sharding.weight_spec`)."""
 
-        def to_dtype(x: jax.Array) -> jax.Array:
-            return jax.reshard(x.astype(dtype), of_weight(jax.typeof(x).sharding.spec, apart))
+        def cast(x: jax.Array) -> jax.Array:
+            return jax.reshard(x.astype(dtype), weight_spec(jax.typeof(x).sharding.spec, apart))
 
-        return map_products(to_dtype, self)
+        return map_products(cast, self)
 
-    def _embedded(self, tokens_BT: jax.Array, dtype: str) -> jax.Array:
+    def _embed(self, tokens_BT: jax.Array, dtype: str) -> jax.Array:
         with jax.named_scope("embedding"):
             table_VD = self.embedding_VD[...].astype(dtype)
             return look_up(table_VD, jnp.maximum(tokens_BT, 0))
 
 
 def _stack(born, keys_L: jax.Array, repeats: int):
-    """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...] (`pipeline.by_repeats`)."""
+    """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...] (`split_repeats`)."""
     born = jax.vmap(born)
     if pipeline.num_stages() > 1:
-        keys_L = pipeline.by_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
+        keys_L = pipeline.split_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
         if repeats > 1:
             return relabel(jax.vmap(born)(keys_L), "", "RL")
     return relabel(born(keys_L), "", "L")

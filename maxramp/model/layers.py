@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
 from maxramp.model.parts.attention import CONTEXT, Rule
-from maxramp.model.parts.aux import Aux, joined
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.aux import Aux, join_layers
+from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.rotary import Rope
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.parallel.sharding import X_BTD
@@ -71,12 +71,12 @@ class Pattern:
         shapes = [of_layer for layer in self for of_layer in layer.counts]
         return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
 
-    def of_stage(self, layers: int) -> "Pattern":
+    def stage_pattern(self, layers: int) -> "Pattern":
         """So many layers of a pipeline's stage: of all stages the same, and so all in the loop."""
         assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
         return Pattern(self.period, layers // len(self.period))
 
-    def places(self) -> Iterator[tuple[Layer, int]]:
+    def stack_indices(self) -> Iterator[tuple[Layer, int]]:
         """Every layer, and its place in the stack of its kind."""
         counts = dict.fromkeys(self.kinds, 0)
         for layer in self:
@@ -111,7 +111,7 @@ def run(
     pattern: Pattern,
     stacks: Stacks,
     x_BTD: jax.Array,
-    places: Places,
+    positions: Positions,
     *,
     execution: Execution,
     head_dim: int,
@@ -124,13 +124,13 @@ def run(
     """
     tokens = x_BTD.shape[1]
     turned = angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
-    if (positions_BT := places.positions(tokens)) is not None:
+    if (positions_BT := positions.segment_positions(tokens)) is not None:
         turned = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), turned)
 
-    def through(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
+    def run_layer(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
             rope, window = layer.sight(execution)
-            rule = Rule(places, window)
+            rule = Rule(positions, window)
             return block(x_BTD, turned[rope], rule, execution.attention)
 
         if execution.remat_policy != "none":
@@ -144,24 +144,24 @@ def run(
 
     def turn(x_BTD: jax.Array, blocks: Stacks) -> tuple[jax.Array, Aux]:
         found = []
-        for layer, place in period.places():
+        for layer, place in period.stack_indices():
             block, is_stack = blocks[layer.kind], period.count(layer.kind) > 1
-            block = _at(block, place) if is_stack else relabel(block, "L", "")
-            x_BTD, aux = through(layer, x_BTD, block, in_loop)
+            block = _layer_at(block, place) if is_stack else relabel(block, "L", "")
+            x_BTD, aux = run_layer(layer, x_BTD, block, in_loop)
             found.append(aux)
-        return x_BTD, joined(found)
+        return x_BTD, join_layers(found)
 
-    def outside(placed: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
+    def run_alone(placed: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
         for layer, place in placed:
-            x_BTD, aux = through(layer, x_BTD, _at(stacks[layer.kind], place), False)
+            x_BTD, aux = run_layer(layer, x_BTD, _layer_at(stacks[layer.kind], place), False)
             found.append(aux)
         return x_BTD
 
     found = []
     in_loop = pattern.repeats > 1 and execution.scan_layers
     before, period = Pattern(pattern.prefix, 1), Pattern(pattern.period, 1)
-    placed = list(pattern.places())
-    x_BTD = outside(placed[: len(pattern.prefix)], x_BTD)
+    placed = list(pattern.stack_indices())
+    x_BTD = run_alone(placed[: len(pattern.prefix)], x_BTD)
     blocks = {
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
@@ -171,8 +171,8 @@ def run(
     minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
     counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
     found.append(Aux(minimized, shown, counts))
-    x_BTD = outside(placed[len(placed) - len(pattern.remainder) :], x_BTD)
-    return x_BTD, joined(found)
+    x_BTD = run_alone(placed[len(placed) - len(pattern.remainder) :], x_BTD)
+    return x_BTD, join_layers(found)
 
 
 def angles(
@@ -185,10 +185,10 @@ def angles(
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:
     """The blocks of all layers, in the pattern's order."""
-    return tuple(_at(stacks[layer.kind], place) for layer, place in pattern.places())
+    return tuple(_layer_at(stacks[layer.kind], place) for layer, place in pattern.stack_indices())
 
 
-def _at(stack: Any, place: int) -> Any:
+def _layer_at(stack: Any, place: int) -> Any:
     return relabel(jax.tree.map(lambda w_L: w_L[place], stack), "L", "")
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 
 from maxramp.model.parts.weights import Weight, map_weights, relabel, weights_of
-from maxramp.model.pipeline import by_layers, by_repeats
-from maxramp.parallel.mesh import mesh_of, on_mesh
+from maxramp.model.pipeline import merge_repeats, split_repeats
+from maxramp.parallel.mesh import attach_mesh, mesh_of
 
 
-def in_layer_order(tree: Any) -> Any:
+def order_by_layer(tree: Any) -> Any:
     """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
 
     Any number of a pipeline's stages can go on from it.
@@ -20,12 +20,12 @@ def in_layer_order(tree: Any) -> Any:
     mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if is_abstract:
-            return on_mesh(jax.eval_shape(_in_layer_order, tree), mesh)
-        return _in_layer_order(tree)
+            return attach_mesh(jax.eval_shape(_order_by_layer, tree), mesh)
+        return _order_by_layer(tree)
 
 
-def in_stage_order(tree: Any, like: Any) -> Any:
-    """The inverse of `in_layer_order`: as the pipeline of a tree that is like it holds it.
+def order_by_stage(tree: Any, like: Any) -> Any:
+    """The inverse of `order_by_layer`: as the pipeline of a tree that is like it holds it.
 
     The tree's arrays are given up.
     """
@@ -33,7 +33,7 @@ def in_stage_order(tree: Any, like: Any) -> Any:
     if not repeats:
         return tree
     with jax.set_mesh(mesh_of(tree)):
-        return _in_stage_order(tree, *repeats)
+        return _order_by_stage(tree, *repeats)
 
 
 def _is_circular(weight: Weight) -> bool:
@@ -42,20 +42,20 @@ def _is_circular(weight: Weight) -> bool:
 
 # Compiled once for every mesh: a run saves often.
 @jax.jit
-def _in_layer_order(tree: Any) -> Any:
-    def ordered(weight: Weight) -> Weight:
+def _order_by_layer(tree: Any) -> Any:
+    def order(weight: Weight) -> Weight:
         if not _is_circular(weight):
             return weight
-        return relabel(jax.tree.map(by_layers, weight), "R", "")
+        return relabel(jax.tree.map(merge_repeats, weight), "R", "")
 
-    return map_weights(ordered, tree)
+    return map_weights(order, tree)
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _in_stage_order(tree: Any, repeats: int) -> Any:
-    def ordered(weight: Weight) -> Weight:
+def _order_by_stage(tree: Any, repeats: int) -> Any:
+    def order(weight: Weight) -> Weight:
         if not weight.layers:
             return weight
-        return relabel(jax.tree.map(lambda x_L: by_repeats(x_L, repeats), weight), "", "R")
+        return relabel(jax.tree.map(lambda x_L: split_repeats(x_L, repeats), weight), "", "R")
 
-    return map_weights(ordered, tree)
+    return map_weights(order, tree)

@@ -29,26 +29,26 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.keys import Execution
-from maxramp.model.parts.aux import Aux, of_stages
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.aux import Aux, sum_by_stage
+from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
-from maxramp.parallel.collectives import on_devices
-from maxramp.parallel.cpu import after, recomputed_after
+from maxramp.parallel.collectives import map_shards
+from maxramp.parallel.cpu import recompute_after, wait_for
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
     TOKENS_mBT,
-    by_stage,
-    of_gradient,
-    of_weight,
-    stacked,
-    unstacked,
+    gradient_spec,
+    stack_spec,
+    staged_layers_spec,
+    unstack_spec,
+    weight_spec,
     without_axis,
 )
 
-Run = Callable[[Any, jax.Array, Places], tuple[jax.Array, Aux]]
+Run = Callable[[Any, jax.Array, Positions], tuple[jax.Array, Aux]]
 
 
 def num_stages() -> int:
@@ -56,7 +56,7 @@ def num_stages() -> int:
     return jax.sharding.get_abstract_mesh().shape["stage"]
 
 
-def by_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
+def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
     """Layers [L, ...] as [R, L / R, ...], the layers of each repeat on their stages.
 
     The order stays that in which a row meets them: on a stage lie those that it runs.
@@ -65,14 +65,14 @@ def by_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
         return x_L
     spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
     x_RL = jax.reshard(x_L, spec).reshape(repeats, -1, *x_L.shape[1:])
-    return jax.reshard(x_RL, stacked(by_stage(unstacked(spec))))
+    return jax.reshard(x_RL, stack_spec(staged_layers_spec(unstack_spec(spec))))
 
 
-def by_layers(x_RL: jax.Array) -> jax.Array:
-    """The inverse of `by_repeats`, for repeats."""
+def merge_repeats(x_RL: jax.Array) -> jax.Array:
+    """The inverse of `split_repeats`, for repeats."""
     spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
     x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
-    return jax.reshard(x_L, by_stage(unstacked(spec, 2)))
+    return jax.reshard(x_L, staged_layers_spec(unstack_spec(spec, 2)))
 
 
 def run(
@@ -81,15 +81,15 @@ def run(
     kept: Callable[..., bool],
     layers: Any,
     x_BTD: jax.Array,
-    places: Places,
+    positions: Positions,
 ) -> tuple[jax.Array, Aux]:
     """Every row through all layers, by turns.
 
     Args:
-      run_layers: takes layers [l, S, ...], the x of a turn and its places, and returns the x
+      run_layers: takes layers [l, S, ...], the x of a turn and its positions, and returns the x
         behind them and sums of each row.
       kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
-      layers: weights [L, ...], or [R, L / R, ...] as `by_repeats` places them.
+      layers: weights [L, ...], or [R, L / R, ...] as `split_repeats` places them.
       x_BTD: rows over all batch axes; on each device a multiple of k of them.
 
     Returns:
@@ -97,32 +97,32 @@ def run(
     """
     m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
     shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
-    weights, sums = _by_turns(layers, shape, execution.pipeline_fsdp_ag_once)
-    slots_kBTD = _to_slots(x_BTD, m // S)
-    places_mBT = jax.tree.map(functools.partial(_on_all_stages, k=m // S), places)
+    weights, sums = _split_layers(layers, shape, execution.pipeline_fsdp_ag_once)
+    slots_kBTD = _split_slots(x_BTD, m // S)
+    positions_mBT = jax.tree.map(functools.partial(_gather_stages, k=m // S), positions)
 
-    def turn(x_BTD, weights, sums, places_mBT, t) -> tuple[jax.Array, Aux]:
+    def turn(x_BTD, weights, sums, positions_mBT, t) -> tuple[jax.Array, Aux]:
         layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
         layers = relabel(layers, held, "LS")
-        places = jax.tree.map(functools.partial(_of_turn, t=t, S=S, R=R), places_mBT)
-        x_BTD, aux = run_layers(layers, x_BTD, places)
-        counts = jax.tree.map(jax.vmap(of_stages), aux.counts)
-        return x_BTD, Aux(*jax.tree.map(of_stages, (aux.minimized, aux.shown)), counts)
+        positions = jax.tree.map(functools.partial(_take_micro_batch, t=t, S=S, R=R), positions_mBT)
+        x_BTD, aux = run_layers(layers, x_BTD, positions)
+        counts = jax.tree.map(jax.vmap(sum_by_stage), aux.counts)
+        return x_BTD, Aux(*jax.tree.map(sum_by_stage, (aux.minimized, aux.shown)), counts)
 
-    turn = recomputed_after(jax.checkpoint(turn, policy=kept, prevent_cse=False))
+    turn = recompute_after(jax.checkpoint(turn, policy=kept, prevent_cse=False))
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:
         slots_kBTD, x_BTD = carry
-        y_BTD, aux = turn(x_BTD, weights, sums, places_mBT, t)
+        y_BTD, aux = turn(x_BTD, weights, sums, positions_mBT, t)
         return _exchange(slots_kBTD, y_BTD, t, S, R), aux
 
     # Every stage begins with rows of its own: what nobody reads is finite as well.
     turns = jnp.arange(pipeline_turns(m, S, R))
     carry, aux = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), turns)
-    return _from_slots(carry[0], S), _of_turns(aux, turns, m, S, R)
+    return _join_slots(carry[0], S), _sum_turns(aux, turns, m, S, R)
 
 
-def _of_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
+def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
     """Sums of stages in turns, [turns, S] and of layers [turns, l, S, ...] -> those of the pass,
     without the turns of the bubble."""
     since_tS = turns[:, None] - jnp.arange(S)
@@ -132,7 +132,7 @@ def _of_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
     def total(x_tS: jax.Array) -> jax.Array:
         return jnp.where(works_tS, jax.reshard(x_tS, REPLICATED), 0).sum()
 
-    def by_layer(x_tlS: jax.Array) -> jax.Array:
+    def layer_totals(x_tlS: jax.Array) -> jax.Array:
         x_tSl = jnp.moveaxis(jax.reshard(x_tlS, REPLICATED), 2, 1)
         is_here_RtS = works_tS & (repeat_tS == jnp.arange(R)[:, None, None])
         is_here = jnp.expand_dims(is_here_RtS, range(3, 1 + x_tSl.ndim))
@@ -140,10 +140,10 @@ def _of_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
         return x_RSl.reshape(-1, *x_RSl.shape[3:])
 
     totals = jax.tree.map(total, (aux.minimized, aux.shown))
-    return Aux(*totals, jax.tree.map(by_layer, aux.counts))
+    return Aux(*totals, jax.tree.map(layer_totals, aux.counts))
 
 
-def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
+def _split_layers(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
     """Weights as [R, l, S, ...]: as turns read them, and as their gradients are added.
 
     The second has the gradient, in float32 and as the weight is sharded: turns add m of them. Over
@@ -153,10 +153,10 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
     def split(weight: Weight) -> Weight:
         w, R = weight[...], shape[0]
         if len(weight.layers) == 1:
-            w = by_repeats(w, R)
+            w = split_repeats(w, R)
         layers = 1 if R == 1 else 2  # axes of them, where `shape` is to be
-        of_layer = unstacked(jax.typeof(w).sharding.spec, layers)
-        spec = stacked(by_stage(stacked(of_layer)))
+        of_layer = unstack_spec(jax.typeof(w).sharding.spec, layers)
+        spec = stack_spec(staged_layers_spec(stack_spec(of_layer)))
         w = jax.lax.reshape(w, (*shape, *w.shape[layers:]), out_sharding=spec).swapaxes(1, 2)
         if R == 1:
             return relabel(weight.replace(w[0]), "L", "LS")
@@ -166,10 +166,10 @@ def _by_turns(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tu
         if not gather_once:
             return apart(w)
         whole = without_axis(jax.typeof(w).sharding.spec, "fsdp")
-        return jax.reshard(w, of_weight(whole, BATCH_AXES))
+        return jax.reshard(w, weight_spec(whole, BATCH_AXES))
 
     def apart(w: jax.Array) -> jax.Array:
-        return jax.reshard(w, of_weight(jax.typeof(w).sharding.spec, COPY_AXES))
+        return jax.reshard(w, weight_spec(jax.typeof(w).sharding.spec, COPY_AXES))
 
     layers = map_weights(split, layers)
     sums = jax.tree.map(lambda w: w.astype(jnp.float32), layers)
@@ -181,11 +181,11 @@ def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int) -> j
 
     Its gradient goes to `sums` instead, in float32.
     """
-    return _of_repeat(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
+    return _take_repeat(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _of_repeat(weight, sums, t, S, R, spec):
+def _take_repeat(weight, sums, t, S, R, spec):
     if R == 1:
         return weight
 
@@ -193,25 +193,26 @@ def _of_repeat(weight, sums, t, S, R, spec):
         return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
 
     whole = jax.typeof(weight).sharding.spec
-    return on_devices(local, (whole, REPLICATED), unstacked(whole))(weight, t)
+    return map_shards(local, (whole, REPLICATED), unstack_spec(whole))(weight, t)
 
 
-def _of_repeat_backward(S, R, spec, t, gradient):
-    whole = of_gradient(spec)
+def _take_repeat_backward(S, R, spec, t, gradient):
+    whole = gradient_spec(spec)
     if R == 1:
         return None, jax.reshard(gradient, whole).astype(jnp.float32), None
-    one = unstacked(whole)
+    one = unstack_spec(whole)
     gradient = jax.reshard(gradient, one).astype(jnp.float32)
 
     def local(gradient: jax.Array, t: jax.Array) -> jax.Array:
         zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat(t, S, R), 0)
 
-    return None, on_devices(local, (one, REPLICATED), whole)(gradient, t), None
+    return None, map_shards(local, (one, REPLICATED), whole)(gradient, t), None
 
 
-_of_repeat.defvjp(
-    lambda weight, sums, t, *static: (_of_repeat(weight, sums, t, *static), t), _of_repeat_backward
+_take_repeat.defvjp(
+    lambda weight, sums, t, *static: (_take_repeat(weight, sums, t, *static), t),
+    _take_repeat_backward,
 )
 
 
@@ -220,33 +221,33 @@ def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
     return (t - jax.lax.axis_index("stage")) % (S * R) // S
 
 
-def _to_slots(x_BTD: jax.Array, k: int) -> jax.Array:
+def _split_slots(x_BTD: jax.Array, k: int) -> jax.Array:
     """[k, B, T, D]: slot i holds the i-th of k equal parts of every device's rows."""
     spec = jax.typeof(x_BTD).sharding.spec
-    return on_devices(lambda x: x.reshape(k, -1, *x.shape[1:]), spec, stacked(spec))(x_BTD)
+    return map_shards(lambda x: x.reshape(k, -1, *x.shape[1:]), spec, stack_spec(spec))(x_BTD)
 
 
-def _from_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
+def _join_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
     """Back to rows. Results lie S - 1 slots behind the inputs that they belong to."""
 
     def local(slots_kBTD: jax.Array) -> jax.Array:
         return jnp.roll(slots_kBTD, 1 - S, axis=0).reshape(-1, *slots_kBTD.shape[2:])
 
     spec_kBTD = jax.typeof(slots_kBTD).sharding.spec
-    return on_devices(local, spec_kBTD, unstacked(spec_kBTD))(slots_kBTD)
+    return map_shards(local, spec_kBTD, unstack_spec(spec_kBTD))(slots_kBTD)
 
 
-def _on_all_stages(x_BT: jax.Array, k: int) -> jax.Array:
+def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
     """[m, B, T]: what every micro batch says of its tokens, on every stage; little beside its x."""
 
     def local(x_BT: jax.Array) -> jax.Array:
         every = jax.lax.all_gather(x_BT.reshape(k, -1, x_BT.shape[-1]), "stage")
         return every.reshape(-1, *every.shape[2:])
 
-    return on_devices(local, TOKENS_BT, TOKENS_mBT)(x_BT)
+    return map_shards(local, TOKENS_BT, TOKENS_mBT)(x_BT)
 
 
-def _of_turn(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
+def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
     """[B, T]: of the micro batch that each stage is at in turn t."""
 
     def local(x_mBT: jax.Array, t: jax.Array) -> jax.Array:
@@ -254,7 +255,7 @@ def _of_turn(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
         micro_batch = since // (S * R) * S + since % S
         return jax.lax.dynamic_index_in_dim(x_mBT, micro_batch, 0, False)
 
-    return on_devices(local, (TOKENS_mBT, REPLICATED), TOKENS_BT)(x_mBT, t)
+    return map_shards(local, (TOKENS_mBT, REPLICATED), TOKENS_BT)(x_mBT, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -265,18 +266,20 @@ def _exchange(
 
     The slots hold inputs that are still to come, and results; y is what the stages made in turn t.
     """
-    return _moved(_move, S, R, slots_kBTD, y_BTD, t)
+    return _run_move(_move, S, R, slots_kBTD, y_BTD, t)
 
 
 _exchange.defvjp(
     lambda slots_kBTD, y_BTD, t, S, R: (_exchange(slots_kBTD, y_BTD, t, S, R), t),
-    lambda S, R, t, cotangents: (*_moved(_move_back, S, R, *cotangents, t), None),
+    lambda S, R, t, cotangents: (*_run_move(_move_back, S, R, *cotangents, t), None),
 )
 
 
-def _moved(move: Callable, S: int, R: int, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array):
-    specs = stacked(jax.typeof(x_BTD).sharding.spec), jax.typeof(x_BTD).sharding.spec
-    move = on_devices(functools.partial(move, S=S, R=R), (*specs, REPLICATED), specs)
+def _run_move(
+    move: Callable, S: int, R: int, slots_kBTD: jax.Array, x_BTD: jax.Array, t: jax.Array
+):
+    specs = stack_spec(jax.typeof(x_BTD).sharding.spec), jax.typeof(x_BTD).sharding.spec
+    move = map_shards(functools.partial(move, S=S, R=R), (*specs, REPLICATED), specs)
     return move(slots_kBTD, x_BTD, t)
 
 
@@ -287,7 +290,7 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
     taken, slot = _input_of(t, S, R, k)
     held = slots_kBTD[slot]
     # On CPUs: behind the layers' collectives.
-    moved = after(held, y_BTD[0, 0, 0].astype(jnp.float32))
+    moved = wait_for(held, y_BTD[0, 0, 0].astype(jnp.float32))
     moved = jax.lax.ppermute(moved, "stage", [(s, s - 1) for s in range(1, S)])
     # Nothing comes down to the last stage but zeros, on which no stage is to compute.
     moved = jnp.where(stage == S - 1, held, moved)
@@ -309,7 +312,7 @@ def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
     _, transpose = jax.vjp(lambda *arrays: _move(*arrays, t, S=S, R=R), *zeros)
     dslots_kBTD, dy_BTD = transpose((dslots_kBTD, dx_BTD))
     # On CPUs: before the layers' collectives.
-    return dslots_kBTD, after(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
+    return dslots_kBTD, wait_for(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
 
 
 def _input_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:

@@ -76,7 +76,7 @@ def _populate(libc: ctypes.CDLL, block: int, size: int) -> None:
         libc.madvise(at, min(_AT_A_TIME, block + size - at), _MADV_POPULATE_WRITE)
 
 
-def after(value: jax.Array, other: jax.Array) -> jax.Array:
+def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
     """`value`, which on several CPU devices waits for `other`: float32, a scalar or of its shape.
 
     XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
@@ -91,8 +91,8 @@ def after(value: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
 
 
-def recomputed_after(function: Callable) -> Callable:
-    """`function` of an array and more, which returns another of that shape and more: see `after`.
+def recompute_after(function: Callable) -> Callable:
+    """`function` of an array and more, to another of that shape and more: see `wait_for`.
 
     On CPUs its backward pass begins with nothing but its arguments, and not before the gradient of
     the first result is there.
@@ -101,7 +101,7 @@ def recomputed_after(function: Callable) -> Callable:
         return function
 
     def backward(arguments: tuple, gradients: tuple) -> tuple:
-        first = after(arguments[0], gradients[0].astype(jnp.float32))
+        first = wait_for(arguments[0], gradients[0].astype(jnp.float32))
         return jax.vjp(function, first, *arguments[1:])[1](gradients)
 
     waiting = jax.custom_vjp(function)
@@ -110,11 +110,11 @@ def recomputed_after(function: Callable) -> Callable:
 
 
 @jax.custom_vjp
-def gradient_after(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, whose gradient is not there before `other`, a float32 scalar, is: see `after`."""
+def delay_gradient(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, whose gradient is not there before `other`, a float32 scalar, is: see `wait_for`."""
     return value
 
 
-gradient_after.defvjp(
-    lambda value, other: (value, other), lambda other, gradient: (after(gradient, other), None)
+delay_gradient.defvjp(
+    lambda value, other: (value, other), lambda other, gradient: (wait_for(gradient, other), None)
 )

@@ -56,7 +56,7 @@ class MeshKeys(_Sizes):
         names = (f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for group in ("ici", "dcn"))
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
-    def on(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
+    def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
         """These sizes without an open one, on the devices of a job, of so many slices that the slow
         network joins; None = as many as the keys give.
 
@@ -65,13 +65,13 @@ class MeshKeys(_Sizes):
         """
         slices = math.prod(max(1, size) for size in self.group("dcn").values())
         slices = num_slices or slices
-        dcn = _filled(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
+        dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
         inside = num_devices // math.prod(dcn.values())
-        ici = _filled(self.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
+        ici = _fill(self.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
         return MeshKeys(**ici, **dcn)
 
 
-def _filled(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
+def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
     """A group of axes with its -1 replaced so that the product is `wanted`."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()

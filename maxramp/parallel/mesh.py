@@ -55,25 +55,25 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
 
 
-def reshaped(mesh: Mesh, keys: MeshKeys) -> Mesh:
+def reshape_mesh(mesh: Mesh, keys: MeshKeys) -> Mesh:
     """The mesh of other sizes inside its slices, of the same devices in the same order.
 
     So an array moves from one to the other by a program like any other.
     """
-    return _reshaped(mesh, tuple(keys.sizes.values()))
+    return _reshape_mesh(mesh, tuple(keys.sizes.values()))
 
 
-def uncopied(mesh: Mesh) -> Mesh:
+def mesh_without_copies(mesh: Mesh) -> Mesh:
     """The mesh whose fsdp has the devices of data as well, so that none holds a copy; itself where
     others lie between the two."""
     sizes, between = dict(mesh.shape), AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
     if all(sizes[axis] == 1 for axis in between):
         sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
-    return _reshaped(mesh, tuple(sizes.values()))
+    return _reshape_mesh(mesh, tuple(sizes.values()))
 
 
 @functools.cache
-def _reshaped(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
+def _reshape_mesh(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
     return Mesh(mesh.devices.reshape(sizes), AXES, axis_types=mesh.axis_types)
 
 
@@ -93,7 +93,7 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
 
 
-def on_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def attach_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shapes from `jax.eval_shape` with shardings on a mesh, such as a program is lowered for; what
     has no sharding is on every device."""
 
@@ -111,7 +111,7 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def shown(sizes: Mapping[str, int]) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
     """A mesh's axes of more than one device, in a line."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
 
@@ -136,7 +136,7 @@ class Jitted:
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
         """The result's shapes and shardings."""
         with jax.set_mesh(self._mesh):
-            return on_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)
+            return attach_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)
 
 
 def platform() -> str | None:

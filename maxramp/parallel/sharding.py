@@ -59,7 +59,7 @@ MLP_OUT_FD = P("tensor", "fsdp")
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
-def of_axes(*partitions: str | tuple[str, ...] | None) -> P:
+def axes_spec(*partitions: str | tuple[str, ...] | None) -> P:
     """The spec of an array whose axes are sharded so."""
     return P(*partitions)
 
@@ -74,18 +74,18 @@ def without_axis(spec: P, axis: str) -> P:
 # apart (`unreduced`), on each device the sum over its own rows, until a reshard adds these up.
 
 
-def of_weight(spec: P, apart: Iterable[str]) -> P:
+def weight_spec(spec: P, apart: Iterable[str]) -> P:
     """The spec of a weight whose gradient stays apart over those of these axes that it is not a
     shard on."""
     return P(*spec.partitions, reduced={*apart}.difference(spec.partitions))
 
 
-def of_gradient(spec: P) -> P:
+def gradient_spec(spec: P) -> P:
     """The spec of the gradient of a weight with this spec."""
     return P(*spec.partitions, unreduced=spec.reduced)
 
 
-def of_own_gradient(spec: P) -> P:
+def own_gradient_spec(spec: P) -> P:
     """The spec of that gradient where it stays apart over all axes that the batch is sharded on.
 
     The rows of a stage's or an expert's weight are those that are there.
@@ -99,31 +99,31 @@ def summed_at_once(spec: P) -> tuple[str, ...]:
     return tuple(axis for axis in COPY_AXES if axis not in spec.reduced)
 
 
-def of_factor(spec: P) -> P:
+def factor_spec(spec: P) -> P:
     """The spec of a scalar that multiplies an array with this spec."""
     return P(reduced=spec.unreduced)
 
 
-def stacked(spec: P, axes: int = 1) -> P:
+def stack_spec(spec: P, axes: int = 1) -> P:
     """The spec of such arrays with so many axes in front: [...] -> [k, ...]."""
     return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
-def unstacked(spec_k: P, axes: int = 1) -> P:
+def unstack_spec(spec_k: P, axes: int = 1) -> P:
     """The spec of one of the arrays that have so many axes in front: [k, ...] -> [...]."""
     return P(*spec_k.partitions[axes:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
 
 
-def merged(spec_BT: P) -> P:
+def merge_spec(spec_BT: P) -> P:
     """The spec of an array whose rows and tokens are one axis: [B, T, ...] -> [N, ...]."""
     return P(BATCH_AXES, *spec_BT[2:])
 
 
-def staged(spec_B: P) -> P:
+def staged_rows_spec(spec_B: P) -> P:
     """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
     return P(AROUND_STAGES, "stage", WITHIN_STAGES, *spec_B[1:])
 
 
-def by_stage(spec: P) -> P:
+def staged_layers_spec(spec: P) -> P:
     """The spec of weights with layers in front, each on its stage: [...] -> [L, ...]."""
     return P(*LAYERS_L, *spec.partitions, reduced=spec.reduced)

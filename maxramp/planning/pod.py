@@ -21,7 +21,7 @@ from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
 from maxramp.parallel.keys import MeshKeys
-from maxramp.parallel.mesh import make_mesh, on_mesh, reshaped, shown
+from maxramp.parallel.mesh import attach_mesh, format_sizes, make_mesh, reshape_mesh
 from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.processes import backend
@@ -134,8 +134,8 @@ class Pod:
           `collective_gib` and `network_gib` as a step has them, `peak_gib` of a device,
           and `fits`.
         """
-        meshes = [reshaped(self.mesh, keys) for keys in (before, after)]
-        self.say(f"compiling the move of the state to {shown(after.sizes)}")
+        meshes = [reshape_mesh(self.mesh, keys) for keys in (before, after)]
+        self.say(f"compiling the move of the state to {format_sizes(after.sizes)}")
         arrays = jax.tree.leaves(abstract_state(self.config.recipe, meshes[0]))
         with jax.sharding.use_abstract_mesh(meshes[1].abstract_mesh):
             lowered = moving.lower(arrays, meshes[1], self.machine.platforms)
@@ -146,7 +146,7 @@ class Pod:
             for of_program in work[moving.kind(x)]:
                 gib.update(of_program.get(name, {}))
         taken = [max(map(compiled_bytes, compiled[moving.kind(x)])) for x in arrays]
-        peak = moving.peak_bytes(arrays, on_mesh(arrays, meshes[1]), taken) / GIB
+        peak = moving.peak_bytes(arrays, attach_mesh(arrays, meshes[1]), taken) / GIB
         self.say(f"compiled, needs {peak:.3g} of {self.limit:.3g} GiB")
         return moved | {"peak_gib": peak, "fits": peak <= self.limit}
 
@@ -163,7 +163,7 @@ class Pod:
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
 
         def step(size: int) -> dict[str, Any]:
-            return self.step(spec.of_size(rows // size, size * ranks))
+            return self.step(spec.resize(rows // size, size * ranks))
 
         def memory_gib(size: int) -> float:
             return step(size)["memory_gib"]["peak"] if step(size)["fits"] else math.inf
@@ -209,7 +209,7 @@ class Pod:
         least = least_rows(multiple)
 
         def memory_gib(policy: str, rows: int) -> float:
-            of_size = spec.of_size(passes, rows * spec.ranks)
+            of_size = spec.resize(passes, rows * spec.ranks)
             found = self.step(dataclasses.replace(of_size, remat_policy=policy))
             return found["memory_gib"]["peak"]
 

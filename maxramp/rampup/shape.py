@@ -80,7 +80,7 @@ class ShapeKeys(MeshKeys, SightKeys):
     def mesh_on(self, num_devices: int) -> MeshKeys | None:
         """The mesh on so many devices; None where they make none."""
         with contextlib.suppress(ConfigError):
-            return self.on(num_devices)
+            return self.resolve(num_devices)
 
     @property
     def sight(self) -> SightKeys:

@@ -13,7 +13,7 @@ from maxramp.job.start import Job
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import MODEL_KEYS
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 
 # What weights were trained as: the model that they make, and the documents with their tokenizer.
 _DATA = (
@@ -86,7 +86,7 @@ def load_reference(job: Job, model: Decoder) -> Decoder:
     config, checkpoints, position = job.config, job.checkpoints, job.span.position
     key, path = _key(config), path_of(config)
     weights = load_parameters(str(path), model, config.values)
-    checkpoints.reference = fingerprint_of_weights(in_layer_order(weights))
+    checkpoints.reference = fingerprint_of_weights(order_by_layer(weights))
     here = (job.output.folder / "checkpoints").absolute()
     so_far = position.reference if position and position.path.parent == here else ""
     if so_far not in ("", checkpoints.reference) and key not in config.checkpoints.allow_changed:

@@ -20,7 +20,7 @@ from maxramp.data.batch import Batch, abstract_batch
 from maxramp.generation.generator import Generator, Writing
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import joined
+from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
@@ -71,7 +71,7 @@ class PolicyPrograms:
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
             def loss(trained: Decoder) -> tuple[jax.Array, Aux]:
-                return objective(joined(frozen.cast(dtype), trained), batch)
+                return objective(join_parts(frozen.cast(dtype), trained), batch)
 
             found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
@@ -90,7 +90,7 @@ class PolicyPrograms:
 
     def announce(self, stage: Stage) -> None:
         """Has a stage's programs compiled after those that wait to be."""
-        part = stage.spec.of_size(1, stage.spec.rows)
+        part = stage.spec.resize(1, stage.spec.rows)
         if part not in self._announced:  # stages whose parts are equal share their programs
             self._announced[part] = self.trace_functions(part)
         for key, trace in self._announced[part].items():
@@ -105,7 +105,7 @@ class PolicyPrograms:
         Raises:
           TrainingError: one does not compile.
         """
-        part = stage.spec.of_size(1, stage.spec.rows)
+        part = stage.spec.resize(1, stage.spec.rows)
         waited = sum(self._ahead.get(key)[1] for key in self._announced[part])
         self._ahead.lower()
         return waited

@@ -24,10 +24,10 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
-from maxramp.model.adapters import without
+from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
 from maxramp.model.parts.attention import cost_of_packing, select_for
-from maxramp.parallel.mesh import mesh_of, shown
+from maxramp.parallel.mesh import format_sizes, mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.numbers import plain_number
@@ -275,14 +275,14 @@ class Output:
         self.say(f"data     {corpus.description} (hash {corpus.hash})")
         held, used = keys.weight_dtype, keys.dtype
         dtype = f", {used}" if held == used else f" in {held}, computed in {used}"
-        weights = f"{num_parameters(without(state.model)):,} weights{dtype}"
+        weights = f"{num_parameters(without_adapters(state.model)):,} weights{dtype}"
         trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
         if trained < num_parameters(state.model):
             weights += f"; {trained:,} of {'adapters' if keys.lora_rank else 'them'} train"
         self.say(
             f"model    {self._keys.model_name}: {weights}, on "
             f"{count(mesh.size, f'{kind} device')}"
-            + (f" (mesh {shown(mesh.shape)})" if mesh.size > 1 else "")
+            + (f" (mesh {format_sizes(mesh.shape)})" if mesh.size > 1 else "")
         )
         self.say(
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "

@@ -12,9 +12,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.collectives import all_gather, on_devices, pmax, psum, psum_scatter
-from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import TOKENS_BT, X_BTD, of_gradient, summed_at_once
+from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
+from maxramp.parallel.cpu import wait_for
+from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once
 
 
 def log_probs(
@@ -63,7 +63,7 @@ def scores(
 
     specs = X_BTD, jax.typeof(head_DV).sharding.spec, TOKENS_BT
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
-    return on_devices(local, specs, (TOKENS_BT,) * 2)(*arrays)
+    return map_shards(local, specs, (TOKENS_BT,) * 2)(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -94,7 +94,7 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
 
     head_spec = jax.typeof(head_DV).sharding.spec
     specs, arrays = (X_BTD, head_spec, TOKENS_BT), (x_BTD, head_DV, targets_BT)
-    log_p_BT, entropy_BT, log_z_BT = on_devices(local, specs, (TOKENS_BT,) * 3)(*arrays)
+    log_p_BT, entropy_BT, log_z_BT = map_shards(local, specs, (TOKENS_BT,) * 3)(*arrays)
     return (log_p_BT, entropy_BT), (*arrays, log_z_BT)
 
 
@@ -121,11 +121,11 @@ def _backward(temperature, block_tokens, kept, cotangents):
         dhead_DV = jax.lax.optimization_barrier(dhead_DV)
         dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
         dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
-        dx_BTD = psum(after(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
+        dx_BTD = psum(wait_for(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
         return dx_BTD.astype(x_BTD.dtype), dhead_DV
 
     specs = X_BTD, head_spec, *(TOKENS_BT,) * 3
-    local = on_devices(local, specs, (X_BTD, of_gradient(head_spec)))
+    local = map_shards(local, specs, (X_BTD, gradient_spec(head_spec)))
     return *local(*kept, jax.reshard(cotangents[0], TOKENS_BT)), None
 
 
@@ -137,7 +137,7 @@ def _device_head(first_BTD, head_DV):
 
     As float32: logits are rounded nowhere, as in the sampler.
     """
-    head_DV = after(head_DV, first_BTD[0, 0, 0].astype(jnp.float32))
+    head_DV = wait_for(head_DV, first_BTD[0, 0, 0].astype(jnp.float32))
     head_DV = all_gather(head_DV, "fsdp").astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)

@@ -21,14 +21,14 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.collectives import all_gather, on_devices, pmax, psum, psum_scatter
-from maxramp.parallel.cpu import after
+from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
+from maxramp.parallel.cpu import wait_for
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
     X_BTD,
-    of_factor,
-    of_gradient,
+    factor_spec,
+    gradient_spec,
     summed_at_once,
 )
 from maxramp.training.keys import ObjectiveKeys
@@ -70,7 +70,7 @@ def _forward(x_BTD, head_DV, targets_BT, *keys):
 def _backward(z_loss_multiplier, block_tokens, statistics, gradients, cotangents):
     def scale(gradient):
         factor = cotangents[0].astype(gradient.dtype)
-        return gradient * jax.reshard(factor, of_factor(jax.typeof(gradient).sharding.spec))
+        return gradient * jax.reshard(factor, factor_spec(jax.typeof(gradient).sharding.spec))
 
     return *map(scale, gradients), None
 
@@ -84,7 +84,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
-        head_DV = after(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
+        head_DV = wait_for(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
         head_DV = all_gather(head_DV, "fsdp")
         sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`norm.add_up`).
@@ -95,15 +95,15 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
             dhead_DV = dhead_DV.astype(head_DV.dtype)
             dhead_DV = psum_scatter(dhead_DV, "fsdp", dimension=0)
             dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
-            dx_BTD = after(dx_BTD, sums.sum() + dhead_DV[0, 0])
+            dx_BTD = wait_for(dx_BTD, sums.sum() + dhead_DV[0, 0])
             gradients = psum(dx_BTD, "tensor"), dhead_DV
         return tuple(sums), gradients
 
     specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
-    of_gradients = (X_BTD, of_gradient(head_spec)) if with_gradients else ()
+    of_gradients = (X_BTD, gradient_spec(head_spec)) if with_gradients else ()
     of_sums = (REPLICATED,) * _count(keys[-1])
-    return on_devices(local, specs, (of_sums, of_gradients))(*arrays)
+    return map_shards(local, specs, (of_sums, of_gradients))(*arrays)
 
 
 def _count(statistics):
@@ -196,7 +196,7 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
+        x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
         with jax.named_scope("loss"):
             minimized, *found = cross_entropy_sums(
                 x_BTD,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from maxramp.parallel.mesh import bytes_per_device, mesh_of, uncopied
+from maxramp.parallel.mesh import bytes_per_device, mesh_of, mesh_without_copies
 
 # For each kind of array the programs that it passes through, lowered or compiled.
 Moves = Mapping[str, Sequence[Any]]
@@ -50,7 +50,7 @@ def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
     before, spec = mesh_of(x), x.sharding.spec
     way = [mesh]
     if before.shape["tensor"] != mesh.shape["tensor"]:
-        way = [uncopied(before), uncopied(mesh), mesh]
+        way = [mesh_without_copies(before), mesh_without_copies(mesh), mesh]
     stops = [NamedSharding(stop, spec) for stop in way if stop != before]
     try:
         for stop in stops:

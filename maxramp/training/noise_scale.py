@@ -34,7 +34,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.block import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
-from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stacked
+from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stack_spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers.table import Optimizer
@@ -50,7 +50,7 @@ def probe_rows(model: Decoder, rows: int) -> Decoder:
         if weight.role != "scale":
             return weight
         *layers, D = weight[...].shape
-        spec = stacked(STREAM_BD if weight.own == "D" else HEAD_Bh, len(layers))
+        spec = stack_spec(STREAM_BD if weight.own == "D" else HEAD_Bh, len(layers))
         return RowScale(weight, jnp.zeros((*layers, rows, D), jnp.float32, out_sharding=spec))
 
     return map_weights(probe, model)
@@ -92,7 +92,7 @@ def metrics(
     """
     A, B, _ = batch.tokens.shape
     tokens_AB = (batch.targets >= 0).sum(-1)
-    spec = ROWS_ACB if copies > 1 else stacked(ROWS_B, 2)
+    spec = ROWS_ACB if copies > 1 else stack_spec(ROWS_B, 2)
     tokens_ACB = jax.lax.reshape(
         tokens_AB.astype(jnp.float32), (A, copies, B // copies), out_sharding=spec
     )

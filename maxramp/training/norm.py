@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.collectives import all_gather, on_devices
-from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stacked
+from maxramp.parallel.collectives import all_gather, map_shards
+from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stack_spec
 
 
 def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
     """Each device's part of the squared norm of all arrays of a tree, in float32: [devices].
 
-    Of arrays that lie apart (`sharding.of_gradient`) it is the sum of the copies' squared norms.
+    Of arrays that lie apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms.
     What is squared is `of` each array, and of those beside it: arrays that lie alike, or scalars.
     """
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *beside)], jax.sharding.get_abstract_mesh()
@@ -35,14 +35,14 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
         # What is held by one of many.
         return sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))[None]
 
-    return on_devices(local, tuple(specs), BY_DEVICE)(*trees)
+    return map_shards(local, tuple(specs), BY_DEVICE)(*trees)
 
 
 def add_up(parts: jax.Array) -> jax.Array:
     """The squared norms whose parts are [..., devices], on every device."""
-    spec = stacked(BY_DEVICE, parts.ndim - 1)
+    spec = stack_spec(BY_DEVICE, parts.ndim - 1)
 
     def local(held: jax.Array) -> jax.Array:
         return all_gather(held, AXES, dimension=held.ndim - 1)
 
-    return on_devices(local, spec, REPLICATED)(parts).sum(-1)
+    return map_shards(local, spec, REPLICATED)(parts).sum(-1)

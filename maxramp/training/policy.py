@@ -13,7 +13,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.parallel.cpu import after, gradient_after
+from maxramp.parallel.cpu import delay_gradient, wait_for
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers
@@ -74,13 +74,13 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         loss = (share_BT * loss_BT).sum()
         shown |= {
             "loss": loss,
-            "tokens": after(share_BT, loss).sum(),  # or its sum could run beside the layers
+            "tokens": wait_for(share_BT, loss).sum(),  # or its sum could run beside the layers
             "entropy": (share_BT * entropy_BT).sum(),
             "clip_share": (share_BT * cut_BT).sum(),
             "sampler_difference": (share_BT * jnp.abs(change_BT)).sum(),
         }
         # All sums come before the layers' backward pass, or they could run beside it.
-        loss_BT = gradient_after(loss_BT, sum(shown.values()))
+        loss_BT = delay_gradient(loss_BT, sum(shown.values()))
         return with_layers((share_BT * loss_BT).sum(), shown, aux)
 
     shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
@@ -93,7 +93,7 @@ def token_log_probs(
     """Log-probabilities of a batch's targets, and entropies: two [B, T]; what layers sum up."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
+        x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
         temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
         head_DV = model.head(execution.dtype)
         return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux

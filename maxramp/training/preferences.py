@@ -14,11 +14,11 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import mixed
+from maxramp.model.parts.weights import hash_bits
 from maxramp.parallel.axes import ROW_AXES
-from maxramp.parallel.collectives import all_gather, on_devices
-from maxramp.parallel.cpu import gradient_after
-from maxramp.parallel.sharding import REPLICATED, ROWS_B, stacked
+from maxramp.parallel.collectives import all_gather, map_shards
+from maxramp.parallel.cpu import delay_gradient
+from maxramp.parallel.sharding import REPLICATED, ROWS_B, stack_spec
 from maxramp.training.keys import PreferenceKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers
@@ -73,7 +73,7 @@ def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
         columns = (loss_B, *counts, *rewards_B2.T, margins_B, right_B, *log_p_B2.T)
         found = _sum_rows(jax.lax.stop_gradient(jnp.stack(columns)))
         # All sums come before the layers' backward pass, or they could run beside it.
-        loss_B = gradient_after(loss_B, found.sum())
+        loss_B = delay_gradient(loss_B, found.sum())
         return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
 
     return Objective(sums, shown, divisor="pairs")
@@ -84,10 +84,10 @@ def _are_equal(batch: Batch) -> jax.Array:
 
     By a hash: they stand at different places, where their log-probabilities round differently.
     """
-    place_BT = batch.places.positions(batch.tokens.shape[1])
-    hashes_BT = mixed(place_BT.astype(jnp.uint32))
+    place_BT = batch.token_positions.segment_positions(batch.tokens.shape[1])
+    hashes_BT = hash_bits(place_BT.astype(jnp.uint32))
     for ids_BT in (batch.tokens, batch.targets):
-        hashes_BT = mixed(hashes_BT ^ ids_BT.astype(jnp.uint32))
+        hashes_BT = hash_bits(hashes_BT ^ ids_BT.astype(jnp.uint32))
 
     def chat_hash(number: int) -> jax.Array:
         is_of_BT = batch.segments == number
@@ -106,7 +106,7 @@ def answer_log_probs(
     Returns:
       Them, 0 of what is no answer, and what the layers sum up.
     """
-    x_BTD, aux = model.hidden(batch.tokens, execution, batch.places)
+    x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
     head_DV = model.head(execution.dtype)
     log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
     return _sum_answers(batch, log_p_BT), aux
@@ -118,7 +118,7 @@ def _sum_rows(x_nB: jax.Array) -> jax.Array:
     def local(x_nB: jax.Array) -> jax.Array:
         return all_gather(x_nB.sum(1)[None], ROW_AXES).sum(0)
 
-    return on_devices(local, stacked(ROWS_B), REPLICATED)(x_nB)
+    return map_shards(local, stack_spec(ROWS_B), REPLICATED)(x_nB)
 
 
 def _sum_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:

@@ -12,7 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.mesh import bytes_per_device, make_mesh, mesh_of, on_mesh, reshaped, shown
+from maxramp.parallel.mesh import (
+    attach_mesh,
+    bytes_per_device,
+    format_sizes,
+    make_mesh,
+    mesh_of,
+    reshape_mesh,
+)
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
@@ -65,7 +72,7 @@ def lower_step(
       mesh: of the devices to lower for, in any sizes; by default that of this job.
       platforms: to lower for, where the devices belong to no backend of this process.
     """
-    mesh = reshaped(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
+    mesh = reshape_mesh(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
     jitted = jax.jit(make_train_step(recipe.with_spec(spec), learning_rate), donate_argnums=0)
@@ -125,10 +132,10 @@ class Programs(Ahead):
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
         before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
         if mesh != before:
-            arrays = on_mesh(self._arrays, before)
+            arrays = attach_mesh(self._arrays, before)
             move = functools.partial(moving.lower, arrays, mesh, options=self._options)
             self.announce(
-                (before, mesh), f"the move of each array to {shown(mesh.shape)}", mesh, move
+                (before, mesh), f"the move of each array to {format_sizes(mesh.shape)}", mesh, move
             )
         self._mesh = mesh
         self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
@@ -168,8 +175,8 @@ class Programs(Ahead):
         moving.move(held.arrays, self._arrays, compiled)
         size = bytes_per_device(held.arrays) / GIB
         self._say(
-            f"mesh     stage {stage.index}: the state moved to {shown(mesh.shape)}, {size:.3g} GiB "
-            f"a device in {time.perf_counter() - begin:.2g} s"
+            f"mesh     stage {stage.index}: the state moved to {format_sizes(mesh.shape)}, "
+            f"{size:.3g} GiB a device in {time.perf_counter() - begin:.2g} s"
         )
         return waited
 
@@ -178,7 +185,7 @@ class Programs(Ahead):
         return self.get(self._add_evaluation(stage))
 
     def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
-        name, spec = "evaluation", stage.spec.of_whole_samples(self._eval_rows)
+        name, spec = "evaluation", stage.spec.single_pass(self._eval_rows)
         lower = functools.partial(self._lower_evaluation, spec)
         self.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
         return name, spec
@@ -192,7 +199,7 @@ class Programs(Ahead):
             return jax.tree.leaves(state), metrics
 
         batch = self._expansion.abstract_batch(spec)
-        arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
+        arrays = attach_mesh(self._arrays, self._expansion.mesh_of(spec))
         jitted = jax.jit(step, donate_argnums=0, compiler_options=self._options)
         return jitted.lower(arrays, batch)
 
@@ -204,7 +211,7 @@ class Programs(Ahead):
             return eval_step(model, sums, self._expansion.gather(batch), objective=objective)
 
         sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(objective.shown)
-        arrays = on_mesh(self._arrays, self._expansion.mesh_of(spec))
+        arrays = attach_mesh(self._arrays, self._expansion.mesh_of(spec))
         model = self._structure.unflatten(arrays).model
         batch = self._expansion.abstract_batch(spec)
         return jax.jit(evaluate, compiler_options=self._options).lower(model, sums, batch)

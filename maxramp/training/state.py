@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.errors import ConfigError
-from maxramp.model.adapters import has_adapters, onto
+from maxramp.model.adapters import attach_adapters, has_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ROLES
-from maxramp.model.parts.weights import Weight, is_weight, joined, weights_of
-from maxramp.parallel.mesh import mesh_of, on_mesh, platform
+from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
+from maxramp.parallel.mesh import attach_mesh, mesh_of, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers.table import Optimizer
 
@@ -39,7 +39,7 @@ class TrainState:
     @property
     def model(self) -> Decoder:
         """All weights."""
-        return joined(self.frozen, self.trained)
+        return join_parts(self.frozen, self.trained)
 
     def with_model(self, model: Decoder) -> "TrainState":
         """The state with other weights, of which the same are trained."""
@@ -62,7 +62,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     """
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
-        model = own if model is None else onto(own, model)
+        model = own if model is None else attach_adapters(own, model)
     trained, frozen = _parts(model, recipe.optimizer)
     opt_state = Optimizer(recipe.optimizer).init(trained)
     clock = jnp.zeros((2,), jnp.uint32)
@@ -168,7 +168,7 @@ def _once(make: Callable, **how: Any) -> Callable:
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
     """`init_state` of shapes, dtypes and shardings, on any mesh: of devices or without them."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return on_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
+        return attach_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
 
 
 class HeldState:

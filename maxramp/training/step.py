@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
-from maxramp.model.adapters import dropout_of, dropping
+from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import joined
+from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.axes import COPY_AXES
-from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import BATCH_ABT, of_gradient
+from maxramp.parallel.cpu import wait_for
+from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -111,8 +111,8 @@ def train_step(
         micro_batch, places_B2 = micro_batch
 
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
-            model = joined(frozen, trained)
-            return objective(dropping(model, places_B2) if drops else model, micro_batch)
+            model = join_parts(frozen, trained)
+            return objective(add_dropout(model, places_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -149,7 +149,7 @@ def train_step(
         learning_rate=learning_rate,
         divisor=objective.divisor,
     )
-    read = jax.tree.map(lambda x: after(x, metrics["grad_norm"]), batch)
+    read = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
     noise = {}
     if kept:
         copies = math.prod(sizes[axis] for axis in apart)
@@ -187,7 +187,7 @@ def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:
     """
 
     def zeros(w: jax.Array) -> jax.Array:
-        spec = of_gradient(jax.typeof(w).sharding.spec)
+        spec = gradient_spec(jax.typeof(w).sharding.spec)
         return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
 
     names = (*shown, *trained.pattern.sums)

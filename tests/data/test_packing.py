@@ -143,7 +143,7 @@ def test_documents_do_not_see_each_other():
         targets_BT = batch.targets
         targets_BT = jnp.where((targets_BT[..., None] == kept).any(-1), targets_BT, PADDING)
         execution = config.model
-        hidden, _ = decoder.hidden(batch.tokens, execution, batch.places)
+        hidden, _ = decoder.hidden(batch.tokens, execution, batch.token_positions)
         return cross_entropy_sums(hidden, decoder.head(execution.dtype), targets_BT, 0.0, 0)[0]
 
     with jax.set_mesh(make_mesh(config)):

@@ -27,7 +27,7 @@ def load(folder: pathlib.Path, config, note=lambda line: None) -> Decoder:
     model = abstract_state(config.recipe, make_mesh(config)).model
     found = released.find("load_parameters_path", str(folder))
     rows, block = found.keys["vocab_size"], config.model.decoder_block
-    return reading.prepared(found.path, found.tensors, rows, model, block, note)()
+    return reading.prepare_load(found.path, found.tensors, rows, model, block, note)()
 
 
 def logits(model: Decoder, config, tokens_BT: np.ndarray) -> np.ndarray:

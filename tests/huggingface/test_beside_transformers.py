@@ -11,7 +11,7 @@ from opened import config_of, load, logits
 from small_models import CONFIGS, FEATURES, TOKENS_BT, tensors, write_file, write_folder
 
 from maxramp.huggingface import config_json, writing
-from maxramp.huggingface.names import named
+from maxramp.huggingface.names import name_tensors
 from maxramp.model.decoder import Decoder
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import state_of
@@ -80,7 +80,7 @@ def test_a_model_that_was_made_here(tmp_path, name):
     config = config_of(write_folder(tmp_path / "in", name))
     with jax.set_mesh(make_mesh(config)):
         model = jax.jit(lambda: Decoder(config.model, jax.random.key(1)))()
-    values = config_json.of_keys(config.model, {}, "float32")
+    values = config_json.config_of(config.model, {}, "float32")
     writing.write(
         tmp_path / "out",
         model,
@@ -111,11 +111,11 @@ def test_gradients(tmp_path, name):
     with jax.set_mesh(make_mesh(config)):
         gradient = jax.jit(jax.grad(loss))(load(folder, config))
     expected = dict(model.named_parameters())
-    for weight in named(gradient, config.model.decoder_block):
+    for weight in name_tensors(gradient, config.model.decoder_block):
         (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
         for layer, tensor in weight.names.items():
             own = array[layer] if weight.is_stack else array
-            own = own.transpose(weight.form.order).reshape(weight.form.theirs)
+            own = own.transpose(weight.form.order).reshape(weight.form.tensor_shape)
             grad = expected[tensor].grad.numpy()
             np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
 

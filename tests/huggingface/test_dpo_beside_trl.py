@@ -13,7 +13,7 @@ from small_models import write_folder
 from maxramp.data.batch import stack
 from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
-from maxramp.huggingface.names import named
+from maxramp.huggingface.names import name_tensors
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.preferences import answer_log_probs, preference
 
@@ -117,10 +117,10 @@ def test_losses_and_gradients(folders, tmp_path, name):
         value = float(shown[metric]) / len(PAIRS)
         np.testing.assert_allclose(value, np.mean(shown_there[metric]), rtol=1e-5, err_msg=metric)
     expected = dict(trainer.model.named_parameters())
-    for weight in named(gradient, config.model.decoder_block):
+    for weight in name_tensors(gradient, config.model.decoder_block):
         (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
         for layer, tensor in weight.names.items():
             here = array[layer] if weight.is_stack else array
-            here = here.transpose(weight.form.order).reshape(weight.form.theirs)
+            here = here.transpose(weight.form.order).reshape(weight.form.tensor_shape)
             grad = expected[tensor].grad.numpy()
             np.testing.assert_allclose(here, grad, atol=1e-5 * np.abs(grad).max(), rtol=1e-5)

@@ -13,10 +13,10 @@ from small_models import write_folder
 from maxramp.errors import ConfigError
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
-from maxramp.huggingface.names import named
+from maxramp.huggingface.names import name_tensors
 from maxramp.huggingface.safetensors import tensors_of
-from maxramp.model.adapters import is_adapter, kept, merged, without
-from maxramp.model.parts.weights import joined, part_of
+from maxramp.model.adapters import is_adapter, merge_adapters, stored_part, without_adapters
+from maxramp.model.parts.weights import join_parts, part_of
 from maxramp.training.loss import next_token_prediction
 
 torch = pytest.importorskip("torch")
@@ -80,9 +80,9 @@ def test_an_adapter_that_peft_made(tmp_path, name, config):
     assert np.abs(expected - plain).max() > 0.01 * np.abs(plain).max()
     opened, model = opened_here(tmp_path / "adapter")
     assert_near(logits(model, opened.config, TOKENS_BT), expected)
-    assert_near(logits(without(model), opened.config, TOKENS_BT), plain)
+    assert_near(logits(without_adapters(model), opened.config, TOKENS_BT), plain)
     with jax.set_mesh(make_mesh(opened.config)):
-        whole = jax.jit(lambda model: merged(model, "float32"))(model)
+        whole = jax.jit(lambda model: merge_adapters(model, "float32"))(model)
     assert_near(logits(whole, opened.config, TOKENS_BT), expected)
     export(opened, model, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(opened_by_torch(base), tmp_path / "again")
@@ -121,11 +121,11 @@ def test_gradients(tmp_path):
     opened, model = opened_here(tmp_path / "adapter")
     config = opened.config
     objective, batch = next_token_prediction(config.objective, config.model), batch_of(TOKENS_BT)
-    trained = kept(model)
+    trained = stored_part(model)
     frozen = part_of(model, lambda weight: not is_adapter(weight))
 
     def loss(trained):
-        total, aux = objective(joined(frozen, trained), batch)
+        total, aux = objective(join_parts(frozen, trained), batch)
         return total / aux.shown["tokens"]
 
     with jax.set_mesh(make_mesh(config)):
@@ -133,11 +133,11 @@ def test_gradients(tmp_path):
     expected = {name.replace(".default", ""): x for name, x in peer.named_parameters()}
     found = [
         (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[layer], weight.form)
-        for weight in named(gradient, config.model.decoder_block)
+        for weight in name_tensors(gradient, config.model.decoder_block)
         for layer, tensor in weight.names.items()
     ]
     assert len(found) == sum("lora_" in name for name in expected)
     for tensor, own, form in found:
         grad = expected[tensor].grad.numpy()
-        own = own.transpose(form.order).reshape(form.theirs)
+        own = own.transpose(form.order).reshape(form.tensor_shape)
         np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)

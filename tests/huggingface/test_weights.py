@@ -107,7 +107,7 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
 
 def write(to, config, model, dtype="float32", vocab_size=40, **options):
     block = config.model.decoder_block
-    values = config_json.of_keys(config.model, {}, dtype)
+    values = config_json.config_of(config.model, {}, dtype)
     beside = {"config.json": json.dumps(values).encode()}
     options = {"source": {}, "dtype": dtype, "vocab_size": vocab_size, **options}
     writing.write(to, model, block, beside, **options)
@@ -134,7 +134,7 @@ def test_config_json_says_the_same_again(tmp_path, name):
     folder = write_folder(tmp_path, name)
     keys = released.find("", str(folder)).keys
     for came_in in ({}, CONFIGS[name]):
-        values = config_json.of_keys(config_of(folder).model, came_in, "float32")
+        values = config_json.config_of(config_of(folder).model, came_in, "float32")
         assert config_json.keys_of(values, "") == keys
 
 
@@ -145,7 +145,7 @@ def test_config_json_says_what_was_changed(tmp_path, name):
     sight |= {"sliding_window_size": 7} if name == "mistral" else {}
     keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **sight)
     for came_in in ({}, CONFIGS[name]):
-        said = config_json.keys_of(config_json.of_keys(keys, came_in, "float32"), "")
+        said = config_json.keys_of(config_json.config_of(keys, came_in, "float32"), "")
         assert {key: said[key] for key in sight} == sight
 
 

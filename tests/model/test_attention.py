@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from maxramp.errors import ConfigError
 from maxramp.model.parts import attention
 from maxramp.model.parts.attention import Rule, attend, select_for
-from maxramp.model.parts.places import Places
+from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import X_BTHh
 
 
@@ -72,7 +72,7 @@ def test_equals_the_definition(implementation, T, tensor, documents):
         segments = np.zeros_like(segments)
 
     def found(q, k, v):
-        return attend(q, k, v, Rule(Places(segments if documents else None)), implementation)
+        return attend(q, k, v, Rule(Positions(segments if documents else None)), implementation)
 
     out = on_mesh(found, tensor, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
@@ -88,7 +88,7 @@ def test_windows_scales_and_caps(implementation, documents):
 
     def found(q, k, v):
         return attend(
-            q, k, v, Rule(Places(segments if documents else None), **rule), implementation
+            q, k, v, Rule(Positions(segments if documents else None), **rule), implementation
         )
 
     out = on_mesh(found, 2, q, k, v)
@@ -104,7 +104,7 @@ def test_windows_of_packed_rows_on_gpus(window):
     def outputs(implementation):
         def found(q, k, v):
             attention = functools.partial(
-                attend, rule=Rule(Places(segments), window), kernel=implementation
+                attend, rule=Rule(Positions(segments), window), kernel=implementation
             )
             out, pull = jax.vjp(attention, q, k, v)
             return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
@@ -131,7 +131,7 @@ def test_gradients_equal_those_of_plain_products(implementation, T, documents):
 
     def gradients(implementation):
         def objective(q, k, v):
-            out = attend(q, k, v, Rule(Places(segments if documents else None)), implementation)
+            out = attend(q, k, v, Rule(Positions(segments if documents else None)), implementation)
             return (out * towards).sum()
 
         return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
@@ -192,7 +192,7 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
         return plain(*arguments, implementation="xla", **options)
 
     def found(q, k, v):
-        return attend(q, k, v, Rule(Places(segments if documents else None)), "cudnn_flash")
+        return attend(q, k, v, Rule(Positions(segments if documents else None)), "cudnn_flash")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)

@@ -69,7 +69,9 @@ def test_scaled_rotary_frequencies(factor, head_dim):
 
 def test_models_have_the_scaling_that_their_cards_say():
     def rope(name):
-        return Rope.of(make_config(f"model_name={name}", "enable_rampup_batch_size=False").model)
+        return Rope.from_keys(
+            make_config(f"model_name={name}", "enable_rampup_batch_size=False").model
+        )
 
     assert rope("llama3.1-8b") == Rope(500_000.0, 8.0, 1.0, 4.0, 8192)
     assert rope("llama3.2-1b") == rope("llama3.2-3b") == Rope(500_000.0, 32.0, 1.0, 4.0, 8192)

@@ -30,10 +30,10 @@ from maxramp.parallel.sharding import (
     TOKENS_BT,
     X_BTD,
     X_BTF,
-    of_axes,
-    of_gradient,
-    of_weight,
-    stacked,
+    axes_spec,
+    gradient_spec,
+    stack_spec,
+    weight_spec,
 )
 from maxramp.training.loss import cross_entropy_sums
 
@@ -260,10 +260,10 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
     x, weight, dy = (random.standard_normal(s) for s in ((8, 1, 16), (16, 32), (8, 1, 32)))
 
     def products(x, weight, dy):
-        weight = jax.reshard(weight, of_weight(spec, apart))
+        weight = jax.reshard(weight, weight_spec(spec, apart))
         y, back = jax.vjp(lambda x, w: dense(x, new_weight(w, "matrix", axes), y_spec), x, weight)
         dx, dweight = back(dy)
-        assert jax.typeof(dweight).sharding.spec == of_gradient(of_weight(spec, apart))
+        assert jax.typeof(dweight).sharding.spec == gradient_spec(weight_spec(spec, apart))
         return y, dx, jax.reshard(dweight, spec)
 
     with jax.set_mesh(mesh):
@@ -278,13 +278,13 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
 def test_products_of_experts(apart):
     """Each expert's matrix has tokens of its own: those of the products one by one."""
     E, mesh = 3, make_mesh(make_config("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    random, spec = np.random.default_rng(0), stacked(MLP_IN_DF)
+    random, spec = np.random.default_rng(0), stack_spec(MLP_IN_DF)
     x, weight, dy = (random.standard_normal(s) for s in ((8, 2, E, 16), (E, 16, 32), (8, 2, E, 32)))
-    x_spec, y_spec = (of_axes(*s.partitions[:2], None, s.partitions[2]) for s in (X_BTD, X_BTF))
+    x_spec, y_spec = (axes_spec(*s.partitions[:2], None, s.partitions[2]) for s in (X_BTD, X_BTF))
 
     def products(x, weight, dy):
         experts = relabel(
-            new_weight(jax.reshard(weight, of_weight(spec, apart)), "matrix", "D F"), "", "E"
+            new_weight(jax.reshard(weight, weight_spec(spec, apart)), "matrix", "D F"), "", "E"
         )
         y, back = jax.vjp(lambda x, w: dense(x, w, y_spec), x, experts)
         dx, dweight = back(dy)
@@ -318,7 +318,7 @@ def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
         table_VD = jax.device_put(table, NamedSharding(mesh, EMBEDDING_VD))
         tokens_BT = jax.device_put(tokens, NamedSharding(mesh, TOKENS_BT))
         find = jax.jit(lambda table, tokens: look_up(jax.reshard(table, of_table), tokens))
-        of_table = of_weight(EMBEDDING_VD, apart)
+        of_table = weight_spec(EMBEDDING_VD, apart)
         found = find.lower(table_VD, tokens_BT).compile()
         np.testing.assert_array_equal(found(table_VD, tokens_BT), table[tokens])
     assert ("all-to-all" in found.as_text()) == vectors_travel

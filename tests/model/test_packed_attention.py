@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxramp.model.parts.packed_attention import packed_attention
-from maxramp.model.parts.places import starts
+from maxramp.model.parts.positions import starts
 
 
 def plain(q_BTHh, k_BTKh, v_BTKh, start_BT):

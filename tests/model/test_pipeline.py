@@ -63,7 +63,7 @@ def first_state(config):
 
 
 def by_name(model):
-    model = order.in_layer_order(model)
+    model = order.order_by_layer(model)
     return {
         jax.tree_util.keystr(path): np.asarray(x, np.float32)
         for path, x in jax.tree.leaves_with_path(model)
@@ -247,14 +247,14 @@ def test_every_turn_computes_on_rows(slots):
 def test_layers_are_reordered_by_one_program(monkeypatch):
     """A run saves often: the program that puts layers in their own order is made once."""
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
-    reordered, traced = order.by_layers, []
+    reordered, traced = order.merge_repeats, []
     with jax.set_mesh(make_mesh(config)):
         model = first_state(config).model
         monkeypatch.setattr(
-            order, "by_layers", lambda *arguments: traced.append(1) or reordered(*arguments)
+            order, "merge_repeats", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
         for _ in range(2):
-            order.in_layer_order(model)
+            order.order_by_layer(model)
     assert len(traced) <= len(jax.tree.leaves(model.layers))
 
 
@@ -296,7 +296,7 @@ def program(request):
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
             execution = config.model
-            x_BTD, _ = model.hidden(batch.tokens, execution, batch.places)
+            x_BTD, _ = model.hidden(batch.tokens, execution, batch.token_positions)
             return (x_BTD**2).sum()
 
         text = jax.jit(jax.grad(layers)).lower(model, batch).compile().as_text()
@@ -349,7 +349,7 @@ def test_what_a_pass_is_estimated_to_keep():
         given += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
         config = config_of(*given, "ici_fsdp_parallelism=1", devices=2)
         spec = RampupBatchManager(config.batch, 2).stages[0].spec
-        return pass_bytes(config.model, spec.of_size(1, 8), 1)
+        return pass_bytes(config.model, spec.resize(1, 8), 1)
 
     assert estimated("none", "num_pipeline_repeats=2") == estimated(
         "minimal_with_context", "num_pipeline_repeats=2"

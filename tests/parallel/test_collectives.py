@@ -19,7 +19,7 @@ def test_one_device_sends_nothing(devices):
     config = make_config("log_gradient_noise_scale=True", devices=devices)
     ramp = RampupBatchManager(config.batch, devices)
     rate, spec = LearningRate.from_keys(config.learning_rate, ramp), ramp.stages[0].spec
-    spec = spec.of_size(2, 4 * devices)
+    spec = spec.resize(2, 4 * devices)
     mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:devices])
     text = lower_step(config.recipe, rate, spec, mesh).as_text()
     assert bool(re.search(SENDS, text)) == (devices > 1)

@@ -92,7 +92,7 @@ def test_a_program_that_cannot_be_read(one_device):
     machine = dataclasses.replace(one_device, work=work)
     pod, spec = pod_of(config, machine)
     with pytest.raises(ConfigError, match="compile_topology=.*: .* while.1 does not say .*; try"):
-        pod.step(spec.of_size(1, 1))
+        pod.step(spec.resize(1, 1))
 
 
 @pytest.mark.parametrize("share, least", [(1, "one row"), (4, "4 rows")])

@@ -14,7 +14,7 @@ from counting import ROPE, stand_in, sums_of
 from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.embedding import look_up
@@ -45,7 +45,7 @@ def rows_of(step):
 
 
 def by_name(model):
-    leaves = jax.tree.leaves_with_path(in_layer_order(model))
+    leaves = jax.tree.leaves_with_path(order_by_layer(model))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 

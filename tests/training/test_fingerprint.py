@@ -6,7 +6,7 @@ import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.training.state import initial_state
 
 
@@ -40,7 +40,7 @@ def of_numpy(arrays):
 def test_weights_have_one_hash_on_every_mesh(keys):
     config = make_config(*keys)
     with jax.set_mesh(make_mesh(config)):
-        model = in_layer_order(initial_state(config.recipe).model)
+        model = order_by_layer(initial_state(config.recipe).model)
     found = fingerprint_of_weights(model)  # with no mesh set
     arrays = [np.asarray(x) for x in jax.tree.leaves(model)]
     assert found == of_numpy(arrays)

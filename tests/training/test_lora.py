@@ -10,10 +10,10 @@ from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model.adapters import is_adapter, kept, without
+from maxramp.model.adapters import is_adapter, stored_part, without_adapters
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import LORA_MODULES
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import map_weights, weights_of
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import next_token_prediction
@@ -52,7 +52,7 @@ def stepped(passes, *keys, consumed=0):
         state = jax.jit(begin)()
         batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
         after, metrics = jax.jit(step)(state, batch)
-        states = [jax.device_get(in_layer_order(s.model)) for s in (state, after)]
+        states = [jax.device_get(order_by_layer(s.model)) for s in (state, after)]
     return config, *states, batch, float(metrics["loss"])
 
 
@@ -83,7 +83,7 @@ def by_hand(before, batch):
             return weight.replace(weight[...] + 6 / 4 * product.reshape(weight.shape))
 
         model = jax.tree_util.tree_map_with_path(
-            adapted, without(before), is_leaf=lambda x: hasattr(x, "role")
+            adapted, without_adapters(before), is_leaf=lambda x: hasattr(x, "role")
         )
         total, aux = objective(model, jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), batch))
         return total / aux.shown["tokens"]
@@ -127,7 +127,7 @@ def test_dropout_follows_from_the_rows():
     *_, two, _, same = stepped(2, drops, "ici_tensor_parallelism=2", "ici_fsdp_parallelism=4")
     *_, other = stepped(1, drops, "ici_data_parallelism=8", consumed=16)
     *_, none = stepped(1, "ici_data_parallelism=8")
-    one, two = by_path(kept(one)), by_path(kept(two))
+    one, two = by_path(stored_part(one)), by_path(stored_part(two))
     for name, weight in one.items():
         np.testing.assert_allclose(weight, two[name], atol=1e-6, err_msg=name)
     assert same == pytest.approx(loss, rel=1e-6)
@@ -138,7 +138,9 @@ def test_dropout_follows_from_the_rows():
 def test_only_adapters_have_a_state_of_the_optimizer():
     config = make_config("lora_rank=2", "lora_targets=[q_proj,down_proj]", "weight_dtype=bfloat16")
     state = abstract_state(config.recipe, make_mesh(config))
-    paths = jax.tree.leaves_with_path(kept(state.model), is_leaf=lambda x: hasattr(x, "role"))
+    paths = jax.tree.leaves_with_path(
+        stored_part(state.model), is_leaf=lambda x: hasattr(x, "role")
+    )
     names = {path[-2].name for path, _ in paths}
     assert names == {"query_DHh", "out_FD"}
     moments = weights_of(state.opt_state)

@@ -44,7 +44,7 @@ def stages_of(config):
 
 def test_arrays_move_one_after_another():
     first = mesh_lib.make_mesh(make_config().mesh)
-    second = mesh_lib.reshaped(first, make_config(*(f"{n}={x}" for n, x in OTHER.items())).mesh)
+    second = mesh_lib.reshape_mesh(first, make_config(*(f"{n}={x}" for n, x in OTHER.items())).mesh)
     kinds = [((64, 32), EMBEDDING_VD), ((32, 8, 4), HEADS_IN_DHh), ((), REPLICATED)]
     kinds += [((64, 32), MLP_IN_DF), kinds[0]]
     random = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_no_device_gathers_an_array(sizes):
     (programs,) = moving.lower([x], after).values()
     texts = [program.compile().as_text() for program in programs]
     work = [hlo.count(text, topology.CHIPS["v5p"]).collective_bytes for text in texts]
-    shard = mesh_lib.bytes_per_device(mesh_lib.on_mesh(x, after))
+    shard = mesh_lib.bytes_per_device(mesh_lib.attach_mesh(x, after))
     assert 0 < sum(sum(kinds.values()) for kinds in work) < 2 * shard
 
 
@@ -88,7 +88,7 @@ def test_a_state_lies_by_the_same_specs_on_every_mesh():
     config = make_config(*SAMPLES, "opt_type=muon", "phases.320.ici_tensor_parallelism=2")
     first, second = (mesh_lib.abstract_mesh(s.spec.mesh.sizes) for s in stages_of(config))
     here, there = (abstract_state(config.recipe, mesh) for mesh in (first, second))
-    assert jax.tree.leaves(mesh_lib.on_mesh(here, second)) == jax.tree.leaves(there)
+    assert jax.tree.leaves(mesh_lib.attach_mesh(here, second)) == jax.tree.leaves(there)
     assert jax.tree.structure(here) == jax.tree.structure(there)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers, muon
 
 from maxramp.errors import ConfigError
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.mesh import abstract_mesh
@@ -33,7 +33,7 @@ RATE = 0.1
 
 
 def by_name(tree):
-    found = jax.tree.leaves_with_path(in_layer_order(tree))
+    found = jax.tree.leaves_with_path(order_by_layer(tree))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
 
 

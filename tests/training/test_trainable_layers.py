@@ -8,7 +8,7 @@ from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model.order import in_layer_order
+from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import next_token_prediction
@@ -33,7 +33,7 @@ def stepped(*keys, steps=1, devices=8):
         for _ in range(steps):
             state, metrics = step(state, batch)
         found = before.model, state.model, state.opt_state
-        found = [jax.device_get(in_layer_order(tree)) for tree in found]
+        found = [jax.device_get(order_by_layer(tree)) for tree in found]
     return config, *found, float(metrics["grad_norm"])
 
 

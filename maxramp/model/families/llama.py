@@ -13,17 +13,17 @@ from maxramp.stage import SightKeys
 
 
 def _all_before(keys: SightKeys) -> Sight:
-    return Sight(Rope.of(keys))
+    return Sight(Rope.from_keys(keys))
 
 
-def _all_alike(keys: ModelKeys) -> Pattern:
+def _equal_layers(keys: ModelKeys) -> Pattern:
     return Pattern((Layer("dense", _all_before),), keys.base_num_decoder_layers)
 
 
 _LAYER = "model.layers.{}"
 
 LLAMA = Family(
-    _all_alike,
+    _equal_layers,
     {"dense": PreNormBlock},
     {
         "embedding_VD": "model.embed_tokens.weight",

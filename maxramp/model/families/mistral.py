@@ -8,11 +8,11 @@ from maxramp.stage import SightKeys
 
 
 def _window(keys: SightKeys) -> Sight:
-    return Sight(Rope.of(keys), keys.sliding_window_size)
+    return Sight(Rope.from_keys(keys), keys.sliding_window_size)
 
 
-def _with_windows(keys: ModelKeys) -> Pattern:
+def _windowed_layers(keys: ModelKeys) -> Pattern:
     return Pattern((Layer("dense", _window),), keys.base_num_decoder_layers)
 
 
-MISTRAL = LLAMA._replace(pattern=_with_windows)
+MISTRAL = LLAMA._replace(pattern=_windowed_layers)

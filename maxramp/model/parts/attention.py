@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.places import Places
-from maxramp.parallel.collectives import on_devices
+from maxramp.model.parts.positions import Positions
+from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
 _LANES = 128  # what a splash block is a multiple of
@@ -31,14 +31,14 @@ CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("places",),
+    data_fields=("positions",),
     meta_fields=("window", "scale", "cap"),
 )
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Which tokens a token sees, of those up to its own, and what its scores are."""
 
-    places: Places = Places()
+    positions: Positions = Positions()
     # tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
     window: int = 0
     scale: float = 0.0  # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
@@ -46,7 +46,7 @@ class Rule:
     cap: float = 0.0
 
     def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
-        """[..., T, S]: whether tokens at places T of a text see those at places S of it."""
+        """[..., T, S]: whether tokens at positions T of a text see those at positions S of it."""
         at_T1, at_1S = at_T[..., None], at_S[..., None, :]
         seen_TS = at_1S <= at_T1
         if self.window:
@@ -55,12 +55,12 @@ class Rule:
 
     def mask(self, tokens: int) -> jax.Array:
         """Whether each token of a row sees each: [T, S], or of each row [B, 1, 1, T, S]."""
-        at = self.places.order(tokens)
+        at = self.positions.order(tokens)
         seen = self.sees(at, at)
-        if not self.places.in_order:
+        if not self.positions.is_ordered:
             seen = seen[:, None, None]
-        if self.places.segments_BT is not None:
-            seen = seen & self.places.same_segment[:, None, None]
+        if self.positions.segments_BT is not None:
+            seen = seen & self.positions.same_segment[:, None, None]
         return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def select_for(keys: ModelKeys, platform: str | None) -> str:
     return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
 
 
-def for_length(asked: str, length: int) -> str:
+def kernel_for_length(asked: str, length: int) -> str:
     """What is asked for among so many tokens, where others than a row's are wanted."""
     return asked if length % _LANES == 0 else "dot_product"
 
@@ -156,7 +156,7 @@ def attend(
     # A kernel sees the rows and heads of one device; attention needs no others.
     specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: TOKENS_BT, rule))
     arrays = jax.tree.map(jax.reshard, arrays, specs)
-    return on_devices(_KERNELS[kernel], specs, X_BTHh)(*arrays)
+    return map_shards(_KERNELS[kernel], specs, X_BTHh)(*arrays)
 
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
@@ -179,13 +179,13 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
     assert not (rule.scale or rule.cap), "no family has them with this kernel"
     mask = None
-    if rule.places.segments_BT is not None:
+    if rule.positions.segments_BT is not None:
         if _has_packed_kernel():
             from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-            first_BT = rule.places.first_seen(rule.window)
+            first_BT = rule.positions.first_seen(rule.window)
             return packed_attention(q_BTHh, k_BSKh, v_BSKh, first_BT, interpret)
-        mask = rule.places.same_segment[:, None]
+        mask = rule.positions.same_segment[:, None]
     return jax.nn.dot_product_attention(
         q_BTHh,
         k_BSKh,
@@ -257,7 +257,7 @@ class Cache:
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
             return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-        a_BTHh, self.keys_BKSh, self.values_BKSh = on_devices(
+        a_BTHh, self.keys_BKSh, self.values_BKSh = map_shards(
             functools.partial(_write_and_attend, rule=rule),
             (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
             (X_BTHh, CACHE_BKSh, CACHE_BKSh),

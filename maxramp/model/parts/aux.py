@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.parts.weights import stages_of
-from maxramp.parallel.cpu import after
-from maxramp.parallel.sharding import staged
+from maxramp.parallel.cpu import wait_for
+from maxramp.parallel.sharding import staged_rows_spec
 
 
 @jax.tree_util.register_dataclass
@@ -32,30 +32,32 @@ class Aux:
     counts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-def joined(found: Sequence[Aux]) -> Aux:
+def join_layers(found: Sequence[Aux]) -> Aux:
     """Of layers behind each other: counts stand side by side, other sums are added."""
 
-    def by_name(kind: str, join: Callable) -> dict[str, jax.Array]:
+    def join_kind(kind: str, join: Callable) -> dict[str, jax.Array]:
         parts = [getattr(aux, kind) for aux in found]
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: join([part[name] for part in parts if name in part]) for name in names}
 
-    return Aux(by_name("minimized", sum), by_name("shown", sum), by_name("counts", jnp.concatenate))
+    return Aux(
+        join_kind("minimized", sum), join_kind("shown", sum), join_kind("counts", jnp.concatenate)
+    )
 
 
-def of_stages(x_B: jax.Array) -> jax.Array:
+def sum_by_stage(x_B: jax.Array) -> jax.Array:
     """Rows [B, ...] added up on each stage of a pipeline: [S, ...], on every copy."""
     shape, spec = stages_of(x_B.shape), jax.typeof(x_B).sharding.spec
-    return jax.lax.reshape(x_B, shape, out_sharding=staged(spec)).sum((0, 2))
+    return jax.lax.reshape(x_B, shape, out_sharding=staged_rows_spec(spec)).sum((0, 2))
 
 
-def awaited(x: jax.Array, aux: Aux) -> jax.Array:
-    """`x`, which on several CPU devices is not there before the sums are (`cpu.after`)."""
+def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
+    """`x`, which on several CPU devices is not there before the sums are (`cpu.wait_for`)."""
     sums = jax.tree.leaves(aux)
-    return after(x, sum(value.sum() for value in sums)) if sums else x
+    return wait_for(x, sum(value.sum() for value in sums)) if sums else x
 
 
-def of_rows(aux: Aux) -> Aux:
+def sum_rows(aux: Aux) -> Aux:
     """Sums of each row, added up."""
     each = jax.tree.map(lambda x_B: x_B.sum(0), (aux.minimized, aux.shown))
     return Aux(*each, jax.tree.map(lambda x_LB: x_LB.sum(1), aux.counts))

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import Cache, Rule, attend, for_length, select
+from maxramp.model.parts.attention import Cache, Rule, attend, kernel_for_length, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
-from maxramp.model.parts.weights import Weight, dense, normal, ones, with_weight, zeros
+from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, ones, zeros
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
@@ -43,9 +43,9 @@ class RMSNorm(nnx.Module):
         """Normalizes every token's vector, or every head's; [B, T, ..., D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        y = with_weight(jnp.multiply, x, self.scale_D)
+        y = apply_elementwise(jnp.multiply, x, self.scale_D)
         if isinstance(self.scale_D, RowScale):
-            y = _by_rows(y, x, self.scale_D.rows_BD)
+            y = _give_row_gradients(y, x, self.scale_D.rows_BD)
         return y.astype(x_BTD.dtype)
 
 
@@ -67,12 +67,12 @@ class RowScale:
 
 
 @jax.custom_vjp
-def _by_rows(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
+def _give_row_gradients(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
     """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have."""
     return y_BTD
 
 
-_by_rows.defvjp(
+_give_row_gradients.defvjp(
     lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD),
     lambda x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(range(1, x_BTD.ndim - 1))),
 )
@@ -151,15 +151,15 @@ class Attention(nnx.Module):
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
         _, T, _, h = q_BTHh.shape
         if cache is not None:
-            kernel = for_length(kernel, T)
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.places.in_order)
+            kernel = kernel_for_length(kernel, T)
+        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.is_ordered)
         attend_to = attend if cache is None else cache.attend
         a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
 
 def _plus(x: jax.Array, bias: Weight) -> jax.Array:
-    return with_weight(jnp.add, x.astype(jnp.float32), bias).astype(x.dtype)
+    return apply_elementwise(jnp.add, x.astype(jnp.float32), bias).astype(x.dtype)
 
 
 class PreNormBlock(nnx.Module):

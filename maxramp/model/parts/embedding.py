@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.axes import BATCH_AXES
-from maxramp.parallel.collectives import all_gather, all_to_all, on_devices, psum, psum_scatter
+from maxramp.parallel.collectives import all_gather, all_to_all, map_shards, psum, psum_scatter
 from maxramp.parallel.sharding import (
     STREAM_BTD,
     TOKENS_BT,
     X_BTD,
-    of_gradient,
+    gradient_spec,
     summed_at_once,
     without_axis,
 )
@@ -47,7 +47,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         return psum_scatter(x_BTD, "tensor", dimension=2)
 
     specs = spec, TOKENS_BT
-    return on_devices(local, specs, STREAM_BTD)(*map(jax.reshard, (table_VD, tokens_BT), specs))
+    return map_shards(local, specs, STREAM_BTD)(*map(jax.reshard, (table_VD, tokens_BT), specs))
 
 
 def _own_index(tokens_BT: jax.Array, V: int) -> jax.Array:
@@ -74,7 +74,7 @@ def _look_up_backward(residuals, dx_BTD):
 
     specs = X_BTD, TOKENS_BT
     arrays = map(jax.reshard, (dx_BTD, tokens_BT), specs)
-    return on_devices(local, specs, of_gradient(spec))(*arrays), None
+    return map_shards(local, specs, gradient_spec(spec))(*arrays), None
 
 
 look_up.defvjp(lambda *arrays: (look_up(*arrays), arrays), _look_up_backward)

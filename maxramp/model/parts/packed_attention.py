@@ -57,7 +57,7 @@ def _forward(q_BTHh, k_BTKh, v_BTKh, start_BT, scale, interpret):
     heads = H // k_BTKh.shape[2]
     kept, moving, _ = blocks = _blocks(q_BTHh, backward=False)
     out_BTHh, lse_BHT = _call(
-        functools.partial(_out_kernel, scale=scale, kept=kept, moving=moving),
+        functools.partial(_forward_kernel, scale=scale, kept=kept, moving=moving),
         (T // kept, H, B),
         [_tokens(kept, h), *[_row(T, h, heads)] * 2, _starts(T)],
         [_tokens(kept, h), _sums(kept)],
@@ -108,7 +108,7 @@ def _backward(scale, interpret, residuals, dout_BTHh):
 _attention.defvjp(_forward, _backward)
 
 
-def _out_kernel(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, scale, kept, moving):
+def _forward_kernel(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, scale, kept, moving):
     """A block of queries of one head: its outputs, and their weights' sums as logs to base 2."""
     i = pl.program_id(0)
     q_qh, at_q = q_ref[...], i * kept + jnp.arange(kept)

@@ -26,7 +26,7 @@ class Rope:
     length: int = 1  # tokens of the texts that a model read before it was given longer ones
 
     @classmethod
-    def of(cls, keys: SightKeys) -> "Rope":
+    def from_keys(cls, keys: SightKeys) -> "Rope":
         """What the keys say: under rope_type=llama3.1 with its scaling."""
         if keys.rope_type == "default":
             return cls(keys.rope_max_timescale)

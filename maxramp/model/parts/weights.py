@@ -21,10 +21,10 @@ from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     X_BTD,
     Spec,
-    merged,
-    of_gradient,
-    of_own_gradient,
-    staged,
+    gradient_spec,
+    merge_spec,
+    own_gradient_spec,
+    staged_rows_spec,
     without_axis,
 )
 
@@ -114,10 +114,10 @@ def is_weight(x: Any) -> bool:
 def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
     """A tree with `change(weight)` in place of every weight; of trees alike, of theirs too."""
 
-    def changed(x: Any, *others: Any) -> Any:
+    def change_leaf(x: Any, *others: Any) -> Any:
         return change(x, *others) if is_weight(x) else x
 
-    return jax.tree.map(changed, tree, *beside, is_leaf=is_weight)
+    return jax.tree.map(change_leaf, tree, *beside, is_leaf=is_weight)
 
 
 def map_products(change: Callable, tree: Any) -> Any:
@@ -145,25 +145,25 @@ def part_of(tree: Any, is_in: Callable[[Weight], bool]) -> Any:
     return map_weights(lambda weight: weight if is_in(weight) else None, tree)
 
 
-def joined(*parts: Any) -> Any:
+def join_parts(*parts: Any) -> Any:
     """The tree of these parts of it."""
     if not jax.tree.leaves(parts[:-1]):
         return parts[-1]
 
-    def found(*held: Weight | None) -> Weight | None:
+    def first(*held: Weight | None) -> Weight | None:
         return next((weight for weight in held if weight is not None), None)
 
-    return jax.tree.map(found, *parts, is_leaf=lambda x: x is None or is_weight(x))
+    return jax.tree.map(first, *parts, is_leaf=lambda x: x is None or is_weight(x))
 
 
-def with_weight(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
+def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
     """`change(x, weight)`, elementwise and in float32, of x [B, T, ...] and a weight of its last
     axes: of a layer, or of a layer on every stage of a pipeline."""
     w = weight[...].astype(jnp.float32)
     if "S" not in weight.leading:
         return change(x, w)
     spec = jax.typeof(x).sharding.spec
-    y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged(spec))
+    y = jax.lax.reshape(x, stages_of(x.shape), out_sharding=staged_rows_spec(spec))
     y = change(y, jnp.expand_dims(w, range(1, y.ndim - w.ndim)))
     return jax.lax.reshape(y, x.shape, out_sharding=spec)
 
@@ -187,7 +187,7 @@ def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Arr
     product with an fsdp-sharded weight gather the weight and not the activations.
     """
     if isinstance(weight, Adapted):
-        return _adapted(x, weight, out_sharding)
+        return _dense_adapted(x, weight, out_sharding)
     w = weight[...].astype(x.dtype)
     w_spec = jax.typeof(w).sharding.spec
     product = _product_apart if w_spec.reduced or _confuses_rows(w_spec) else _product
@@ -196,29 +196,34 @@ def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Arr
     if platform() == "cpu":
         # Products of matrices, rows and tokens in one axis N, make a step on CPUs 1.2 to 1.3 times
         # as fast, and one on TPUs slower.
-        rows, letters, spec, y_spec = (B * T,), "N", merged(spec), merged(y_spec)
+        rows, letters, spec, y_spec = (B * T,), "N", merge_spec(spec), merge_spec(y_spec)
     is_staged = "S" in weight.leading
     if is_staged:
-        rows, letters, spec, y_spec = stages_of(rows), f"dS{letters}", staged(spec), staged(y_spec)
+        rows, letters, spec, y_spec = (
+            stages_of(rows),
+            f"dS{letters}",
+            staged_rows_spec(spec),
+            staged_rows_spec(y_spec),
+        )
     letters += weight.leading.removeprefix("S")
     axes = _Axes(letters + weight.inputs, weight.axes, letters + weight.outputs)
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
-    y = _with_whole_gradient(product(axes, y_spec, x, w))
+    y = _compute_gradient_once(product(axes, y_spec, x, w))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
 
 
-def _adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Array:
+def _dense_adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Array:
     y = dense(x, adapted.weight, out_sharding)
     if adapted.seeds_B is not None:
-        x = _dropped(x, adapted.seeds_B, adapted.dropout)
+        x = _drop_inputs(x, adapted.seeds_B, adapted.dropout)
     x_BTr = dense(x, adapted.down, X_BTD)
     x_BTr = (x_BTr.astype(jnp.float32) * adapted.scale).astype(x.dtype)
     return y + dense(x_BTr, adapted.up, out_sharding)
 
 
-def _dropped(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
+def _drop_inputs(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
     """x [B, T, ...] with a share of its values 0 and the others larger: the same ones of a row
     wherever it is computed, as they follow from its seed and their place in it."""
     spec, place = jax.typeof(x).sharding.spec, jnp.uint32(0)
@@ -226,11 +231,11 @@ def _dropped(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec)
         place = place * jnp.uint32(x.shape[axis]) + along
     seeds = jnp.expand_dims(seeds_B, range(1, x.ndim))
-    kept = mixed(mixed(place) ^ seeds) >= jnp.uint32(round(rate * 2**32))
+    kept = hash_bits(hash_bits(place) ^ seeds) >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
 
-def mixed(x: jax.Array) -> jax.Array:
+def hash_bits(x: jax.Array) -> jax.Array:
     """A bijection of 32 bits whose outputs look random (MurmurHash3's finalizer)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -238,7 +243,7 @@ def mixed(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _with_whole_gradient(y: jax.Array) -> jax.Array:
+def _compute_gradient_once(y: jax.Array) -> jax.Array:
     """y, whose gradient is computed once, though two products read it.
 
     XLA for TPUs would compute it in both of them, and anew for every tile.
@@ -246,7 +251,9 @@ def _with_whole_gradient(y: jax.Array) -> jax.Array:
     return y
 
 
-_with_whole_gradient.defvjp(lambda y: (y, None), lambda _, dy: (jax.lax.optimization_barrier(dy),))
+_compute_gradient_once.defvjp(
+    lambda y: (y, None), lambda _, dy: (jax.lax.optimization_barrier(dy),)
+)
 
 
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
@@ -277,7 +284,7 @@ def _confuses_rows(spec: Spec) -> bool:
     return copies > 1 and sizes["fsdp"] > 1 and sizes["tensor"] > 1
 
 
-# The same with a weight whose gradient stays apart (`sharding.of_weight`); what it keeps of the
+# The same with a weight whose gradient stays apart (`sharding.weight_spec`); what it keeps of the
 # weight for the backward pass are shards.
 _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
@@ -290,8 +297,8 @@ def _product_apart_backward(axes, out_sharding, residuals, dy):
     # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
     # and then over those on which the weight is a shard.
     subscripts = f"{axes.x},{axes.y}->{axes.weight}"
-    dweight = jnp.einsum(subscripts, x, dy, out_sharding=of_own_gradient(spec))
-    return dx, jax.reshard(dweight, of_gradient(spec))
+    dweight = jnp.einsum(subscripts, x, dy, out_sharding=own_gradient_spec(spec))
+    return dx, jax.reshard(dweight, gradient_spec(spec))
 
 
 _product_apart.defvjp(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.collectives import all_gather, all_to_all, on_devices
+from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.sharding import Spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
@@ -102,7 +102,7 @@ def orthogonal(tree: Any, epsilon: float) -> Any:
         return found
 
     with jax.named_scope("newton_schulz"):
-        return structure.unflatten(on_devices(local, (specs,), specs)(arrays))
+        return structure.unflatten(map_shards(local, (specs,), specs)(arrays))
 
 
 class _Pool(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from maxramp.model.keys import ROLES
-from maxramp.model.parts.weights import joined, part_of
+from maxramp.model.parts.weights import join_parts, part_of
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.adamw import AdamW
 from maxramp.training.optimizers.half_lives import Pace
@@ -49,7 +49,7 @@ class Optimizer:
             )
             for name, part in self._parts.items()
         }
-        directions = joined(*(direction for direction, _ in found.values()))
+        directions = join_parts(*(direction for direction, _ in found.values()))
         return directions, {name: state for name, (_, state) in found.items()}
 
     def second_moment(self, state: dict[str, Any]) -> tuple[Any, jax.Array] | None:

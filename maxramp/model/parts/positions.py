@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
+class Positions:
     """Where the tokens of rows stand, as their batch says it.
 
     Nothing else depends on where a token lies in its row: with their positions tokens may lie in
@@ -24,17 +24,17 @@ class Places:
     positions_BT: jax.Array | None = None
 
     @property
-    def in_order(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether tokens lie in order, as kernels want them (`attention.select`)."""
         return self.positions_BT is None
 
     def order(self, tokens: int) -> jax.Array:
         """Of two tokens of a segment the one with the lower number comes first: [T], or [B, T]."""
-        return jnp.arange(tokens, dtype=jnp.int32) if self.in_order else self.positions_BT
+        return jnp.arange(tokens, dtype=jnp.int32) if self.is_ordered else self.positions_BT
 
-    def positions(self, tokens: int) -> jax.Array | None:
+    def segment_positions(self, tokens: int) -> jax.Array | None:
         """Those of tokens in their segments, int32 [B, T]; None where every row is 0 to T - 1."""
-        if self.in_order and self.segments_BT is not None:
+        if self.is_ordered and self.segments_BT is not None:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
 
