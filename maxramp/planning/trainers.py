@@ -5,15 +5,16 @@ Read in the packages: MaxText 0.2.5 (utils/rampup_batch.py, common/data_loader.p
 Megatron-Bridge 0.6.2, which took NeMo's place (training/initialize.py and config.py).
 """
 
+import argparse
 import bisect
-import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
+from maxramp.keys import base
 from maxramp.keys.peers import RENAMED
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.rampup.notations import Threshold
@@ -21,17 +22,16 @@ from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager, walk
 
 _Batches = list[tuple[int, int]]  # (step from which on, global batch); none where a trainer stops
+_Keys = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Theirs:
-    """A ramp as a trainer runs it."""
+class Trainer(NamedTuple):
+    """Another trainer."""
 
-    trainer: str  # with its version
-    batches: _Batches
-    lines: list[str]  # what else there is to know
-    ours: dict[str, Any]  # the same notation in maxramp's keys
-    devices: int = 1  # that the notation depends on
+    name: str  # with its version
+    read: Callable[[Place], _Keys]  # a file's ramp, in maxramp's keys
+    # (keys, devices) -> the batches that it trains with, and what else there is to know
+    run: Callable[[_Keys, int | None], tuple[_Batches, list[str]]]
 
 
 def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
@@ -48,15 +48,24 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     """
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
-    theirs = TRAINERS[trainer](place(file), devices)
-    ours, refused = [], ""
+    name, read, run = TRAINERS[trainer]
+    path, ours, refused = place(file), [], ""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if "decrease_batch_size_if_needed" in text.replace("-", "_"):
+        raise ConfigError(
+            f"{file}: decrease_batch_size_if_needed changes batches by the devices; leave it out"
+        )
+    keys = read(path)
     try:
-        stages = RampupBatchManager(theirs.ours, theirs.devices).stages
+        theirs, lines = run(keys, devices)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    try:
+        stages = RampupBatchManager(keys, devices or 1).stages
         ours = [(stage.first_step, stage.global_batch_size) for stage in stages]
     except ConfigError as error:
         refused = str(error)
-    found = {"trainer": theirs.trainer, "theirs": theirs.batches, "lines": theirs.lines}
-    return found | {"ours": ours, "refused": refused}
+    return {"trainer": name, "theirs": theirs, "lines": lines, "ours": ours, "refused": refused}
 
 
 def side_by_side(found: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
@@ -67,9 +76,8 @@ def side_by_side(found: Mapping[str, Any]) -> list[tuple[int, int | None, int | 
 
 
 def _batch_at(batches: _Batches, step: int) -> int | None:
-    if not batches:
-        return None
-    return batches[bisect.bisect_right(batches, step, key=lambda pair: pair[0]) - 1][1]
+    last = bisect.bisect_right(batches, step, key=lambda pair: pair[0]) - 1
+    return batches[last][1] if batches else None
 
 
 # --- MaxText -------------------------------------------------------------------------------------
@@ -81,63 +89,48 @@ _MAXTEXT = {
     "per_device_batch_size_increment": 2.0,
     "global_rampup_samples": 500,
     "gradient_accumulation_steps": 1,
+    "enable_rampup_batch_size": False,
     "expansion_factor_real_data": -1.0,
 }
 
 
-def _maxtext(path: Place, devices: int | None) -> Theirs:
+def _read_maxtext(path: Place) -> _Keys:
     given = read_yaml(path)
     if str(given.get("base_config", "base.yml")).rpartition("/")[2] != "base.yml":
         raise ConfigError(
             f"{path}: base_config={given['base_config']} is not read here; write what it says of "
             f"the ramp into this file: {', '.join(_MAXTEXT)}"
         )
-    if given.get("enable_rampup_batch_size") is not True:
-        raise ConfigError(f"{path}: holds no ramp; MaxText's has enable_rampup_batch_size=True")
-    keys = {}
-    for name, default in _MAXTEXT.items():
-        value, kind = given.get(name, default), type(default)
-        if type(value) not in (int, float) or kind(value) != value:
-            what = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{path}: {name}={value} is not {what}; give one")
-        keys[name] = kind(value)
+    keys = {
+        name: base.cast_value(f"{path}: {name}={given.get(name)}", given.get(name, default), name)
+        for name, default in _MAXTEXT.items()
+    }
+    if keys.pop("expansion_factor_real_data") not in (-1, 1):
+        raise ConfigError(f"{path}: a ramp with expansion_factor_real_data is not worked out here")
+    return keys
+
+
+def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
+    """In floats, as there."""
+    final, start, increment, samples, accumulation, has_ramp = keys.values()
+    if not has_ramp:
+        raise ConfigError("holds no ramp; MaxText's has enable_rampup_batch_size=True")
     if devices is None:
         raise ConfigError(
             "MaxText's batches follow from the devices: give num_nodes=N devices_per_node=N"
         )
-    wrong = [
-        f"{name}={keys[name]:g}"
-        for name, least in (
-            ("per_device_batch_size", 1),
-            ("per_device_batch_size_start", 1 / devices),
-            ("per_device_batch_size_increment", 0),
-        )
-        if keys[name] < least
-    ]
-    if (factor := keys.pop("expansion_factor_real_data")) not in (-1, 1):
-        wrong.append(f"expansion_factor_real_data={factor:g}")
-    if wrong:
-        raise ConfigError(
-            f"{path}: {', '.join(wrong)}: what MaxText's ramp does there is not worked out here"
-        )
-    ours = keys | {"enable_rampup_batch_size": True}
-    return Theirs("MaxText 0.2.5", *_ramp_of_maxtext(keys, devices), ours, devices)
-
-
-def _ramp_of_maxtext(keys: Mapping[str, Any], devices: int) -> tuple[_Batches, list[str]]:
-    """In floats, as there."""
-    final, start, increment, samples, accumulation = keys.values()
+    if final < 1 or devices * start < 1 or increment < 0:
+        raise ConfigError("what MaxText does with batches below 1 row is not worked out here")
     rise, end = final - start, int(devices * final)
     if increment == 0:
         return [], ["stops with a ZeroDivisionError: per_device_batch_size_increment is 0"]
     if rise <= 0 or rise % increment:
         why = f"{rise:.17g} % {increment:g} is {rise % increment:.3g} in floats"
         return [], [f"stops with a ValueError: {why if rise > 0 else 'the batch does not grow'}"]
-    whole = end * accumulation
+    whole, batch, more = end * accumulation, int(devices * start), int(devices * increment)
     if samples <= 0:
         why = f"global_rampup_samples={samples} turns the ramp off without a word"
         return [(0, whole)], [f"trains with a constant batch of {whole:,}: {why}"]
-    batch, more = int(devices * start), int(devices * increment)
     if not more:
         why = "the increment is less than a row on all devices, and rounded to none"
         return [(0, batch)], [f"trains with a constant batch of {batch:,}: {why}"]
@@ -164,16 +157,17 @@ def _ramp_of_maxtext(keys: Mapping[str, Any], devices: int) -> tuple[_Batches, l
 
 # --- Megatron, and NeMo, which is Megatron-Bridge ------------------------------------------------
 
-# maxramp's keys that their arguments and keys stand for.
+# Their arguments and keys -> maxramp's.
 _MEGATRON = {
-    "--rampup-batch-size": "rampup_batch_size",
-    "--global-batch-size": "global_batch_size",
-    "--step-batch-size-schedule": "step_batch_size_schedule",
-    "--seq-length": "max_target_length",
-    "--train-samples": "total_samples",
-    "--train-iters": "steps",
+    "rampup-batch-size": "rampup_batch_size",
+    "global-batch-size": "global_batch_size",
+    "step-batch-size-schedule": "step_batch_size_schedule",
+    "seq-length": "max_target_length",
+    "train-samples": "total_samples",
+    "train-iters": "steps",
 }
-_NEMO = RENAMED | {
+_NEMO = {
+    **{theirs: name for theirs, name in RENAMED.items() if name in _MEGATRON.values()},
     **{name: name for name in _MEGATRON.values()},
     **{f"data.{name}": name for name in ("global_batch_size", "rampup_batch_size")},
     "train.step_batch_size_schedule": "step_batch_size_schedule",
@@ -181,76 +175,42 @@ _NEMO = RENAMED | {
 }
 
 
-def _megatron(path: Place, devices: int | None) -> Theirs:
+def _read_megatron(path: Place) -> _Keys:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for argument, name in _MEGATRON.items():
+        kind = str if name == "step_batch_size_schedule" else int
+        count = 3 if name == "rampup_batch_size" else None
+        parser.add_argument(f"--{argument}", dest=name, type=kind, nargs=count)
     try:
-        text = path.read_text(encoding="utf-8")
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except (OSError, ValueError) as error:
+        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+        found, _ = parser.parse_known_args(words)
+    except (ValueError, argparse.ArgumentError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
-    words = [part for word in words for part in _halves(word)]
-    pairs = []
-    for index, word in enumerate(words):
-        values = words[index + 1 : index + (4 if word == "--rampup-batch-size" else 2)]
-        values = [int(v) if v.isascii() and v.isdigit() else v for v in values] or [None]
-        pairs.append((word, values if len(values) > 1 else values[0]))
-    keys = _parse_keys(path, pairs, _MEGATRON)
-    return Theirs("megatron-core 0.19.2", *_ramp_of_megatron(path, keys), _maxramp_keys(keys))
+    return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def _halves(word: str) -> Sequence[str]:
-    """--name=value is --name value."""
-    name, equals, value = word.partition("=")
-    return (name, value) if equals and name in _MEGATRON else (word,)
+def _read_nemo(path: Place) -> _Keys:
+    keys: _Keys = {}
+    for given, value in _flatten("", read_yaml(path)):
+        if name := _NEMO.get(given):
+            value = base.cast_value(f"{path}: {given}={value}", value, name)
+            if keys.setdefault(name, value) != value:
+                raise ConfigError(f"{path}: {given}={value} and {name}={keys[name]}: keep one")
+    return keys
 
 
-def _nemo(path: Place, devices: int | None) -> Theirs:
-    keys = _parse_keys(path, _flat("", read_yaml(path)), _NEMO)
-    return Theirs("Megatron-Bridge 0.6.2", *_ramp_of_bridge(path, keys), _maxramp_keys(keys))
-
-
-def _flat(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(f"{above}{name}.", value)
+            yield from _flatten(f"{above}{name}.", value)
         elif value not in (None, "", -1, False):
             yield f"{above}{name}", value
 
 
-def _parse_keys(
-    path: Place, pairs: Iterable[tuple[str, Any]], names: Mapping[str, str]
-) -> dict[str, Any]:
-    """The ramp that a file gives, by maxramp's keys."""
-    keys: dict[str, Any] = {}
-    for given, value in pairs:
-        if given.rpartition(".")[2].strip("-").replace("-", "_") == "decrease_batch_size_if_needed":
-            raise ConfigError(f"{path}: {given} changes batches by the devices; leave it out")
-        if not (name := names.get(given)):
-            continue
-        if keys.get(name, value) != value:
-            raise ConfigError(f"{path}: {given} {value} and {name}={keys[name]}: keep one of them")
-        numbers = value if isinstance(value, list) else [value]
-        count = 3 if name == "rampup_batch_size" else 1
-        if name == "step_batch_size_schedule":
-            keys[name] = str(value)
-        elif len(numbers) != count or any(type(n) not in (int, float) or n % 1 for n in numbers):
-            what = "3 whole numbers" if count == 3 else "a whole number"
-            raise ConfigError(f"{path}: {given} {value} is not {what}; give one")
-        else:
-            keys[name] = [*map(int, numbers)] if count == 3 else int(value)
-    return keys
-
-
-def _maxramp_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The ramp in maxramp's keys: with a list of thresholds no other batch."""
-    by_list = "step_batch_size_schedule" in keys
-    out = ("global_batch_size", "rampup_batch_size") if by_list else ("max_target_length",)
-    return {name: value for name, value in keys.items() if name not in out}
-
-
-def _ramp_of_megatron(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, list[str]]:
+def _run_megatron(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
     schedule, row = keys.get("step_batch_size_schedule"), keys.get("max_target_length")
     if schedule is None:
-        size = _constant(path, keys)
+        size = _constant(keys)
         why = "since 0.18 nothing reads --rampup-batch-size, and no warning is given"
         lines = [f"trains with a constant batch of {size:,}: {why}"]
         if row:
@@ -260,14 +220,14 @@ def _ramp_of_megatron(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, l
         why = "--step-batch-size-schedule with --global-batch-size"
         return [], [f"stops with a ValueError: {why}, which must be left out"]
     if row is None:
-        raise ConfigError(f"{path}: the thresholds are tokens there; give --seq-length")
+        raise ConfigError("the thresholds are tokens there; give --seq-length")
     pairs, lines = [], []
     for entry in schedule.replace(",", " ").split():
         threshold, _, batch = entry.partition(":")
         try:
             tokens, rows = _float_count(threshold), _float_count(batch)
         except (ValueError, OverflowError):
-            raise ConfigError(f'{path}: "{entry}" is not threshold:batch') from None
+            raise ConfigError(f'"{entry}" is not threshold:batch') from None
         if (meant := parse_count(threshold)) not in (None, tokens):
             lines.append(f"takes {threshold} for {tokens:,}, by way of floats, not {meant:,}")
         pairs.append(Threshold(tokens // row, rows))
@@ -280,8 +240,8 @@ def _ramp_of_megatron(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, l
     return [(one.first_step, one.threshold.global_batch_size) for one in walk(pairs, 0, 0)], lines
 
 
-def _ramp_of_bridge(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, list[str]]:
-    has_ramp, size = "rampup_batch_size" in keys, _constant(path, keys)
+def _run_bridge(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
+    has_ramp, size = "rampup_batch_size" in keys, _constant(keys)
     if has_ramp and "total_samples" in keys:
         return [], ["stops with an AssertionError: no rampup_batch_size beside train_samples"]
     why = "megatron-core since 0.18 warns and ignores rampup_batch_size"
@@ -290,16 +250,16 @@ def _ramp_of_bridge(path: Place, keys: Mapping[str, Any]) -> tuple[_Batches, lis
     return [(0, size)], [*lines, "has no other key that makes a ramp"]
 
 
-def _constant(path: Place, keys: Mapping[str, Any]) -> int:
+def _constant(keys: _Keys) -> int:
     """The batch that is left of a ramp that nothing reads."""
     if not {"rampup_batch_size", "step_batch_size_schedule"} & {*keys}:
-        raise ConfigError(f"{path}: holds no ramp: no rampup_batch_size, no thresholds")
+        raise ConfigError("holds no ramp: no rampup_batch_size, no thresholds")
     if "global_batch_size" not in keys:
-        raise ConfigError(f"{path}: holds no global_batch_size, where the ramp ends")
+        raise ConfigError("holds no global_batch_size, where the ramp ends")
     return keys["global_batch_size"]
 
 
-def _schedule_text(keys: Mapping[str, Any], row: int) -> str:
+def _schedule_text(keys: _Keys, row: int) -> str:
     """A ramp of three numbers as thresholds in tokens."""
     (start, increment, samples), end = keys["rampup_batch_size"], keys["global_batch_size"]
     count = max(1, (end - start) // max(1, increment))
@@ -314,8 +274,8 @@ def _float_count(text: str) -> int:
     return int(float(text[: len(text) - bool(power)]) * 10**power)
 
 
-TRAINERS: dict[str, Callable[[Place, int | None], Theirs]] = {
-    "maxtext": _maxtext,
-    "megatron": _megatron,
-    "nemo": _nemo,
+TRAINERS = {
+    "maxtext": Trainer("MaxText 0.2.5", _read_maxtext, _run_maxtext),
+    "megatron": Trainer("megatron-core 0.19.2", _read_megatron, _run_megatron),
+    "nemo": Trainer("Megatron-Bridge 0.6.2", _read_nemo, _run_bridge),
 }

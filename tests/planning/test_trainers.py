@@ -120,7 +120,7 @@ def test_megatrons_thresholds_go_through_floats(compared):
 
 
 def test_nemo(compared):
-    text = "model:\n  rampup_batch_size: [16, 16, 96]\n  global_batch_size: 32\n  hidden_size: 8\n"
+    text = "model:\n  rampup_batch_size: [16, 16, 96]\n  global_batch_size: 32\n  precision: bf16\n"
     found = compared("nemo", text)
     assert found["theirs"] == [[0, 32]] and found["ours"] == [[0, 16], [6, 32]]
     assert "warns and ignores rampup_batch_size" in found["printed"]
@@ -135,20 +135,24 @@ def test_nemo(compared):
         ("maxtext", MAXTEXT, "num_nodes=N devices_per_node=N"),
         ("maxtext", MAXTEXT.replace("true", "false"), "holds no ramp"),
         ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
-        ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "is not a whole number"),
-        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "is not 3 whole numbers"),
+        ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "must be an integer"),
+        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "expected 3 arguments"),
         ("megatron", "--global-batch-size 32", "holds no ramp"),
         ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
         ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
-        ("nemo", "model:\n  rampup_batch_size: [16, 16]\n", "[16, 16] is not 3 whole numbers"),
+        ("nemo", "model:\n  rampup_batch_size: [16, 16]\n", "holds no global_batch_size"),
         (
             "nemo",
             "rampup_batch_size: [1, 1, 2]\nglobal_batch_size: ${GBS}\n",
-            "{GBS} is not a whole",
+            "{GBS} must be an integer",
         ),
         ("nemo", "trainer: {}\n", "holds no ramp"),
         ("nemo", "decrease_batch_size_if_needed: true\n", "changes batches by the devices"),
-        ("megatron", f"{MEGATRON} --train-samples=5", "1000: keep one of them"),
+        (
+            "nemo",
+            "train: {global_batch_size: 4}\ndata: {global_batch_size: 8}\n",
+            "global_batch_size=4: keep one",
+        ),
         ("others", "", "must be one of maxtext, megatron, nemo"),
     ],
 )
