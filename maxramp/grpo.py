@@ -24,7 +24,7 @@ import jax
 from maxramp.commandline import parse_config, print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import load
-from maxramp.data.rows import Corpus, Part, hash_of
+from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.errors import ConfigError
 from maxramp.handover.opening import PromptTokenizer, open_model
 from maxramp.job import start

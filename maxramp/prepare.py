@@ -37,7 +37,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import Parser, command, count
 from maxramp.config.load import load
-from maxramp.data import mixture, preparation, shards
+from maxramp.data import preparation, shards, sources
 from maxramp.data.chats.chats import open_encoder
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
@@ -127,7 +127,7 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     )
     if is_address(given.output):
         raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
-    mixture.entry_of("--output", given.output)
+    sources.escape_path("--output", given.output)
 
 
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
@@ -209,7 +209,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
             _say(f"left out   {count(left_out, what)}{see}")
     for line in prepared.left_out(manifest):
         _say(f"left out   {line}")
-    entry = shlex.quote(mixture.entry_of("--output", str(output)))
+    entry = shlex.quote(sources.escape_path("--output", str(output)))
     name = shlex.quote(output.resolve().name)
     config = f"configs/base.yml run_name={name} dataset_type=grain"
     sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"

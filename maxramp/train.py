@@ -35,11 +35,11 @@ import jax.numpy as jnp
 from maxramp.commandline import parse_config
 from maxramp.config.keys import Config
 from maxramp.config.load import load
+from maxramp.data.corpus import Corpus, hash_of
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
-from maxramp.data.rows import Corpus, hash_of
 from maxramp.errors import ConfigError
 from maxramp.evaluation.in_run import RunTasks, hash_of_tasks
 from maxramp.job import start

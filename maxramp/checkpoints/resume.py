@@ -9,7 +9,7 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.commandline import count
-from maxramp.data.rows import DataIdentity
+from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder

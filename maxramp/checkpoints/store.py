@@ -27,7 +27,7 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
-from maxramp.data.rows import DataIdentity
+from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
 from maxramp.model.adapters import has_adapters, without_adapters

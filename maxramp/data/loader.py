@@ -12,11 +12,11 @@ import jax
 
 from maxramp.data import pieces
 from maxramp.data.batch import Batch
+from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.rows import Corpus
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data import mixture, tokenizers
+from maxramp.data import sources, tokenizers
 from maxramp.data.chats.chats import fit_to_row
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import MegatronWriter
@@ -352,7 +352,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     named = keys.hf_path, keys.hf_name, keys.train_split
     inputs: list[RecordFile] = [HubSet(*named, column, tokens)] if keys.hf_path else []
     for name in names:
-        kind, paths = mixture.find("INPUT", name, keys.grain_file_type)
+        kind, paths = sources.find_files("INPUT", name, keys.grain_file_type)
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
         files = [formats.READERS[kind](path, column, tokens) for path in paths]

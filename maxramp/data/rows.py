@@ -1,4 +1,4 @@
-"""Sequences of rows and of documents, and the corpus that a run makes of them.
+"""Sequences of rows and of documents.
 
 A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i
 of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes from files has
@@ -6,9 +6,7 @@ of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes 
 """
 
 import copy
-import dataclasses
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,92 +150,3 @@ def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> 
             f"{where(position)}: token id {tokens[position]} is not below "
             f"vocab_size={vocab_size}; use the vocab_size of its tokenizer"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One entry of a mixture: `weight` is its share of the items, relative to the others'.
-
-    Or a held-out set, with its name; "" where it is the only one.
-    """
-
-    name: str
-    weight: float
-    items: Sequence[Any]
-    hash: str = ""  # of everything that its rows are made of; "" where the train parts' say it
-
-    @property
-    def summary(self) -> list[Any]:
-        """What there is but the items, and how many of these."""
-        return [self.name, self.weight, len(self.items), self.hash]
-
-
-def hash_of(value: Any) -> str:
-    """A short hash of a value that its `repr` says all about."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
-@dataclasses.dataclass(frozen=True)
-class DataIdentity:
-    """What tells a run's data from other data; as JSON."""
-
-    hash: str  # equal hash, equal rows
-    # Name, weight and hash of each part of the first mixture, and of what is held out.
-    parts: Sequence[Any] = ()
-    # Of the mixtures after the first: first row, and the same of each part that they have.
-    mixtures: Sequence[Any] = ()
-    # What the numbers of evaluations depend on but the weights, by the first word of their names
-    # ("eval", "task"): those of equal hashes compare.
-    evaluations: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """What to train on and what is held out, with what identifies them.
-
-    An item is a row of max_target_length + 1 tokens or, with `documents`, a document of any length
-    (which may be 0). Items are read when they are asked for, and the same whoever asks. A process
-    that reads nothing has ranges in their place, which have a length.
-    """
-
-    train: tuple[Part, ...]
-    held_out: tuple[Part, ...]  # without a row where nothing is held out
-    description: str  # one line for a person
-    documents: bool = False
-    packed: bool = False  # rows say where documents begin, which do not see each other
-    # (first row, weight of each part of `train`) of the mixtures after the first
-    later: Sequence[tuple[int, Sequence[float]]] = ()
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """All but the items, as JSON: what a process that reads nothing has to know."""
-        return vars(self) | {
-            "later": [[row, list(weights)] for row, weights in self.later],
-            **{n: [part.summary for part in getattr(self, n)] for n in ("train", "held_out")},
-        }
-
-    @property
-    def hash(self) -> str:
-        """Of the first mixture and what is held out: equal hash, equal rows."""
-        return self.identity({}).hash
-
-    def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
-        """What identifies it, with what evaluations on it depend on besides."""
-        train = [[part.name, part.weight, part.hash] for part in self.train]
-        parts = [part for part in train if part[1]]
-        parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]
-        hashed = [part[1:] for part in parts], [part.name for part in self.held_out]
-        mixtures = [
-            [first, [[x[0], weight, x[2]] for x, weight in zip(train, of, strict=True) if weight]]
-            for first, of in self.later
-        ]
-        return DataIdentity(hash_of(hashed), parts, mixtures, evaluations)
-
-    @classmethod
-    def from_summary(cls, summary: dict[str, Any]) -> "Corpus":
-        """The corpus of a process that reads nothing: its items have a length and no tokens."""
-        parts = {
-            which: tuple(Part(of[0], of[1], range(of[2]), of[3]) for of in summary[which])
-            for which in ("train", "held_out")
-        }
-        return cls(**summary | parts)

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.commandline import Seldom
+from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
-from maxramp.data.rows import hash_of
 from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
 from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer

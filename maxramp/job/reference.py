@@ -22,11 +22,12 @@ from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import load_parameters
 from maxramp.commandline import Seldom, count
 from maxramp.data.batch import Batch
+from maxramp.data.corpus import Corpus
 from maxramp.data.order import EvalBatches
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.data.row import Row
-from maxramp.data.rows import Chain, Corpus
+from maxramp.data.rows import Chain
 from maxramp.errors import ConfigError
 from maxramp.files.run_folder import Appending
 from maxramp.job.start import Job

@@ -20,8 +20,8 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
 from maxramp.config.resolve import meshes_of, resolve
+from maxramp.data.corpus import DataIdentity
 from maxramp.data.keys import HELD_OUT, TASKS
-from maxramp.data.rows import DataIdentity
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, Stopped, is_expected, report
 from maxramp.files.place import Place, place
 from maxramp.handover.export import export_run

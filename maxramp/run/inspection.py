@@ -16,9 +16,9 @@ from maxramp.data.chats.messages import PAIR
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.opening import open_corpus
 from maxramp.data.row import PADDING
 from maxramp.data.rows import Chain, Document, StreamRows
+from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.stage import text_fields
 
@@ -84,10 +84,10 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
     """
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
-    corpus = open_corpus(dataclasses.replace(keys, **whole, **no_model))
-    noun = "pairs" if keys.use_dpo else "chats"
-    print(f"{noun}      {corpus.description.partition(' to train on')[0]}")
-    (part, *_), console = corpus.train, Console(highlight=False)
+    sources = open_sources(dataclasses.replace(keys, **whole, **no_model))
+    (part, *_), console = sources.train, Console(highlight=False)
+    total = sum(len(part.items) for part in sources.train)
+    print(f"{part.noun}      {files}: {total} {part.noun}")
     for index in _spread(len(part.items), _DOCUMENTS):
         document, texts = part.items[index], part.items.texts(index)
         console.print(Text(_headline(index, document, keys.use_dpo), "bold"))

@@ -19,7 +19,7 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
-from maxramp.data.rows import Corpus
+from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take

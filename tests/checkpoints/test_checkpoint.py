@@ -20,7 +20,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.arrays import compare, load, restore, stored_arrays
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
-from maxramp.data.rows import DataIdentity
+from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records

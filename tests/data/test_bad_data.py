@@ -14,7 +14,8 @@ from test_bad_input import execute, keys
 from test_formats import example, write_array_record, write_megatron, write_parquet, write_zstd
 
 from maxramp import prepare
-from maxramp.data.opening import open_corpus, open_rows
+from maxramp.data.opening import open_rows
+from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 
 pytest.importorskip("tokenizers")
@@ -318,7 +319,7 @@ def test_one_line(name, f):
     if not any(argument.startswith("vocab_size=") for argument in given):
         given.append("vocab_size=320")
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config(*given).data)
+        open_sources(make_config(*given).data)
     check_line(str(caught.value), names, f)
 
 
@@ -396,7 +397,7 @@ def test_a_package_that_is_not_installed(package, f, monkeypatch):
         ConfigError, match=f"needs the package {package}: python -m pip install "
     ) as caught:
         given = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
-        open_corpus(make_config(*given, "vocab_size=320").data)
+        open_sources(make_config(*given, "vocab_size=320").data)
     check_line(str(caught.value), ("'.[data]'",), f)
 
 
@@ -470,4 +471,4 @@ def test_good_files_are_not_refused(f):
     cases.append(grain(f"{f}/good.jsonl,1;{f}/good.parquet,2"))
     for arguments, _ in cases:
         config = make_config(*arguments, "vocab_size=320")
-        assert len(open_corpus(config.data).train[0].items)
+        assert len(open_sources(config.data).train[0].items)

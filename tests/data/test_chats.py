@@ -9,7 +9,8 @@ from conftest import make_config
 
 from maxramp import prepare
 from maxramp.data.chats import messages
-from maxramp.data.opening import open_corpus, open_rows
+from maxramp.data.opening import open_rows
+from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
 
@@ -85,7 +86,7 @@ def chats_of(folder, records, *arguments, template=""):
     if template:
         (folder / "template.jinja").write_text(template)
         arguments += (f"chat_template={folder}/template.jinja",)
-    (part,) = open_corpus(data_keys(folder, *arguments).data).train
+    (part,) = open_sources(data_keys(folder, *arguments).data).train
     return part.items
 
 
@@ -288,7 +289,7 @@ def test_what_changes_the_text_changes_the_hash(folder):
     ):
         chats_of(folder, [GOOD], *given[1], template=given[0])
         extra = (f"chat_template={folder}/template.jinja",) if given[0] else ()
-        hashes.add(open_corpus(data_keys(folder, *given[1], *extra).data).hash)
+        hashes.add(open_sources(data_keys(folder, *given[1], *extra).data).train[0].hash)
     assert len(hashes) == 5
 
 
@@ -297,7 +298,7 @@ def test_json_that_is_no_lines(folder):
     for value in ([GOOD, GOOD], GOOD):
         (folder / "chats.jsonl").write_text(json.dumps(value, indent=1))
         with pytest.raises(ConfigError, match="line 1: is not JSON .*; JSON lines have an object"):
-            open_corpus(data_keys(folder).data)
+            open_sources(data_keys(folder).data)
 
 
 def test_parquet(folder):
@@ -326,7 +327,7 @@ def test_parquet(folder):
             *(folder, f"grain_train_files={folder}/chats.parquet", "max_target_length=999"),
             f"chat_template={folder}/template.jinja",
         )
-        (part,) = open_corpus(keys.data).train
+        (part,) = open_sources(keys.data).train
         for i in range(len(records)):
             assert part.items.texts(i) == lines.texts(i)
             np.testing.assert_array_equal(part.items[i].tokens, lines[i].tokens)
@@ -344,4 +345,4 @@ def test_a_mark_in_a_map_of_parquet(folder):
     column = arrow.array([said], messages_of)
     parquet.write_table(arrow.table({"messages": column}), folder / "chats.parquet")
     with pytest.raises(ConfigError, match="record 0: a message holds </s>"):
-        open_corpus(data_keys(folder, f"grain_train_files={folder}/chats.parquet").data)
+        open_sources(data_keys(folder, f"grain_train_files={folder}/chats.parquet").data)

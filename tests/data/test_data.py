@@ -8,9 +8,10 @@ import pytest
 from conftest import make_config, make_mesh, numpy_fingerprint
 
 from maxramp.data.loader import Loader
-from maxramp.data.opening import open_corpus
+from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import StreamRows
+from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
@@ -35,7 +36,8 @@ def small(texts, *arguments, devices=8):
 
 def make_loader(config, first_step=0):
     """A loader of the whole corpus in this process, and its ramp."""
-    corpus, ramp = open_corpus(config.data), RampupBatchManager(config.batch)
+    corpus = open_rows(config.data, config.reading, True)
+    ramp = RampupBatchManager(config.batch)
     given = config.data, config.reading, config.evaluation
     return Loader(*given, corpus, ramp, Expansion(make_mesh(config), 1), first_step), ramp
 
@@ -73,7 +75,7 @@ def test_rows_overlap_by_the_token_they_predict():
 
 def test_documents_are_whole_and_marked(texts):
     config = small(texts)
-    corpus = open_corpus(config.data)
+    corpus = open_sources(config.data)
     tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out[0].items._tokens])
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
@@ -87,24 +89,24 @@ def test_documents_are_whole_and_marked(texts):
 
 def test_corpus_depends_on_the_files_alone(texts, tmp_path):
     """Another folder, another order of creation: the same rows; one changed byte: another hash."""
-    first = open_corpus(small(texts).data)
+    first = open_sources(small(texts).data).train[0].hash
     copy = tmp_path / "copy"
     for path in sorted(texts.rglob("*.txt"), reverse=True):
         target = copy / path.relative_to(texts)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     (copy / ".hidden").write_text("not read")
-    assert open_corpus(small(copy).data).hash == first.hash
-    assert open_corpus(small(f"{copy}/**/*.txt").data).hash == first.hash
+    assert open_sources(small(copy).data).train[0].hash == first
+    assert open_sources(small(f"{copy}/**/*.txt").data).train[0].hash == first
     target.write_bytes(target.read_bytes()[:-1] + b"!")
-    assert open_corpus(small(copy).data).hash != first.hash
+    assert open_sources(small(copy).data).train[0].hash != first
 
 
 def test_standard_library_is_there():
     keys = make_config("max_target_length=128").data
-    corpus = open_corpus(keys)
+    corpus = open_sources(keys)
     assert len(corpus.train[0].items) > 10_000 and len(corpus.held_out[0].items) > 100
-    assert open_corpus(keys).hash == corpus.hash
+    assert open_sources(keys).train[0].hash == corpus.train[0].hash
 
 
 SPLITS = {
@@ -144,12 +146,12 @@ def test_rows_do_not_depend_on_the_batch_sizes(texts):
 
 
 def test_an_epoch_holds_every_row_once(texts):
-    count = len(open_corpus(small(texts).data).train[0].items)
+    count = len(open_sources(small(texts).data).train[0].items)
     keys = ("enable_rampup_batch_size=False", "per_device_batch_size=1", "num_epoch=3")
     config = small(texts, *keys, f"steps={3 * count // 8}")
     rows = np.concatenate(read_run(config)[0])
     epochs = [sorted(map(bytes, rows[e * count : (e + 1) * count])) for e in range(2)]
-    items = open_corpus(config.data).train[0].items
+    items = open_sources(config.data).train[0].items
     assert epochs[0] == epochs[1] == sorted(map(bytes, iter_rows(items)))
     assert not np.array_equal(rows[:count], rows[count : 2 * count])  # shuffled anew
     other = np.concatenate(read_run(small(texts, "data_shuffle_seed=1"))[0])
@@ -163,7 +165,7 @@ def iter_rows(source):
 def test_unshuffled_rows_follow_the_text(texts):
     config = small(texts, "enable_data_shuffling=False")
     rows = np.concatenate(read_run(config)[0])
-    items = open_corpus(config.data).train[0].items
+    items = open_sources(config.data).train[0].items
     np.testing.assert_array_equal(rows, list(iter_rows(items))[: len(rows)])
 
 
@@ -171,7 +173,7 @@ def test_unshuffled_rows_follow_the_text(texts):
 def test_evaluation_drops_no_row(texts, arguments):
     """Every held-out row once; what fills the last batch is padding and nothing else."""
     config = small(texts, *arguments)
-    held_out = open_corpus(config.data).held_out[0].items
+    held_out = open_sources(config.data).held_out[0].items
     rows = np.concatenate(read_run(config)[1])
     is_padding = (rows == -1).all(axis=1)
     assert (rows[~is_padding] >= 0).all() and len(held_out) % 16  # the last batch is not full
@@ -190,12 +192,12 @@ def test_an_evaluation_is_of_the_same_rows_on_any_devices(texts):
 
 def test_synthetic_rows_are_a_function_of_seed_and_row():
     keys = make_config("dataset_type=synthetic").data
-    first, second = open_corpus(keys).train[0].items, open_corpus(keys).train[0].items
+    first, second = open_sources(keys).train[0].items, open_sources(keys).train[0].items
     np.testing.assert_array_equal(first[10**9].tokens, second[10**9].tokens)
     row = first[0].tokens
     assert row.shape == (17,) and row.max() < keys.vocab_size
     assert not np.array_equal(row, first[1].tokens)
-    assert not np.array_equal(row, open_corpus(keys).held_out[0].items[0].tokens)
+    assert not np.array_equal(row, open_sources(keys).held_out[0].items[0].tokens)
 
 
 def test_too_few_rows_say_what_would_do(texts):

@@ -7,8 +7,9 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
-from maxramp.data.opening import open_corpus, open_rows
-from maxramp.data.rows import Corpus
+from maxramp.data.corpus import Sources
+from maxramp.data.opening import open_rows
+from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import evaluation_from_sums, numbers_of, read_records, tag_of
 from maxramp.run.picture import figure_of
@@ -44,9 +45,9 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
     train = found.pop(f"{files}/train.jsonl")
     assert train == set("abc") and found == {"code": set("fgh"), "wiki": set("de")}
     assert "12 documents to train on and 20 held out in code, wiki" in corpus.description
-    unread = Corpus.from_summary(json.loads(json.dumps(corpus.summary)))
-    sizes = {part.name: len(part.items) for part in corpus.held_out}
-    assert {part.name: len(part.items) for part in unread.held_out} == sizes
+    told = json.loads(json.dumps(open_sources(config.data).summary))
+    unread = {part.name: len(part.items) for part in Sources.from_summary(told).held_out}
+    assert unread == {"code": 12, "wiki": 8}
     other = make_config(*keys(files, sets_of(files, "code", "wiki")))  # in another order
     assert open_rows(other.data, other.reading, True).hash == corpus.hash
     renamed = f"eval_sets={{code: {files}/wiki.jsonl, wiki: {files}/code.jsonl}}"
@@ -69,7 +70,7 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
 def test_what_is_wrong_is_one_line(files, given, parts):
     base = [x for x in keys(files) if not given.startswith("dataset_type")]
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config(*base, sets_of(files, "wiki"), given).data)
+        open_sources(make_config(*base, sets_of(files, "wiki"), given).data)
     line = str(caught.value)
     assert all(part in line for part in parts) and "\n" not in line, line
 

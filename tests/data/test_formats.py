@@ -1,6 +1,7 @@
 """Files of documents and tokens, read as what independent writers put into them."""
 
 import base64
+import dataclasses
 import gzip
 import io
 import json
@@ -15,11 +16,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from conftest import make_config
 
 from maxramp.data import tokenizers
+from maxramp.data.corpus import Sources
 from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
-from maxramp.data.mixture import parse
-from maxramp.data.opening import open_corpus
-from maxramp.data.rows import Corpus, StreamRows
+from maxramp.data.rows import StreamRows
+from maxramp.data.sources import open_sources, parse_mixture
 from maxramp.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]
@@ -355,9 +356,9 @@ def test_marks_named_beside_the_tokenizer(models, tmp_path):
 # --- The corpus --------------------------------------------------------------------------------
 
 
-def corpus(files, *arguments: str) -> Corpus:
+def corpus(files, *arguments: str) -> Sources:
     given = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
-    return open_corpus(make_config("dataset_type=grain", *given, *arguments).data)
+    return open_sources(make_config("dataset_type=grain", *given, *arguments).data)
 
 
 def test_documents_of_a_corpus(tmp_path):
@@ -366,7 +367,7 @@ def test_documents_of_a_corpus(tmp_path):
         write_file(tmp_path / name, "parquet", part)
     opened = corpus(f"{tmp_path}/*/*.parquet", "eval_fraction=0.1")
     (part,), held_out = opened.train, opened.held_out[0].items
-    assert opened.documents and len(part.items) + len(held_out) == len(TEXTS) == 205
+    assert part.noun == "documents" and len(part.items) + len(held_out) == len(TEXTS) == 205
     got = [part.items[i].tokens for i in range(len(part.items))]
     got += [held_out[i].tokens for i in range(len(held_out))]
     assert [bytes(ids[1:-1].astype(np.uint8)).decode() for ids in got] == TEXTS
@@ -387,20 +388,20 @@ def test_a_mixture_keeps_its_weights(tmp_path):
         write_file(tmp_path, kind, TEXTS)
     opened = corpus(f"{tmp_path}/*.jsonl,0.75;{tmp_path}/*.gz,0.25")
     assert [part.weight for part in opened.train] == [0.75, 0.25]
-    assert parse("k", "a,b*,2; c,1e-3") == [("a,b*", 2.0), ("c", 1e-3)]
-    assert parse("k", "a*") == [("a*", 1.0)]
+    assert parse_mixture("k", "a,b*,2; c,1e-3") == [("a,b*", 2.0), ("c", 1e-3)]
+    assert parse_mixture("k", "a*") == [("a*", 1.0)]
 
 
 def test_rows_of_records_and_of_streams(tmp_path):
     rows = [list(range(i, i + 17)) for i in range(50)]
     path = write_file(tmp_path, "arrayrecord", rows)
     opened = corpus(path, "tokenize_train_data=False", "eval_fraction=0", "eval_interval=-1")
-    assert not opened.documents
+    assert opened.train[0].noun == "rows"
     assert [opened.train[0].items[i].tokens.tolist() for i in range(50)] == rows
     stream = write_megatron(tmp_path / "m", [[row] for row in rows])
     keys = ("separate_documents=False", "eval_fraction=0", "eval_interval=-1")
     opened = corpus(tmp_path / "m", *keys)  # by the name that both files share
-    assert not opened.documents and len(opened.train[0].items) == (len(stream) - 1) // 16
+    assert len(opened.train[0].items) == (len(stream) - 1) // 16
     assert opened.train[0].items[3].tokens.tolist() == stream[48:65]
     elsewhere = pickle.dumps(opened.train[0].items)
     assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tokens.tolist() == stream[48:65]
@@ -408,7 +409,7 @@ def test_rows_of_records_and_of_streams(tmp_path):
 
 def test_the_hash_is_of_the_tokens(tmp_path):
     def hashed(folder, texts, kind="jsonl", *arguments):
-        return corpus(write_file(tmp_path / folder, kind, texts), *arguments).hash
+        return corpus(write_file(tmp_path / folder, kind, texts), *arguments).train[0].hash
 
     first = hashed("a", TEXTS)
     assert hashed("elsewhere", TEXTS) == first
@@ -425,15 +426,16 @@ def test_the_hash_is_of_where_documents_begin(tmp_path):
         write_megatron(tmp_path / name / "m", [[tokens[:border]], [tokens[border:]]])
     a, b = (corpus(tmp_path / name / "m", "tokenize_train_data=False") for name in "ab")
     assert (tmp_path / "a/m.bin").read_bytes() == (tmp_path / "b/m.bin").read_bytes()
-    assert a.hash != b.hash
+    assert a.train[0].hash != b.train[0].hash
 
 
-def test_a_summary_stands_for_a_corpus(tmp_path):
-    """What a process that opens nothing is told: sizes and hash, as JSON."""
+def test_what_a_process_that_opens_nothing_is_told(tmp_path):
+    """All but the items, as JSON."""
     opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
-    received = Corpus.from_summary(json.loads(json.dumps(opened.summary)))
+    received = Sources.from_summary(json.loads(json.dumps(opened.summary)))
     assert received.summary == opened.summary
-    assert len(received.train[0].items) == len(opened.train[0].items) and received.documents
+    for ours, part in ((received.train, opened.train), (received.held_out, opened.held_out)):
+        assert ours == [dataclasses.replace(part[0], items=range(len(part[0].items)))]
 
 
 @pytest.mark.parametrize(
@@ -441,5 +443,5 @@ def test_a_summary_stands_for_a_corpus(tmp_path):
 )
 def test_no_mixture(value):
     with pytest.raises(ConfigError) as caught:
-        parse("grain_train_files", value)
+        parse_mixture("grain_train_files", value)
     assert value in str(caught.value)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp.data.corpus import Corpus, Part
 from maxramp.data.loader import Loader
-from maxramp.data.opening import open_corpus
+from maxramp.data.opening import open_rows
 from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
 from maxramp.data.row import Row
-from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -45,7 +45,7 @@ def loading(keys, ramp, first_step=0, corpus=None):
         keys.data,
         keys.reading,
         keys.evaluation,
-        corpus or open_corpus(keys.data),
+        corpus or open_rows(keys.data, keys.reading, True),
         ramp,
         Expansion(make_mesh(keys), 1),
         first_step,

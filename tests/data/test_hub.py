@@ -14,7 +14,7 @@ from test_prepare import content, documents
 from maxramp import prepare as prepare_lib
 from maxramp.data import hub, tokenizers
 from maxramp.data.hub import HubSet
-from maxramp.data.opening import open_corpus
+from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.handover.opening import open_model
 
@@ -55,10 +55,10 @@ def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
         assert prepare_lib.main(given) == 0
     assert content(tmp_path / "name") == content(tmp_path / "path")
     keys = ["dataset_type=grain", f"tokenizer_path={NAME}", "vocab_size=320", COLUMN]
-    items = open_corpus(make_config(*keys, f"grain_train_files={source}").data).train[0].items
+    items = open_sources(make_config(*keys, f"grain_train_files={source}").data).train[0].items
     assert items[3].tokens.tolist() == documents(tmp_path / "name")[3]
     of_set = make_config(*keys, f"grain_train_files={tmp_path}/name").data
-    assert "not used" not in open_corpus(of_set).description
+    assert "not used" not in open_sources(of_set).note
 
 
 @pytest.mark.parametrize(
@@ -136,15 +136,15 @@ def data_set(tmp_path, monkeypatch) -> list[str]:
 def test_a_data_set_by_name(data_set, tmp_path):
     """Trained on as it is, or prepared: the documents of the split, in order."""
     keys = ["dataset_type=hf", "vocab_size=264", *data_set]
-    opened = open_corpus(make_config(*keys, "hf_eval_split=test").data)
+    opened = open_sources(make_config(*keys, "hf_eval_split=test").data)
     items = opened.train[0].items
-    assert (len(items), len(opened.held_out[0].items)) == (len(TEXTS), 9) and opened.documents
+    assert (len(items), len(opened.held_out[0].items)) == (len(TEXTS), 9)
     expected = [[256, *text.encode(), 257] for text in TEXTS]
     assert [items[i].tokens.tolist() for i in range(len(items))] == expected
     given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
     assert prepare_lib.main(given) == 0
     assert documents(tmp_path / "set") == expected
-    tenth = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
+    tenth = open_sources(make_config(*keys, "eval_fraction=0.1").data)
     assert len(tenth.held_out[0].items) == round(0.1 * len(TEXTS))
 
 
@@ -182,7 +182,7 @@ def test_no_such_data_set_is_one_line(data_set):
         (["train_data_columns=[text]"], "has no text, but body, id"),
     ):
         with pytest.raises(ConfigError) as caught:
-            open_corpus(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
+            open_sources(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
         line = str(caught.value)
         assert line.startswith("hf_path=") and said in line and "\n" not in line
 

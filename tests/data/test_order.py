@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, environment, make_config
 
+from maxramp.data.corpus import Corpus, Part
 from maxramp.data.loader import check_enough
 from maxramp.data.order import Interleaving, RunRows
 from maxramp.data.prefetch import ReadAhead
-from maxramp.data.rows import Corpus, Part
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 

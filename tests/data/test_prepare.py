@@ -22,7 +22,7 @@ from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
 from maxramp.data.files import prepared
-from maxramp.data.opening import open_corpus
+from maxramp.data.sources import open_sources
 
 pytest.importorskip("tokenizers")
 
@@ -87,19 +87,19 @@ def test_rows_of_a_set_are_its_stream(tmp_path):
         folder = tmp_path / f"set{megabytes}"
         prepare(source, "--output", folder, "--shard_megabytes", megabytes, COLUMN)
         keys = ("dataset_type=grain", f"grain_train_files={folder}", "vocab_size=264")
-        opened = open_corpus(make_config(*keys, "eval_fraction=0.1").data)
+        opened = open_sources(make_config(*keys, "eval_fraction=0.1").data)
         rows, held_out = opened.train[0].items, opened.held_out[0].items
-        assert not opened.documents and len(rows) + len(held_out) == (len(stream) - 1) // 16
+        assert len(rows) + len(held_out) == (len(stream) - 1) // 16
         for i in (0, 1, len(rows) // 2, len(rows) - 1):
             assert rows[i].tokens.tolist() == stream[i * 16 : i * 16 + 17]
         last = len(held_out) - 1
         assert held_out[last].tokens[0] == stream[(len(rows) + last) * 16]
-        hashes.add(opened.hash)
+        hashes.add(opened.train[0].hash)
         for path in folder.iterdir():
             with fsspec.open(f"memory://{folder.name}/{path.name}", "wb") as copy:
                 copy.write(path.read_bytes())
         remote = f"grain_train_files=memory://{folder.name}"
-        far = open_corpus(make_config(keys[0], remote, keys[2]).data)
+        far = open_sources(make_config(keys[0], remote, keys[2]).data)
         np.testing.assert_array_equal(far.train[0].items[7].tokens, rows[7].tokens)
     assert len(hashes) == 1
     output = (f"base_output_directory={tmp_path}", "run_name=run", "log_period=1")

@@ -10,7 +10,8 @@ from jobs import start_until
 from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.files import prepared
-from maxramp.data.opening import open_corpus, open_rows
+from maxramp.data.opening import open_rows
+from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import read_records
 
@@ -134,7 +135,7 @@ def test_what_is_wrong_is_one_line(folder):
         ("text", [], "use_sft", ["use_sft=True reads chats", "holds rows or tokens"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            open_corpus(make_config(*keys(folder, source, *given, reads=reads)).data)
+            open_sources(make_config(*keys(folder, source, *given, reads=reads)).data)
         line = str(caught.value)
         assert all(part in line for part in parts) and "\n" not in line, line
     (folder / "set" / "shard-00000.targets.bin").write_bytes(b"")

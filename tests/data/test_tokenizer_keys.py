@@ -12,7 +12,7 @@ from maxramp import prepare
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.data.files import prepared
-from maxramp.data.opening import open_corpus
+from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 
 hf = pytest.importorskip("tokenizers")
@@ -71,7 +71,7 @@ def test_a_set_keeps_how_its_marks_were_made(split, f, tmp_path):
 def test_documents_are_tokenized_by_it(f):
     keys = ("dataset_type=grain", f"grain_train_files={f}/jsonl.jsonl", COLUMN, "vocab_size=448")
     keys += (f"tokenizer_path={f}/one/tokenizer.json", "add_bos=False", "add_eos=False")
-    items = open_corpus(make_config(*keys).data).train[0].items
+    items = open_sources(make_config(*keys).data).train[0].items
     ids = hf.Tokenizer.from_file(f"{f}/one/tokenizer.json").encode(TEXTS[20]).ids
     assert items[20].tokens.tolist() == ids and len(ids) < len(TEXTS[20]) / 2
 
@@ -155,17 +155,17 @@ def check(caught, names, f):
 def test_sets_of_another_tokenizer(keys, names, f):
     given = [key.replace("{f}", str(f)) for key in keys]
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config("dataset_type=grain", "vocab_size=448", *given).data)
+        open_sources(make_config("dataset_type=grain", "vocab_size=448", *given).data)
     check(caught, names, f)
 
 
 def test_sets_of_the_same_tokenizer(f):
     shutil.copytree(f / "set_one", f / "copy", dirs_exist_ok=True)
     keys = ("dataset_type=grain", "vocab_size=448", f"tokenizer_path={f}/one/tokenizer.json")
-    opened = open_corpus(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1").data)
-    assert "not used" not in opened.description
+    opened = open_sources(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1").data)
+    assert "not used" not in opened.note
     keys = ("dataset_type=grain", "vocab_size=448", f"grain_train_files={f}/megatron,1;{f}/copy,1")
-    assert len(open_corpus(make_config(*keys).data).train) == 2  # nobody knows of Megatron's
+    assert len(open_sources(make_config(*keys).data).train) == 2  # nobody knows of Megatron's
 
 
 def test_what_is_not_used_is_said(f):
@@ -174,8 +174,8 @@ def test_what_is_not_used_is_said(f):
     megatron = ("dataset_type=grain", f"grain_train_files={f}/megatron", "vocab_size=448")
     megatron += ("eval_interval=-1",)
     for keys in (("dataset_type=synthetic",), megatron):
-        assert f"{path} is not used" in open_corpus(make_config(*keys, path).data).description
-        assert "not used" not in open_corpus(make_config(*keys).data).description
+        assert f"{path} is not used" in open_sources(make_config(*keys, path).data).note
+        assert "not used" not in open_sources(make_config(*keys).data).note
     maxtexts = "tokenizer_path=assets/tokenizer.llama2"
     assert make_config("dataset_type=synthetic", maxtexts).data.tokenizer_type == "bytes"
 

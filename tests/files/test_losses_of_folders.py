@@ -11,7 +11,7 @@ from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.saving import Saves
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
-from maxramp.data.rows import DataIdentity
+from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
 from maxramp.files.run_folder import Mirror

@@ -10,7 +10,7 @@ from conftest import make_config, make_mesh, run
 
 from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
-from maxramp.data.rows import DataIdentity
+from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer
 from maxramp.generation.text import AnswerText

@@ -7,7 +7,7 @@ from conftest import make_config
 from rich.console import Console
 
 from maxramp import prepare as prepare_lib
-from maxramp.data.opening import open_corpus
+from maxramp.data.sources import open_sources
 from maxramp.run import inspection
 
 LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'
@@ -73,6 +73,6 @@ def test_a_name_may_have_any_character(tmp_path, capsys):
         *_, line = capsys.readouterr().out.splitlines()
         (key,) = (word for word in shlex.split(line) if word.startswith("grain_train_files="))
         keys = ("dataset_type=grain", key, "max_target_length=8", "eval_interval=-1")
-        assert len(open_corpus(make_config(*keys).data).train[0].items) == 2
+        assert len(open_sources(make_config(*keys).data).train[0].items) == 2
     assert prepare_lib.main(["in.jsonl", "--output", "a;b"]) == 2
     assert "--output a;b: a ; ends an entry of grain_train_files" in capsys.readouterr().err

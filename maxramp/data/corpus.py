@@ -1,0 +1,101 @@
+"""What a run trains on and is evaluated on: sources, and the rows that are made of them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxramp.data.row import Row
+from maxramp.data.rows import Document
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An entry of a mixture, or a held-out set: rows, or documents that become rows.
+
+    Items are read when they are asked for, and the same whoever asks. A process that reads nothing
+    has a range in their place, which has a length.
+    """
+
+    name: str  # "" of the only held-out set
+    weight: float  # its share of the items, relative to the others'; 0 = only in later mixtures
+    items: Sequence[Row] | Sequence[Document]
+    hash: str = ""  # of everything that its rows are made of; "" where the train parts' say it
+    noun: str = "rows"  # what its items are
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What the keys of the data name, opened: all rows, or all documents."""
+
+    train: Sequence[Part]
+    held_out: Sequence[Part]  # without items where nothing is held out
+    note: str = ""  # behind the description
+    packed: bool = False  # rows say where documents begin, which do not see each other
+
+    @property
+    def summary(self) -> list[Any]:
+        """All of it as JSON, the items by their number: what a process that reads nothing needs."""
+        parts = [
+            [dataclasses.astuple(dataclasses.replace(x, items=len(x.items))) for x in parts]
+            for parts in (self.train, self.held_out)
+        ]
+        return [*parts, self.note, self.packed]
+
+    @classmethod
+    def from_summary(cls, summary: list[Any]) -> "Sources":
+        """The sources of a process that reads nothing."""
+        *parts, note, packed = summary
+        parts = [
+            [dataclasses.replace(part, items=range(part.items)) for part in (Part(*x) for x in of)]
+            for of in parts
+        ]
+        return cls(*parts, note, packed)
+
+
+def hash_of(value: Any) -> str:
+    """A short hash of a value that its `repr` says all about."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataIdentity:
+    """What tells a run's data from other data; as JSON."""
+
+    hash: str  # equal hash, equal rows
+    # Name, weight and hash of each part of the first mixture, and of what is held out.
+    parts: Sequence[Any] = ()
+    # Of the mixtures after the first: first row, and the same of each part that they have.
+    mixtures: Sequence[Any] = ()
+    # What the numbers of evaluations depend on but the weights, by the first word of their names
+    # ("eval", "task"): those of equal hashes compare.
+    evaluations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The rows to train on and those held out, with what identifies them."""
+
+    train: Sequence[Part]
+    held_out: Sequence[Part]  # without a row where nothing is held out
+    description: str  # one line for a person
+    packed: bool = False  # rows say where documents begin, which do not see each other
+    # (first row, weight of each part of `train`) of the mixtures after the first
+    later: Sequence[tuple[int, Sequence[float]]] = ()
+
+    @property
+    def hash(self) -> str:
+        """Of the first mixture and what is held out: equal hash, equal rows."""
+        return self.identity({}).hash
+
+    def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
+        """What identifies it, with what evaluations on it depend on besides."""
+        train = [[part.name, part.weight, part.hash] for part in self.train]
+        parts = [part for part in train if part[1]]
+        parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]
+        hashed = [part[1:] for part in parts], [part.name for part in self.held_out]
+        mixtures = [
+            [first, [[x[0], weight, x[2]] for x, weight in zip(train, of, strict=True) if weight]]
+            for first, of in self.later
+        ]
+        return DataIdentity(hash_of(hashed), parts, mixtures, evaluations)
