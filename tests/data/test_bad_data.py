@@ -349,12 +349,12 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
 
 @pytest.mark.parametrize("name", list(CASES)[::4])
 def test_nothing_is_trained(name, f, tmp_path):
-    """As a real run: exit status 2, the line and nothing else, no step and no checkpoint."""
+    """As a run, one of them as a process: exit status 2 and the line, no step, no checkpoint."""
     arguments, names = CASES[name]
     given = [argument.replace("{f}", str(f)) for argument in arguments]
     if not any(argument.startswith("vocab_size=") for argument in given):
         given.append("vocab_size=320")
-    outcome = execute(keys(" ".join(given)), f, tmp_path / "run")
+    outcome = execute(keys(" ".join(given)), f, tmp_path / "run", started=name == list(CASES)[0])
     assert outcome.status == 2, outcome.stderr
     assert outcome.stderr.startswith("error: ") and outcome.stdout == "" and not outcome.trained
     check_line(outcome.stderr.removesuffix("\n"), names, f)
@@ -365,7 +365,7 @@ def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
     """Files are too large to read before training: their rows are looked at as they come."""
     given = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
     case = keys(f"{given} enable_data_shuffling=False steps=40 per_device_batch_size=50")
-    outcome = execute(case, f, tmp_path / "run", limited=False)
+    outcome = execute(case, f, tmp_path / "run", started=True, limited=False)
     assert outcome.status == 2
     names = ("{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
     check_line(outcome.stderr.removesuffix("\n"), names, f)

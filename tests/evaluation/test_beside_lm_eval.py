@@ -5,11 +5,11 @@ import json
 import pytest
 from conftest import command, run
 from jobs import finish, start
+from later import Later
 from made_tasks import write_model, write_tasks
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("lm_eval")
-torch.set_num_threads(1)  # more of them wait for each other on a machine that does other things too
+torch = Later("torch")
+Later("lm_eval")
 pytestmark = pytest.mark.slow
 
 NAMES = ["made_choices", "made_open", "made_rolling", "made_writing"]
@@ -21,6 +21,7 @@ def offline():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_DATASETS_OFFLINE", "1")
+        torch.set_num_threads(1)  # more wait for each other on a machine that does other things
         yield
 
 

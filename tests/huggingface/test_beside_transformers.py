@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import batch_of, make_mesh
+from later import Later
 from opened import config_of, load, logits
 from small_models import CONFIGS, FEATURES, TOKENS_BT, tensors, write_file, write_folder
 
@@ -17,8 +18,8 @@ from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import state_of
 from maxramp.training.step import make_train_step
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = Later("torch")
+transformers = Later("transformers")
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5  # of the range of the logits

@@ -1,6 +1,7 @@
 """Chats beside TRL's training templates, and the loss on answers beside transformers."""
 
 import datetime
+import importlib.util
 import json
 import pathlib
 import re
@@ -8,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, run
+from later import Later
 from preference_pairs import write_tokenizer
 
 from maxramp.data import tokenizers as tokenizers_of_ours
@@ -15,13 +17,13 @@ from maxramp.data.chats import messages
 from maxramp.data.chats.template import ChatTemplate
 from maxramp.run.metrics import read_records
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-trl = pytest.importorskip("trl")
+torch = Later("torch")
+transformers = Later("transformers")
+trl = Later("trl")
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.slow
 
-TEMPLATES = pathlib.Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = pathlib.Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CHATS = {
     "turns": [

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_mesh
+from later import Later
 from opened import config_of, load
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from small_models import write_folder
@@ -17,10 +18,10 @@ from maxramp.huggingface.names import name_tensors
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.training.preferences import answer_log_probs, preference
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+torch = Later("torch")
+transformers = Later("transformers")
+trl = Later("trl")
+datasets = Later("datasets")
 pytestmark = pytest.mark.slow
 
 PAIRS = pairs()

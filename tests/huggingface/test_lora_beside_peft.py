@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import batch_of, make_mesh
+from later import Later
 from opened import logits
 from small_models import write_folder
 
@@ -19,9 +20,9 @@ from maxramp.model.adapters import is_adapter, merge_adapters, stored_part, with
 from maxramp.model.parts.weights import join_parts, part_of
 from maxramp.training.loss import next_token_prediction
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+torch = Later("torch")
+peft = Later("peft")
+transformers = Later("transformers")
 pytestmark = pytest.mark.slow
 
 TOKENS_BT = np.random.default_rng(0).integers(0, 40, (8, 24), dtype=np.int32)

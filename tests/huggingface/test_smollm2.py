@@ -8,14 +8,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import BASE, ROOT, batch_of, make_mesh, run
+from later import Later
 from opened import config_of, load, logits
 
 from maxramp.handover.opening import open_model
 from maxramp.run.metrics import read_records
 from maxramp.training.loss import next_token_prediction
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = Later("torch")
+transformers = Later("transformers")
 pytestmark = pytest.mark.slow
 
 PROMPT = "The capital of France is"

@@ -1,0 +1,52 @@
+"""Command lines in this process, for those that are refused: a start takes most of their time."""
+
+import contextlib
+import importlib
+import io
+import pathlib
+import subprocess
+import time
+import types
+from collections.abc import Mapping
+
+import jax
+import pytest
+
+
+def run_here(
+    *arguments: str,
+    module: str = "train",
+    devices: int = 1,
+    cwd: pathlib.Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    cpu_seconds: float | None = None,
+) -> subprocess.CompletedProcess:
+    """What `conftest.run` returns of a command that sees so many of this process's devices.
+
+    The command hears no signals, and its module does not run as `__main__`: there it only loads the
+    configuration once more, before the imports that take a second.
+    """
+    main = importlib.import_module(f"maxramp.{module}").main
+    here = jax.devices()[:devices]
+    deaf = types.SimpleNamespace(
+        say=print, begin=lambda several: None, reached=lambda after_step: False, ask=lambda: None
+    )
+    given = {"preemption": deaf} if module in ("train", "grpo") else {}
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        if cwd:
+            patch.chdir(cwd)
+        for name in ("devices", "local_devices"):
+            patch.setattr(jax, name, lambda: here)
+        for name in ("device_count", "local_device_count"):
+            patch.setattr(jax, name, lambda: devices)
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        begin = time.process_time()
+        status = main(list(arguments), **given)
+        taken = time.process_time() - begin
+    assert cpu_seconds is None or taken < cpu_seconds
+    return subprocess.CompletedProcess(arguments, status, printed.getvalue(), said.getvalue())
