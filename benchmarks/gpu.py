@@ -1,6 +1,7 @@
 """What one GPU makes of the trainer, in under ten minutes; needs an NVIDIA GPU.
 
 1. Does the attention kernel compute what plain products do, with documents in a row and without?
+   What does it take for packed rows, beside cuDNN with a mask and cuDNN without documents?
 2. MFU of each stage of a ramp, for the 1B and 3B Llama shapes, and what a stage's first step costs.
 3. The memory of those runs against the preflight's figure for the same GPU.
 4. A ramp of 200 steps that is killed and started again: the same rows, and how far the losses are
@@ -87,6 +88,46 @@ with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         found["largest deviation over the largest value" + name] = max(
             float(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
                   / jnp.abs(b.astype(jnp.float32)).max()) for a, b in pairs)
+print(json.dumps(found))
+"""
+TIMES = """
+import jax, jax.numpy as jnp, json, numpy as np, statistics, time
+from maxramp.model.parts.packed_attention import packed_attention
+random = np.random.default_rng(0)
+
+def milliseconds(f, *arrays):
+    f = jax.jit(f)
+    jax.block_until_ready(f(*arrays))
+    rounds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        jax.block_until_ready([f(*arrays) for _ in range(10)])
+        rounds.append((time.perf_counter() - began) * 100)
+    return statistics.median(rounds)
+
+found = []
+for tokens, rows, document in ((4096, 4, 512), (8192, 2, 512), (8192, 2, 4096), (32768, 1, 2048)):
+    q, k, v = (
+        jnp.asarray(random.normal(size=(rows, tokens, heads, 128)), jnp.bfloat16)
+        for heads in (32, 8, 8)
+    )
+    begins = random.random((rows, tokens)) < 1 / document
+    begins[:, 0] = True
+    start = jnp.asarray(np.maximum.accumulate(np.where(begins, np.arange(tokens), 0), 1), jnp.int32)
+    cudnn = lambda q, k, v, mask=None: jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    def masked(q, k, v):
+        return cudnn(q, k, v, (start[:, :, None] == start[:, None, :])[:, None])
+    ways = {"packed": lambda q, k, v: packed_attention(q, k, v, start), "masked": masked, "whole": cudnn}
+    if tokens > 8192:
+        del ways["masked"]
+    line = {"tokens": tokens, "rows": rows, "document": document}
+    for name, attend in ways.items():
+        line[name] = milliseconds(attend, q, k, v)
+        gradient = jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+        line[name + " and gradient"] = milliseconds(gradient, q, k, v)
+    found.append(line)
+    print(line, flush=True)
 print(json.dumps(found))
 """
 TRAIN = """
@@ -226,6 +267,10 @@ def main() -> None:
     printed = subprocess.check_output([sys.executable, "-c", EQUALITY], text=True, cwd=ROOT)
     figures: dict = {"attention": json.loads(printed.splitlines()[-1]), "models": {}}
     print("attention: cudnn_flash against dot_product,", figures["attention"], flush=True)
+    printed = subprocess.check_output([sys.executable, "-c", TIMES], text=True, cwd=ROOT)
+    figures["attention of packed rows, ms"] = json.loads(printed.splitlines()[-1])
+    print(printed, flush=True)
+    save(arguments.json, figures, [device])
     for model in MODELS:
         found, used = stages(model, arguments.keys, peak)
         foreseen = max(s["memory_gib"]["peak"] for s in preflight(model, arguments.keys, kind))
