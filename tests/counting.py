@@ -1,14 +1,14 @@
 """A family whose layers make sums that are known by hand: what stands beside a pass's output."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.families.family import Family
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.layers import Layer, Pattern, Sight
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import PreNormBlock
-from maxramp.model.parts.rotary import Rope
+from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 
 ROPE = Rope(10_000.0)
 LAYER = {
@@ -39,5 +39,10 @@ class Counting(PreNormBlock):
 def stand_in(monkeypatch, layers: int) -> None:
     """Makes `decoder_block=llama2` a family of so many such layers."""
     pattern = Pattern((Layer("counting", **LAYER),), layers)
-    family = Family(lambda keys: pattern, {"counting": Counting}, {})
+    family = dataclasses.replace(
+        FAMILIES["llama2"],
+        pattern=lambda keys: pattern,
+        blocks=lambda: {"counting": Counting},
+        tensors={},
+    )
     monkeypatch.setitem(FAMILIES, "llama2", family)

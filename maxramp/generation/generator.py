@@ -26,7 +26,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
-from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, CACHE_BKSh, without_axis
+from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, without_axis
 
 _FEWEST_TOKENS = 16  # of a shape
 
@@ -247,10 +247,8 @@ class Generator:
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
         """Caches of `slots` slots, with the first `length` tokens of every row in them."""
         model, keys = self._structure.unflatten(weights), self._keys
-        shape = (len(rows.lengths_B), keys.base_num_kv_heads, length, keys.head_dim)
-        nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
-        empty = Cache(nothing, nothing, jnp.zeros_like(rows.lengths_B))
-        _, caches = model.read(rows.tokens_BS[:, :length], [empty] * len(model.layers), keys)
+        empty = [block.empty_cache(len(rows.lengths_B), length, keys) for block in model.layers]
+        _, caches = model.read(rows.tokens_BS[:, :length], empty, keys)
         return tuple(cache.grown(slots) for cache in caches)
 
     def _write(

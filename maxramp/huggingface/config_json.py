@@ -6,21 +6,10 @@ from typing import Any
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.keys.section import refuse
-from maxramp.model.keys import FAMILY_KEYS, ModelKeys
+from maxramp.model.families.table import FAMILIES
+from maxramp.model.keys import ModelKeys
 
-# By `decoder_block`: `model_type`, the class that opens it, and what transformers takes where
-# config.json does not say.
-_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama2": ("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
-    "mistral": (
-        "mistral",
-        "MistralForCausalLM",
-        {"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
-}
-_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 
 _SIZES = {
     "base_emb_dim": "hidden_size",
@@ -64,14 +53,14 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
       ConfigError: the model is none of ours, or the file does not say what it is.
     """
-    families = {theirs: ours for ours, (theirs, *_) in _FAMILIES.items()}
+    families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ConfigError(
             f"{where}: model_type={kind} is no family that is built here; there are "
             f"{', '.join(families)}"
         )
-    family = families[kind]
+    family = FAMILIES[families[kind]]
     refuse(
         (
             values.get(name) not in (None, nothing),
@@ -80,7 +69,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         for name, nothing in _NOTHING.items()
         if name in values
     )
-    values = {**_OF_ALL, **_FAMILIES[family][2], **values}
+    values = {**_DEFAULTS, **family.released.defaults, **values}
     heads = _key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
@@ -94,16 +83,13 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: hidden_act={activation} is not supported; there are {', '.join(activations)}"
         )
-    of_family = dict.fromkeys(FAMILY_KEYS[family], True)
-    if "sliding_window_size" in of_family:
-        values["sliding_window"] = values["sliding_window"] or 0
-        of_family["sliding_window_size"] = _key(
-            "sliding_window_size", "sliding_window", values, where
-        )
+    own = family.released.names
+    values |= {theirs: values.get(theirs) or 0 for theirs in own.values()}
+    names = {**_SIZES, **own}
     return {
-        "decoder_block": family,
-        **{ours: _key(ours, theirs, values, where) for ours, theirs in _SIZES.items()},
-        **of_family,
+        "decoder_block": families[kind],
+        **dict.fromkeys(family.keys, True),
+        **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
         "mlp_activations": [activations[activation], "linear"],
         **_rope_keys(values, where),
     }
@@ -156,12 +142,12 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
             f"mlp_activations={list(keys.mlp_activations)} is in no model of transformers; there "
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
-    kind, architecture, _ = _FAMILIES[keys.decoder_block]
+    released = FAMILIES[keys.decoder_block].released
     longest = max(keys.max_target_length, came_in.get("max_position_embeddings") or 0)
     written = {theirs: getattr(keys, ours) for ours, theirs in _SIZES.items()}
     values = {
-        "architectures": [architecture],
-        "model_type": kind,
+        "architectures": [released.architecture],
+        "model_type": released.model_type,
         **came_in,
         **written,
         "max_position_embeddings": longest,
@@ -177,6 +163,4 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
         if keys.rope_type == "llama3.1":
             scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}
             values["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    if keys.decoder_block == "mistral":
-        values["sliding_window"] = keys.sliding_window_size or None
-    return values
+    return values | {theirs: getattr(keys, ours) or None for ours, theirs in released.names.items()}

@@ -33,6 +33,7 @@ class Decoder(nnx.Module):
         V, D, L = keys.vocab_size, keys.base_emb_dim, keys.base_num_decoder_layers
         embedding, head, of_layers = jax.random.split(key, 3)
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
+        blocks = family.blocks()
         # Static fields are compared at every call of a compiled step: a few, and small ones.
         self.pattern = family.pattern(keys)  # the layers, in the order in which a row meets them
         self.head_dim = keys.head_dim
@@ -42,7 +43,7 @@ class Decoder(nnx.Module):
         )
         keys_L, stacks = jax.random.split(of_layers, L), {}
         for kind in self.pattern.kinds:
-            born = functools.partial(family.blocks[kind], keys)
+            born = functools.partial(blocks[kind], keys)
             if keys.lora_rank:
                 born = adapters.add_adapters(born, kind, keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]

@@ -1,88 +1,25 @@
-"""Layers one after the other: in which order, what each is, and stacks of their weights by kind.
+"""Layers one after the other, from stacks of their weights by kind.
 
 Shapes: B rows, T tokens, D model width, L layers of a stack, l layers that run here.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
+from maxramp.model.parts import rotary
 from maxramp.model.parts.attention import CONTEXT, Rule
 from maxramp.model.parts.aux import Aux, join_layers
 from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.rotary import Rope
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
+from maxramp.model.pattern import Layer, Pattern, Rope
 from maxramp.parallel.sharding import X_BTD
 from maxramp.stage import SightKeys
-
-
-class Sight(NamedTuple):
-    """What the tokens of a layer see in a pass."""
-
-    rope: Rope  # how queries and keys turn
-    window: int = 0  # tokens that each token sees, itself included; 0 = all before it
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """What a layer is."""
-
-    kind: str  # of its weights: layers of one kind are one stack
-    sight: Callable[[SightKeys], Sight]  # by the keys of a pass, which a run may change
-    sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
-    # names and shapes of what its block counts of a row
-    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Pattern:
-    """Layers in the order in which a row meets them."""
-
-    period: tuple[Layer, ...]  # layers that come again and again, as one loop
-    repeats: int  # how often
-    prefix: tuple[Layer, ...] = ()  # layers before them
-    remainder: tuple[Layer, ...] = ()  # layers behind them
-
-    def __iter__(self) -> Iterator[Layer]:
-        yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Of the stacks, in the order of their first layers."""
-        return tuple(dict.fromkeys(layer.kind for layer in self))
-
-    def count(self, kind: str) -> int:
-        """How many layers are of a kind."""
-        return sum(layer.kind == kind for layer in self)
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """The names of all sums that are minimized or shown."""
-        return tuple(dict.fromkeys(name for layer in self for name in layer.sums))
-
-    @property
-    def counts(self) -> dict[str, tuple[int, ...]]:
-        """What layers count: names and shapes [L, ...], of those layers that count it."""
-        shapes = [of_layer for layer in self for of_layer in layer.counts]
-        return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
-
-    def stage_pattern(self, layers: int) -> "Pattern":
-        """So many layers of a pipeline's stage: of all stages the same, and so all in the loop."""
-        assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
-        return Pattern(self.period, layers // len(self.period))
-
-    def stack_indices(self) -> Iterator[tuple[Layer, int]]:
-        """Every layer, and its place in the stack of its kind."""
-        counts = dict.fromkeys(self.kinds, 0)
-        for layer in self:
-            yield layer, counts[layer.kind]
-            counts[layer.kind] += 1
-
 
 Stacks = dict[str, Any]  # by kind, blocks whose weights have an axis of layers in front
 
@@ -178,9 +115,9 @@ def run(
 def angles(
     pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
 ) -> dict[Rope, tuple]:
-    """Of every way in which queries and keys of these layers turn (`Rope.angles`)."""
+    """Of every way in which queries and keys of these layers turn (`rotary.angles`)."""
     ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
-    return {rope: rope.angles(positions_T, head_dim) for rope in ropes}
+    return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes}
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:

@@ -1,7 +1,10 @@
 """What a model takes: weights, arithmetic, and the memory of a pass. Imports no JAX."""
 
 import math
+from collections import Counter
 
+from maxramp.model.families.family import LayerSizes
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys
 from maxramp.stage import StageSpec
 
@@ -17,19 +20,19 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     it leaves, W (2 T - W) / T^2. The embedding's lookup is no product. Under LoRA frozen weights
     have no gradient, and their adapters have.
     """
-    D, h = keys.base_emb_dim, keys.head_dim
-    H, K = keys.base_num_query_heads, keys.base_num_kv_heads
-    layer = D * h * (2 * H + 2 * K) + 3 * D * keys.base_mlp_dim
-    products = keys.base_num_decoder_layers * layer + D * keys.vocab_size
+    D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
+    products, adapters, attention = D * keys.vocab_size, 0, 0
+    for layer, count in Counter(family.pattern(keys)).items():
+        sizes = family.sizes(keys, layer)
+        matrices = {**sizes.reads, **sizes.writes}
+        products += count * D * sum(matrices.values())
+        adapted = (D + matrices[name] for name in keys.lora_modules if name in matrices)
+        adapters += count * keys.lora_rank * sum(adapted)
+        W = min(layer.sight(keys).window or tokens, tokens)
+        attention += count * sizes.context * W * (2 * tokens - W)
     if keys.lora_rank:  # 4 per weight that is frozen: none for its gradient
-        sizes = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), D + keys.base_mlp_dim)
-        sizes |= dict.fromkeys(("q_proj", "o_proj"), D + H * h)
-        sizes |= dict.fromkeys(("k_proj", "v_proj"), D + K * h)
-        adapters = keys.lora_rank * sum(map(sizes.get, keys.lora_modules))
-        products = products * 4 / 6 + keys.base_num_decoder_layers * adapters
-    W = min(keys.sliding_window_size or tokens, tokens)
-    attention = keys.base_num_decoder_layers * H * h * W * (2 * tokens - W) / tokens
-    return 6.0 * products + 6.0 * attention
+        products = products * 4 / 6 + adapters
+    return 6.0 * products + 6.0 * (attention / tokens)
 
 
 def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
@@ -68,37 +71,49 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
     Logits of at most `loss_block_tokens` tokens exist at a time; 0 = all.
     """
-    rows, sizes = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes
-    tensor, stages = sizes["tensor"], sizes["stage"]
-    itemsize = _BYTES[keys.dtype]
-    T, D, F = spec.row_length, keys.base_emb_dim, keys.base_mlp_dim / tensor
-    heads = keys.base_num_query_heads / tensor
-    kv_heads = keys.base_num_kv_heads / tensor
-    tokens = rows * T
-    stream = tokens * D * itemsize
-    context = tokens * heads * keys.head_dim * itemsize  # attention's result
-    products = tokens * ((heads + 2 * kv_heads) * keys.head_dim + 2 * F) * itemsize
-    # A kernel makes no scores, and plain products make all, whatever the window; autoselected is
-    # taken to find a kernel for an accelerator's dtype.
-    kernel = keys.attention in ("cudnn_flash", "splash")
-    kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
-    scores = 0 if kernel else rows * heads * T * T * (4 + itemsize)
-    everything = 4 * stream + 2 * tokens * D * 4 + products + context
-    everything += tokens * 2 * F * itemsize + scores
-    shard = stream / tensor  # of the residual stream between the products
-    minimal = 3 * shard + products
-    kept = {"full": shard, "minimal": minimal, "none": everything}
-    kept["minimal_with_context"] = minimal + (context if kernel else 0)
+    rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
+    tokens, D, stages = rows * spec.row_length, keys.base_emb_dim, spec.mesh.pipeline_stages
+    itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
+    counts = Counter(family.pattern(keys))
+    kept = {layer: _kept_bytes(family.sizes(keys, layer), keys, spec) for layer in counts}
+    everything = max(of_layer["none"] for of_layer in kept.values())
     policy, recomputed = spec.remat_policy, 0 if spec.remat_policy == "none" else everything
     groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
     sums = 4 * D * (2 if groups > 1 else 1)  # of all groups, and the product that is added to them
     logits = (block * (2 * 4 + blocks * itemsize) + sums) * keys.vocab_size / tensor
-    layers, slots = keys.base_num_decoder_layers, 0.0
+    share, slots = 1, 0.0
     if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
-        layers /= 1 - pipeline_bubble(keys, spec)
-        slots = 2 * stream
+        share = 1 - pipeline_bubble(keys, spec)
+        slots = 2 * tokens * D * itemsize
         at_once = 1
         if policy == "none":  # a turn keeps its products, and is recomputed as a whole
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / spec.pipeline_microbatches
-    return layers * kept[policy] + max(recomputed, logits) + slots
+    layers = sum(count / share * kept[layer][policy] for layer, count in counts.items())
+    return layers + max(recomputed, logits) + slots
+
+
+def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
+    """What a device keeps of a layer for its backward pass, by `remat_policy`."""
+    rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
+    T, itemsize = spec.row_length, _BYTES[keys.dtype]
+    tokens = rows * T
+    stream = tokens * keys.base_emb_dim * itemsize
+    context = tokens * sizes.context / tensor * itemsize
+    products = tokens * sum(sizes.reads.values()) / tensor * itemsize
+    # A kernel makes no scores, and plain products make all, whatever the window; autoselected is
+    # taken to find a kernel for an accelerator's dtype.
+    kernel = keys.attention in ("cudnn_flash", "splash")
+    kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
+    scores = 0 if kernel else rows * sizes.heads / tensor * T * T * (4 + itemsize)
+    activations = tokens * sizes.activations / tensor * itemsize
+    norms = 2 * tokens * keys.base_emb_dim * 4
+    everything = 4 * stream + norms + products + context + activations + scores
+    shard = stream / tensor  # of the residual stream between the products
+    minimal = 3 * shard + products
+    return {
+        "full": shard,
+        "minimal": minimal,
+        "minimal_with_context": minimal + (context if kernel else 0),
+        "none": everything,
+    }

@@ -1,5 +1,6 @@
 """Families compute what transformers 5.23.0 computes for them; patterns run layers in order."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,12 +11,11 @@ from conftest import make_config, make_mesh
 
 from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
-from maxramp.model.families.family import Family
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.layers import Layer, Pattern, Sight
+from maxramp.model.parts import rotary
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.rotary import Rope
+from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 
 # transformers' ROPE_INIT_FUNCTIONS["llama3"] at rope_theta 500,000, low_freq_factor 1,
 # high_freq_factor 4, original_max_position_embeddings 8,192: by factor and head_dim the inverse
@@ -61,7 +61,7 @@ LOGITS = {
 def test_scaled_rotary_frequencies(factor, head_dim):
     """The angles at position 1, by Llama 3.1's and 3.2's factors."""
     rope = Rope(500_000.0, factor, low=1.0, high=4.0, length=8192)
-    cos, sin = rope.angles(jnp.array([1]), head_dim)
+    cos, sin = rotary.angles(rope, jnp.array([1]), head_dim)
     found = np.arctan2(sin[0], cos[0])
     for pair, frequency in FREQUENCIES[factor, head_dim].items():
         assert found[pair] == pytest.approx(frequency, rel=2e-6)
@@ -133,8 +133,11 @@ PATTERNS = {
 def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
     """Each with the weights of its kind at its place: the result is that of one after the other."""
     pattern = PATTERNS[name]
-    block = FAMILIES["llama2"].blocks["dense"]
-    family = Family(lambda keys: pattern, {"dense": block, "other": block}, {})
+    llama = FAMILIES["llama2"]
+    block = llama.blocks()["dense"]
+    family = dataclasses.replace(
+        llama, pattern=lambda keys: pattern, blocks=lambda: {"dense": block, "other": block}
+    )
     monkeypatch.setitem(FAMILIES, "llama2", family)
     count = f"base_num_decoder_layers={len(list(pattern))}"
     config = make_config(*KEYS, count, "remat_policy=full", devices=1)
@@ -142,7 +145,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
 
     def one_by_one(model):
         x_BTD = look_up(model.embedding_VD[...], tokens_BT)
-        angles = ROPE.angles(jnp.arange(24), 16)
+        angles = rotary.angles(ROPE, jnp.arange(24), 16)
         for layer, block in zip(pattern, model.one_by_one().layers, strict=True):
             rule = Rule(window=layer.sight(config.model).window)
             x_BTD, _ = block(x_BTD, angles, rule, "dot_product")

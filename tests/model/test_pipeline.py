@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import dense, new_weight, relabel
@@ -159,10 +160,10 @@ def test_one_update_on_any_mesh(name):
     assert_same(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
 
 
-FAMILIES = {
-    "mistral": ("decoder_block=mistral", "sliding_window_size=5"),
-    "qwen2": ("decoder_block=qwen2", "attention_bias=True"),
-    "qwen3": ("decoder_block=qwen3", "use_qk_norm=True"),
+OWN_KEYS = {
+    name: (f"decoder_block={name}", *(f"{key}={5 if 'size' in key else True}" for key in own))
+    for name, family in FAMILIES.items()
+    if (own := family.keys)
 }
 OF_FAMILIES = {
     "pipeline": (
@@ -175,10 +176,10 @@ OF_FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", OF_FAMILIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OWN_KEYS)
 def test_what_families_have_of_their_own(family, mesh):
     """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
-    keys = FAMILIES[family]
+    keys = OWN_KEYS[family]
     actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2, packed=True)
     assert_same(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1, packed=True))
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
 from maxramp.model.order import order_by_layer
+from maxramp.model.parts import rotary
 from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.block import PreNormBlock
 from maxramp.model.parts.embedding import look_up
@@ -61,7 +62,7 @@ def plain():
     def minimized(model, rows_BS):
         x_BTD, found = look_up(model.embedding_VD[...], rows_BS[:, :-1]), []
         for block in model.one_by_one().layers:
-            angles = ROPE.angles(jnp.arange(16), config.model.head_dim)
+            angles = rotary.angles(ROPE, jnp.arange(16), config.model.head_dim)
             x_BTD, _ = PreNormBlock.__call__(block, x_BTD, angles, Rule(), "dot_product")
             found.append(jax.tree.map(lambda x_B: x_B.sum(0), sums_of(x_BTD)))
         log_p_BTV = jax.nn.log_softmax(model.logits(model.norm(x_BTD)))

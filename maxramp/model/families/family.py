@@ -1,16 +1,45 @@
-"""What a model family says: which blocks it has, in which order its layers stand, their names."""
+"""What the rest of maxramp knows of a model family. Imports no JAX."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.layers import Pattern
+from maxramp.model.pattern import Layer, Pattern
 
 
-class Family(NamedTuple):
-    """What a model of a family is made of."""
+class LayerSizes(NamedTuple):
+    """The widths of what a layer computes of a token; FLOPs and memory follow from them."""
+
+    # what products with matrices make of the stream, and what others turn back into the stream, by
+    # the names that Hugging Face's models have for the matrices
+    reads: Mapping[str, int]
+    writes: Mapping[str, int]
+    heads: int  # of queries
+    context: int  # attention's result
+    activations: int  # what lies between the products of the MLP
+
+
+class Released(NamedTuple):
+    """How a family's config.json differs from those of the others (`huggingface.config_json`)."""
+
+    model_type: str
+    architecture: str  # the class of transformers that opens it
+    defaults: Mapping[str, Any]  # what transformers takes where config.json does not say
+    names: Mapping[str, str] = {}  # of keys of ours; null there is 0 here
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """All facts of a family of models."""
 
     pattern: Callable[[ModelKeys], Pattern]  # the layers, by the keys
-    blocks: Mapping[str, Callable[..., Any]]  # the module of each kind of layer
+    # By kind of layer its module, made of keys and a random key: it holds the weights, computes the
+    # layer, and makes the cache that generation keeps of it. A function, as modules import JAX.
+    blocks: Callable[[], Mapping[str, Callable[..., Any]]]
+    sizes: Callable[[ModelKeys, Layer], LayerSizes]
     # Of every weight by its path the tensor of a Hugging Face folder; {} is a layer's number.
     tensors: Mapping[str, str]
+    released: Released
+    # Keys of what not all families have. The others take 0 and False; a flag is True here.
+    keys: tuple[str, ...] = ()

@@ -4,27 +4,47 @@ It reads Llama 3's long texts with slower rotary positions, `rope_type=llama3.1`
 whose head is its embedding (arXiv 2502.02737).
 """
 
-from maxramp.model.families.family import Family
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxramp.model.families.family import Family, LayerSizes, Released
 from maxramp.model.keys import ModelKeys
-from maxramp.model.layers import Layer, Pattern, Sight
-from maxramp.model.parts.block import PreNormBlock
-from maxramp.model.parts.rotary import Rope
+from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 from maxramp.stage import SightKeys
 
 
-def _all_before(keys: SightKeys) -> Sight:
+def _see_all_before(keys: SightKeys) -> Sight:
     return Sight(Rope.from_keys(keys))
 
 
-def _equal_layers(keys: ModelKeys) -> Pattern:
-    return Pattern((Layer("dense", _all_before),), keys.base_num_decoder_layers)
+def _pattern(keys: ModelKeys) -> Pattern:
+    return Pattern((Layer("dense", _see_all_before),), keys.base_num_decoder_layers)
+
+
+def _blocks() -> Mapping[str, Callable[..., Any]]:
+    from maxramp.model.parts.block import PreNormBlock
+
+    return {"dense": PreNormBlock}
+
+
+def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
+    queries = keys.base_num_query_heads * keys.head_dim
+    kv, mlp = keys.base_num_kv_heads * keys.head_dim, keys.base_mlp_dim
+    return LayerSizes(
+        {"q_proj": queries, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp},
+        {"o_proj": queries, "down_proj": mlp},
+        heads=keys.base_num_query_heads,
+        context=queries,
+        activations=2 * mlp,
+    )
 
 
 _LAYER = "model.layers.{}"
 
 LLAMA = Family(
-    _equal_layers,
-    {"dense": PreNormBlock},
+    _pattern,
+    _blocks,
+    _sizes,
     {
         "embedding_VD": "model.embed_tokens.weight",
         "norm.scale_D": "model.norm.weight",
@@ -39,4 +59,5 @@ LLAMA = Family(
         "layers.dense.mlp.up_DF": f"{_LAYER}.mlp.up_proj.weight",
         "layers.dense.mlp.out_FD": f"{_LAYER}.mlp.down_proj.weight",
     },
+    Released("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
 )

@@ -1,14 +1,20 @@
 """Qwen2.5: a Llama with biases on queries, keys and values (arXiv 2412.15115)."""
 
+import dataclasses
+
+from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LLAMA
 
 _ATTENTION = "model.layers.{}.self_attn"
 
-QWEN2 = LLAMA._replace(
+QWEN2 = dataclasses.replace(
+    LLAMA,
     tensors={
         **LLAMA.tensors,
         "layers.dense.attention.query_bias_Hh": f"{_ATTENTION}.q_proj.bias",
         "layers.dense.attention.key_bias_Kh": f"{_ATTENTION}.k_proj.bias",
         "layers.dense.attention.value_bias_Kh": f"{_ATTENTION}.v_proj.bias",
-    }
+    },
+    released=Released("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
+    keys=("attention_bias",),
 )

@@ -1,13 +1,19 @@
 """Qwen3: a Llama with norms of the queries and keys of every head (arXiv 2505.09388)."""
 
+import dataclasses
+
+from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LLAMA
 
 _ATTENTION = "model.layers.{}.self_attn"
 
-QWEN3 = LLAMA._replace(
+QWEN3 = dataclasses.replace(
+    LLAMA,
     tensors={
         **LLAMA.tensors,
         "layers.dense.attention.query_norm.scale_D": f"{_ATTENTION}.q_norm.weight",
         "layers.dense.attention.key_norm.scale_D": f"{_ATTENTION}.k_norm.weight",
-    }
+    },
+    released=Released("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
+    keys=("use_qk_norm",),
 )

@@ -21,9 +21,11 @@ from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
     MLP_OUT_FD,
+    ROWS_B,
     STREAM_BTD,
     X_BTD,
     X_BTF,
+    CACHE_BKSh,
     HEADS_Hh,
     HEADS_IN_DHh,
     HEADS_OUT_HhD,
@@ -174,6 +176,12 @@ class PreNormBlock(nnx.Module):
         self.attention = Attention(keys, attention_key)
         self.mlp_norm = norm()
         self.mlp = MLP(keys, mlp_key)
+
+    def empty_cache(self, rows: int, slots: int, keys: ModelKeys) -> Cache:
+        """What the layer remembers of so many rows, before it has read any."""
+        shape = (rows, keys.base_num_kv_heads, slots, keys.head_dim)
+        nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
+        return Cache(nothing, nothing, jnp.zeros(rows, jnp.int32, out_sharding=ROWS_B))
 
     def __call__(self, x_BTD: jax.Array, *given: Any) -> tuple[jax.Array, Aux]:
         """The stream [B, T, D] behind the layer, and no sums; arguments as of `Attention`."""

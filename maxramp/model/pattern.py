@@ -1,0 +1,97 @@
+"""Which layers a model has, in which order, and what their tokens see. Imports no JAX."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from maxramp.stage import SightKeys
+
+
+@dataclasses.dataclass(frozen=True, order=True)  # a key of trees
+class Rope:
+    """How fast the pairs of a head's numbers turn with the position (`parts.rotary`)."""
+
+    # pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864)
+    max_timescale: float
+    factor: float = 1.0  # how much slower the slowest pairs turn; 1 = as above
+    # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
+    # more than `high` as fast as ever, and in between it goes from one to the other
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 1  # tokens of the texts that a model read before it was given longer ones
+
+    @classmethod
+    def from_keys(cls, keys: SightKeys) -> "Rope":
+        """What the keys say: under rope_type=llama3.1 with its scaling."""
+        if keys.rope_type == "default":
+            return cls(keys.rope_max_timescale)
+        return cls(
+            keys.rope_max_timescale,
+            keys.rope_factor,
+            keys.rope_low_freq_factor,
+            keys.rope_high_freq_factor,
+            keys.original_max_position_embeddings,
+        )
+
+
+class Sight(NamedTuple):
+    """What the tokens of a layer see in a pass."""
+
+    rope: Rope  # how queries and keys turn
+    window: int = 0  # tokens that each token sees, itself included; 0 = all before it
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a layer is."""
+
+    kind: str  # of its weights: layers of one kind are one stack
+    sight: Callable[[SightKeys], Sight]  # by the keys of a pass, which a run may change
+    sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
+    # names and shapes of what its block counts of a row
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Layers in the order in which a row meets them."""
+
+    period: tuple[Layer, ...]  # layers that come again and again, as one loop
+    repeats: int  # how often
+    prefix: tuple[Layer, ...] = ()  # layers before them
+    remainder: tuple[Layer, ...] = ()  # layers behind them
+
+    def __iter__(self) -> Iterator[Layer]:
+        yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the stacks, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.kind for layer in self))
+
+    def count(self, kind: str) -> int:
+        """How many layers are of a kind."""
+        return sum(layer.kind == kind for layer in self)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of all sums that are minimized or shown."""
+        return tuple(dict.fromkeys(name for layer in self for name in layer.sums))
+
+    @property
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """What layers count: names and shapes [L, ...], of those layers that count it."""
+        shapes = [of_layer for layer in self for of_layer in layer.counts]
+        return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
+
+    def stage_pattern(self, layers: int) -> "Pattern":
+        """These layers of a pipeline's stage: of all stages the same, and so all in the loop."""
+        assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
+        return Pattern(self.period, layers // len(self.period))
+
+    def stack_indices(self) -> Iterator[tuple[Layer, int]]:
+        """Every layer, and its index in the stack of its kind."""
+        counts = dict.fromkeys(self.kinds, 0)
+        for layer in self:
+            yield layer, counts[layer.kind]
+            counts[layer.kind] += 1
