@@ -234,9 +234,13 @@ class _Parts:
           rows: of the tensor.
           wanted: how many there shall be; new ones are the mean of the others.
         """
-        exchange = [(at, i) for i, at in enumerate(self.readers)]
-        if any(at != i for at, i in exchange):
-            move = functools.partial(jax.lax.ppermute, axis_name=self.axes, perm=exchange)
+        if any(at != i for i, at in enumerate(self.readers)):
+            # A permutation counts along the axes in the mesh's own order.
+            shape = self.mesh.devices.shape
+            numbers = _line(self.mesh, self.axes, np.arange(math.prod(shape)).reshape(shape))
+            exchange = [(int(numbers[at]), int(numbers[i])) for i, at in enumerate(self.readers)]
+            names = self.mesh.axis_names
+            move = functools.partial(jax.lax.ppermute, axis_name=names, perm=exchange)
             spec = jax.typeof(x_NR).sharding.spec
             x_NR = map_shards(move, spec, spec)(x_NR)
         row_axis, *rest = self.split
@@ -257,9 +261,10 @@ class _Parts:
         return [i for i, at in enumerate(self.readers) if devices[at].process_index == here]
 
 
-def _line(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
-    """The devices of a mesh, along its axes in this order."""
-    return list(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]).flat)
+def _line(mesh: Mesh, axes: tuple[str, ...], values: np.ndarray | None = None) -> list:
+    """The devices of a mesh, or a value of each, along its axes in this order."""
+    values = mesh.devices if values is None else values
+    return list(values.transpose([mesh.axis_names.index(axis) for axis in axes]).flat)
 
 
 def _spec_of(weight: Named) -> tuple[str | None, ...]:
