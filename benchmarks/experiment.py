@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from figures import ROOT
 
+from maxramp.processes.bound import bind
 from maxramp.run.metrics import read_records
 
+_MODULE = bind([sys.executable, "-m"])  # ends when this one does: the next start finds no other
 ROW = 128
 MODEL = {
     "base_emb_dim": 64,
@@ -102,7 +104,7 @@ class Experiment:
         """The largest batch that surely costs nothing over the noise scale, half way through A."""
         folder = self.folder / a["run"]
         step = min(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
-        command = [*_bound(), "maxramp.branch", str(folder), "--at", str(step)]
+        command = [*_MODULE, "maxramp.branch", str(folder), "--at", str(step)]
         command += ["--sizes", ",".join(map(str, sizes)), "--json"]
         with (self.folder / "branch.json").open("w") as printed:
             status = self._run(
@@ -117,7 +119,7 @@ class Experiment:
         return (result["surely"] or result["largest"]) / noise["noise_scale"]
 
     def _train(self, keys: dict[str, Any], folder: pathlib.Path) -> None:
-        command = [*_bound(), "maxramp.train", str(ROOT / "configs" / "base.yml")]
+        command = [*_MODULE, "maxramp.train", str(ROOT / "configs" / "base.yml")]
         command += [f"{name}={value}" for name, value in keys.items()]
         with (self.folder / f"{folder.name}.txt").open("w") as printed:
             status = self._run(command, printed, subprocess.STDOUT)
@@ -163,12 +165,6 @@ def _bind(*cores: int) -> None:
     """Lets this thread run on these cores only, where the system can do that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-
-
-def _bound() -> list[str]:
-    """A module's command that ends when this one does, so that the next start finds no other."""
-    here = [sys.executable, "-m"]
-    return [*here, "maxramp.processes.bound", str(os.getpid()), *here]
 
 
 def _environment() -> dict[str, str]:

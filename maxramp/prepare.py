@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
             why = "is a file: give use_sft=true (chats) or use_dpo=true (pairs); without them "
             refuse([(is_file, f"{given.inspect} {why}--inspect reads a prepared set")])
             # Imports jax, which a preparation does not.
-            from maxramp.run.inspection import inspect, inspect_chats
+            from maxramp.data.inspection import inspect, inspect_chats
 
             of_files = keys.reads_chats and not prepared.is_prepared(given.inspect)
             (inspect_chats if of_files else inspect)(given.inspect, keys)

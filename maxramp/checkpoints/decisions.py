@@ -12,8 +12,7 @@ from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place
-from maxramp.files.storage import write_whole
+from maxramp.files.place import Place, write_whole
 from maxramp.rampup import adaptive
 from maxramp.rampup.keys import BatchKeys
 

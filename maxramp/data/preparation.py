@@ -32,7 +32,7 @@ from maxramp.data.rows import MARKED, UNANSWERED
 from maxramp.data.shards import Preparation, Shard, publish, source_of
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.files import storage
+from maxramp.files import place
 from maxramp.keys.section import refuse
 from maxramp.processes.workers import delay_signals, stay_with_parent
 
@@ -140,7 +140,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     }
     if bad:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
-        storage.write_whole(work.staging_folder / LIST, lines.encode())
+        place.write_whole(work.staging_folder / LIST, lines.encode())
         manifest["bad_records"] = len(bad)
     if work.encoder:
         noted = (MARKED, UNANSWERED, "targets")
@@ -151,7 +151,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     if work.deduplicate:
         manifest["duplicates"] = repeated
     data = json.dumps(manifest, indent=1).encode()
-    storage.write_whole(work.staging_folder / prepared.NAME, data)
+    place.write_whole(work.staging_folder / prepared.NAME, data)
     publish(work.work)
     return manifest
 
@@ -246,7 +246,7 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
             beside.finish()
             record |= {name: noted[name] for name in (MARKED, UNANSWERED, "targets")}
     record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
-    storage.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())
+    place.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())
 
 
 def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[list[Record]]:
@@ -306,7 +306,7 @@ def _hash_shard(shard: Shard) -> None:
                 hashes += hash_of(record)
             if len(hashes) % _HASHED_TOGETHER == 0 and _counts[3]:
                 return
-    storage.write_whole(_job.hashes_of(shard), bytes(hashes))
+    place.write_whole(_job.hashes_of(shard), bytes(hashes))
 
 
 def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecord]:
@@ -409,6 +409,6 @@ def train_bpe(
     else:
         start = time.perf_counter()
         texts = sample_texts(inputs, _BPE_BYTES, allowed)
-        storage.write_whole(file, tokenizers.train_bpe(texts, size))
+        place.write_whole(file, tokenizers.train_bpe(texts, size))
         say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
     return tokenizers.load("huggingface", str(file), **keys.mark_keys)

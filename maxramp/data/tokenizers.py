@@ -15,7 +15,7 @@ import numpy as np
 from maxramp.data import hub
 from maxramp.data.keys import MARK_KEYS
 from maxramp.errors import ConfigError
-from maxramp.files import storage
+from maxramp.files import place, storage
 from maxramp.files.storage import optional
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
@@ -217,7 +217,7 @@ class Tokenizer:
     def copy_to(self, folder: pathlib.Path) -> str:
         """Puts the tokenizer's files into a folder; returns the name of its own there."""
         for name, data in self.files().items():
-            storage.write_whole(folder / name, data)
+            place.write_whole(folder / name, data)
         return TYPES[self.type][1]
 
     @property

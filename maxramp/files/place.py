@@ -83,7 +83,7 @@ class ObjectPath(pathlib.PurePosixPath):
         return self._look_up_kind() != ""
 
     def _look_up_kind(self) -> str:
-        """The kind: file or directory, "" for neither; whoever gets no answer learns of it."""
+        """The kind: file or directory, "" for neither. An OSError where no answer comes."""
         try:
             return self.kind or self.ask("info")["type"]  # to some clients' isdir no answer is a no
         except FileNotFoundError:
@@ -139,11 +139,7 @@ Place = pathlib.Path | ObjectPath
 
 
 def place(text: str | os.PathLike) -> Place:
-    """The place that a text names, with its ~ spelled out.
-
-    Raises:
-      ConfigError: it names the home of nobody.
-    """
+    """The place that a text names, with its ~ spelled out."""
     text = os.fspath(text)
     try:
         return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text).expanduser()
@@ -174,12 +170,26 @@ def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file at once, as `storage.write_whole`.
+    """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
+
+    Several processes may write the same file; the last one's stays.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: with a file's name, which a failed write does not have.
     """
-    path.write_bytes(data) if isinstance(path, ObjectPath) else storage.write_whole(path, data)
+    if isinstance(path, ObjectPath):
+        path.write_bytes(data)
+        return
+    # Hidden, because TensorBoard reads what it sees; and no other process writes to it.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
 def make_folder(path: Place) -> None:
@@ -213,11 +223,7 @@ def move_tree(folder: Place, to: Place) -> None:
 
 
 def set_aside(folder: Place, suffix: str) -> Place:
-    """Gives a folder its name with a suffix, or the next that is free; returns it.
-
-    Raises:
-      OSError: it is still there.
-    """
+    """Gives a folder its name with a suffix, or the next that is free; returns it."""
     again = (folder.with_name(f"{folder.name}-{n}{suffix}") for n in itertools.count(2))
     names = itertools.chain([folder.with_name(f"{folder.name}{suffix}")], again)
     aside = next(aside for aside in names if not aside.exists())
@@ -226,14 +232,12 @@ def set_aside(folder: Place, suffix: str) -> Place:
 
 
 def lock(file: IO) -> str:
-    """Locks an open file; the lock is gone when the file is closed or the process ends.
+    """Locks an open file until it is closed or the process ends; returns a warning, or "".
 
-    Returns:
-      "", or a warning: the file system has no locks, and nothing is locked.
+    The warning says that the file system has no locks, so that nothing is locked.
 
     Raises:
       BlockingIOError: another process holds the lock.
-      OSError: the file cannot be locked.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ if there still is one, learns so at its next write. No clock of one machine is c
 another's. A claim says which process left it: whether that has ended its own machine can tell.
 """
 
+import collections
 import contextlib
 import errno
 import json
@@ -26,6 +27,7 @@ from typing import IO, Any
 
 import tensorstore
 
+from maxramp.commandline import count
 from maxramp.errors import TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, failure, lock, make_folder
 
@@ -52,7 +54,6 @@ class Claim:
 
         Raises:
           BlockingIOError: another process holds it; says which.
-          OSError: the storage does not answer.
         """
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
@@ -73,11 +74,10 @@ class Claim:
         threading.Thread(target=self._keep, name="claim", daemon=True).start()
 
     def renew(self) -> None:
-        """Makes sure that the folder still is this run's, as of the last few seconds.
+        """Makes sure that the folder was this run's within the last few seconds.
 
         Raises:
           TrainingError: another run has taken it.
-          OSError: the storage does not answer.
         """
         with self._writing:
             self.check()
@@ -91,11 +91,7 @@ class Claim:
             self.check()
 
     def check(self) -> None:
-        """Asks nobody: what is known by now.
-
-        Raises:
-          TrainingError: another run has taken the folder.
-        """
+        """Raises a TrainingError if another run is known to have taken the folder."""
         if self._lost:
             raise TrainingError(
                 f"{self._path.parent} was taken over by {self._lost}, as this run was not heard "
@@ -146,11 +142,11 @@ class Appending:
     def __init__(self, path: pathlib.Path):
         """Opens or makes the file."""
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._unwritten: collections.deque[bytes] = collections.deque()
 
-    def append(self, data: bytes) -> None:
-        """Hands bytes to the file system, or keeps them."""
-        self._unwritten += data
+    def append(self, record: bytes) -> None:
+        """Hands a record to the file system, or keeps it."""
+        self._unwritten.append(record)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
 
@@ -161,12 +157,22 @@ class Appending:
           OSError: it takes no more.
         """
         while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            written = self._file.write(self._unwritten[0])
+            self._unwritten[0] = self._unwritten[0][written:]
+            if not self._unwritten[0]:
+                self._unwritten.popleft()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file.
+
+        Raises:
+          OSError: names the file, and says how many records are lost.
+        """
         try:
             self.flush()
+        except OSError as error:
+            lost = f"{error.strerror}; lost: {count(len(self._unwritten), 'record')}"
+            raise OSError(error.errno, lost, self._file.name) from None
         finally:
             self._file.close()
 
@@ -174,13 +180,9 @@ class Appending:
 class Disk:
     """A run's folder on a disk."""
 
-    def __init__(self, folder: pathlib.Path, held: IO | None = None):
-        """
-        Args:
-          folder: of the run.
-          held: the locked file, which the system unlocks when it is closed or the process ends.
-        """
-        self.here, self._held = folder, held  # the process writes into the folder itself
+    def __init__(self, folder: pathlib.Path, locked: IO | None = None):
+        self.here = folder  # the process writes into the folder itself
+        self._locked = locked  # until it is closed or the process ends
         self.growing: list[Appending] = []  # the files that records go to
 
     def check(self) -> None:
@@ -213,9 +215,6 @@ class Mirror(Disk):
           warn: takes a line about what went wrong and is no reason to stop.
           claim: of the process that writes the run's own files, and first takes over what is
             there; the others have none, and send what they add.
-
-        Raises:
-          OSError: the folder cannot be read.
         """
         self._folder, self._warn, self._claim = folder, warn, claim
         super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
@@ -227,11 +226,7 @@ class Mirror(Disk):
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:
-        """Whether the folder still is the run's, as far as is known without asking.
-
-        Raises:
-          TrainingError: another run has taken it.
-        """
+        """Raises a TrainingError if another run is known to have taken the folder."""
         if self._claim:
             self._claim.check()
 
@@ -318,14 +313,10 @@ class Mirror(Disk):
 def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
     """Makes a run's folder if it is not there, and keeps other runs out of it.
 
-    Args:
-      folder: of the run.
-      owner: who this is, in a few words for others.
-      warn: takes a line about what went wrong and is no reason to stop.
+    `owner` is who this is, in a few words for others.
 
     Raises:
       BlockingIOError: another run writes it; says which.
-      OSError: it cannot be written.
     """
     make_folder(folder / "checkpoints")
     if isinstance(folder, ObjectPath):
@@ -354,10 +345,7 @@ def _state(path: pathlib.Path) -> tuple[int, int]:
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from all others, and where numbers of processes mean what they say.
-
-    On a system without /proc, an empty object: nobody can tell.
-    """
+    """What tells this process from all others; nothing on a system without /proc."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

@@ -6,7 +6,6 @@ import glob
 import importlib
 import logging
 import os
-import pathlib
 import resource
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -18,11 +17,7 @@ from maxramp.errors import ConfigError, install
 
 
 def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Imports a module that only some data needs, of a package that an extra of ours has too.
-
-    Raises:
-      ConfigError: it is not installed, with the line that installs it.
-    """
+    """Imports a module that only some data needs, of a package that an extra of ours has too."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -30,7 +25,10 @@ def optional(module: str, package: str, purpose: str, extra: str = "data") -> Mo
 
 
 def allow_many_files() -> None:
-    """Lets this process and its children hold as many files open as the system permits."""
+    """Lets this process and its children hold as many files open as the system permits.
+
+    Programs start with 1,024 on most systems, for the sake of select(2), which nothing here uses.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -41,17 +39,12 @@ def is_remote(path: str) -> bool:
 
 
 def _store(path: str) -> Any:
-    """The file system that serves a URL."""
     return store_of(path.partition("://")[0])
 
 
 @functools.cache
 def store_of(protocol: str) -> Any:
-    """fsspec's file system of a protocol such as gs.
-
-    Raises:
-      ConfigError: a package is missing.
-    """
+    """fsspec's file system of a protocol such as gs."""
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     # What it has to say is in the errors it raises; on stderr it would be pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -150,36 +143,12 @@ class _RemoteBytes:
         return np.frombuffer(data, np.uint8)
 
 
-def write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
-
-    Several processes may write the same file; the last one's stays.
-
-    Raises:
-      OSError: with a file's name, which a failed write does not have.
-    """
-    # Hidden, because TensorBoard reads what it sees; and no other process writes to it.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
-
-
 def read_range(path: str, start: int, stop: int) -> np.ndarray:
     """The bytes [start, stop) of a file, uint8, in memory of their own."""
     if is_remote(path):
         return np.array(map_bytes(path)[start:stop])
-    data = np.empty(stop - start, np.uint8)
-    with _reading(path), open(path, "rb", buffering=0) as file:
-        done = 0
-        while done < len(data):
-            read = os.preadv(file.fileno(), [memoryview(data)[done:]], start + done)
-            if not read:
-                raise ConfigError(f"{path}: is torn: it ends at byte {start + done}, before {stop}")
-            done += read
+    with _reading(path):
+        data = np.fromfile(path, np.uint8, stop - start, offset=start)
+    if len(data) < stop - start:
+        raise ConfigError(f"{path}: is torn: it ends at byte {start + len(data)}, before {stop}")
     return data

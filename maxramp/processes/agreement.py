@@ -19,26 +19,19 @@ _WORDS = itertools.count()
 
 
 def raise_everywhere(function: Callable[[], _T]) -> _T:
-    """Calls a function on every process; an error on one of them is raised on all.
-
-    Returns:
-      What `function` returned on this process.
-
-    Raises:
-      ConfigError, TrainingError: on every process, what it raised on the first where it failed.
-    """
-    result, failure = None, None
-    try:
-        result = function()
-    except (ConfigError, TrainingError) as error:
-        failure = _error_to_json(error)
+    """Calls a function on every process; an error on one of them is raised on all."""
+    result, failure = _try(function)
     for other in all_gather_json(failure):
         _raise(other)
     return result
 
 
-def _error_to_json(error: Exception) -> list[Any]:
-    return [isinstance(error, ConfigError), str(error)]
+def _try(function: Callable[[], _T]) -> tuple[_T | None, list[Any] | None]:
+    """What a function returned, or why it failed, as JSON."""
+    try:
+        return function(), None
+    except (ConfigError, TrainingError) as error:
+        return None, [isinstance(error, ConfigError), str(error)]
 
 
 def _raise(failure: list[Any] | None) -> None:
@@ -61,11 +54,7 @@ def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
     """The JSON value of the first process, on all of them; what the others give is not read.
 
     The first process may take as long as it likes before it calls this. A collective would give it
-    30 seconds on CPUs, so the others wait for a word of it first.
-
-    Args:
-      value: of the first process.
-      beat: called now and then by those that wait.
+    30 seconds on CPUs, so the others wait for a word of it first, and call `beat` meanwhile.
     """
     if jax.process_count() == 1:
         return value
@@ -92,31 +81,18 @@ def _has_come(word: str) -> bool:
 
 
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
-    """Calls a function on the first process, for which the others wait.
+    """Calls a function on the first process; returns None on the others, which wait for it.
 
-    Returns:
-      What it returned; None on the others.
-
-    Raises:
-      ConfigError, TrainingError: on every process, what it raised.
+    What it raises is raised on every process.
     """
-    result, failure = None, None
-    if jax.process_index() == 0:
-        try:
-            result = function()
-        except (ConfigError, TrainingError) as error:
-            failure = _error_to_json(error)
+    result, failure = _try(function) if jax.process_index() == 0 else (None, None)
     _raise(broadcast_json(failure, beat))
     return result
 
 
 @contextlib.contextmanager
 def report_lost_peers() -> Iterator[None]:
-    """Turns what a collective raises when a process has ended into one line that says so.
-
-    Raises:
-      PeerLostError: in place of what the interrupted collective raised.
-    """
+    """Turns what a collective raises when a process has ended into a PeerLostError."""
     try:
         yield
     except (ConfigError, TrainingError):

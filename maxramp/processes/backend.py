@@ -8,7 +8,6 @@ and only a complete job is handed to JAX. The connections last, as the lifelines
 import contextlib
 import logging
 import os
-import resource
 import select
 import socket
 import time
@@ -17,6 +16,7 @@ import jax
 from jax._src import clusters  # which JAX knows, without joining one; no public name does
 
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.files.storage import allow_many_files
 from maxramp.keys.section import is_address
 from maxramp.processes import lifeline
 from maxramp.processes.keys import BackendKeys
@@ -37,11 +37,7 @@ def take_hardware(hardware: str) -> None:
 
 
 def start_devices(hardware: str) -> None:
-    """Starts JAX's backend on the hardware that was taken.
-
-    Raises:
-      ConfigError: it is not there.
-    """
+    """Starts JAX's backend on the hardware that was taken."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
@@ -63,12 +59,7 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def start(keys: BackendKeys) -> None:
-    """Joins the processes of the job and starts JAX on the asked-for hardware.
-
-    Raises:
-      ConfigError: the hardware is not there, or the processes are described wrongly.
-      TrainingError: the processes do not find each other.
-    """
+    """Joins the processes of the job and starts JAX on the asked-for hardware."""
     take_hardware(keys.hardware)
     if keys.jax_cache_dir:
         try:
@@ -93,8 +84,6 @@ def start(keys: BackendKeys) -> None:
 # What process 0 answers: all are there, or another process came with the same number.
 _GO, _TWICE = b"go", b"2x"
 
-_MAX_FILES = 2**16  # that a process may hold open, where its system allows so many
-
 # What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
 _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
@@ -108,10 +97,6 @@ def join(timeout: float) -> None:
 
     Args:
       timeout: seconds to wait for the other processes.
-
-    Raises:
-      ConfigError: the environment is incomplete, or the coordinator's port is taken.
-      TrainingError: other processes did not come.
     """
     if tasks := os.environ.get("SLURM_STEP_NUM_TASKS"):
         # JAX reads the tasks of the whole job. A step that salloc opened for a person has one.
@@ -129,7 +114,7 @@ def join(timeout: float) -> None:
         )
     if count == 1:
         return
-    _allow_connections()
+    allow_many_files()  # process 0 holds a connection to each of a thousand others
     meet = _wait_for_all if place == 0 else _report
     lifeline.hold(place, meet(address, place, count, timeout))
     host, _ = _split_address(address)
@@ -155,18 +140,6 @@ def _read_variables() -> tuple[str, int, int] | None:
             "place among them, from 0 on"
         )
     return values[0], int(values[1]), int(values[2])
-
-
-def _allow_connections() -> None:
-    """Lets process 0 hold a few connections to each of a thousand others.
-
-    The limit of open files that a program starts with is 1,024 on most systems, for the sake of
-    select(2), which nothing here uses; the hard one is what an administrator allows.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _describe_address(address: str) -> str:
@@ -268,7 +241,6 @@ def _report(address: str, place: int, count: int, timeout: float) -> dict[socket
 
 
 def _greeting(place: int, count: int) -> bytes:
-    """What a process says at the coordinator."""
     return b"maxramp process %d of %d\n" % (place, count)
 
 

@@ -1,8 +1,6 @@
 """A command that does not outlive its parent.
 
-python -m maxramp.processes.bound PARENT COMMAND [ARGUMENT ...]
-
-On Linux the kernel kills it when process PARENT dies, whatever the cause. A program of its own,
+On Linux the kernel kills it when its parent dies, whatever the cause. It is a program of its own,
 because nothing of ours may run between the fork and the exec of a launcher that has threads.
 """
 
@@ -15,7 +13,7 @@ from collections.abc import Iterable
 
 def bind(command: Iterable[str]) -> list[str]:
     """The command line of a process that ends when this one does."""
-    return [sys.executable, "-m", "maxramp.processes.bound", str(os.getpid()), *command]
+    return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 
 if __name__ == "__main__":

@@ -63,12 +63,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_seconds: float, join_seconds: float = 0.0):
-        """
-        Args:
-          timeout_seconds: -1 = wait for ever.
-          join_seconds: how long the processes of a job may wait for each other before the first
-            beat.
-        """
+        """A timeout of -1 waits for ever. `join_seconds` more may pass before the first beat."""
         self._timeout = timeout_seconds
         self._tick = min(1.0, timeout_seconds / 10)
         self._waited = -join_seconds
@@ -130,7 +125,7 @@ class Preemption:
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
     def begin(self, several: bool) -> None:
-        """The processes of the job have joined; `several`: there is more than one."""
+        """Takes note that the processes of the job have joined, and whether they are several."""
         self._several = several
 
     def ask(self) -> None:
@@ -161,10 +156,7 @@ class Preemption:
     def should_stop(self, after_step: bool) -> bool:
         """Whether to save and end here; the same answer on every process, and from then on.
 
-        Every process asks at the same points of the run.
-
-        Args:
-          after_step: a step was done, which may be saved.
+        Every process asks at the same points of the run, `after_step` or before the first.
         """
         self._has_trained |= after_step
         if self._several and not self._reached:

@@ -39,11 +39,8 @@ def hold(place: int, links: dict[socket.socket, int]) -> None:
 def leave(status: int) -> int:
     """Tells the other processes that this one ends, before it does.
 
-    Args:
-      status: its exit status; any but those in ORDERLY ends the others too, within seconds.
-
-    Returns:
-      The status to end with: that of the first process that failed.
+    Any exit status but those in ORDERLY ends the others too, within seconds. Returns the status to
+    end with: that of the first process that failed.
     """
     return status if _peers is None else _peers.leave(status)
 

@@ -45,10 +45,7 @@ def stay_with_parent() -> None:
 
 @contextlib.contextmanager
 def lead_group() -> Iterator[None]:
-    """Lets a worker start processes of its own, in its process group, which ends with it.
-
-    Who ends the worker uses `end`.
-    """
+    """Lets a worker start processes of its own, in its process group, which `end` ends with it."""
     os.setpgid(0, 0)
     multiprocessing.current_process().daemon = False  # or multiprocessing refuses to
     # Its signals' handlers are no use to a fork, which `Process.terminate` could not end.

@@ -9,18 +9,11 @@ from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import OF_SET, TASK, Record
 
-# What an evaluation gives, and what it is on.
-_HELD_OUT = {"eval_loss": "held-out text", "eval_reward": "held-out prompts"}
-_TEXTS = ("prompt", "answer")
-
 
 def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
-    """A stage in one line, with what its tokens see otherwise than those of the stage before.
+    """A stage in one line, with what its tokens see otherwise than those of the stage `before`.
 
-    Args:
-      stage, before: itself, where it is the first.
-      last: the number of the run's last.
-      steps: its own in the run.
+    `last` is the number of the run's last stage, `steps` are those of this one in the run.
     """
     per_device = plain_number(stage.per_device_batch_size)
     cut, sight = stage.spec.rows_of_sample > 1, vars(before.spec.sight)
@@ -39,21 +32,10 @@ def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
 def duration(seconds: float) -> str:
     """45s, 3m20s, 2h05m, 3d04h."""
     s = round(seconds)
-    for big, small, unit, part in (
-        (86400, 3600, "d", "h"),
-        (3600, 60, "h", "m"),
-        (60, 1, "m", "s"),
-    ):
+    for big, small, (unit, part) in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if s >= big:
             return f"{s // big}{unit}{s % big // small:02d}{part}"
     return f"{s}s"
-
-
-def _describe_pairs(record: Record) -> str:
-    if "rewards/margins" not in record:
-        return ""
-    accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
-    return f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
 
 
 class Display:
@@ -102,54 +84,29 @@ class Display:
 
     def __call__(self, record: Record) -> None:
         """Shows a record."""
-        if any(name.startswith(TASK) for name in record):
-            shown = (
-                f"{n.removeprefix(TASK)} {x:.4g}" for n, x in record.items() if n.startswith(TASK)
-            )
-            seconds = duration(record["eval_seconds"])
-            self.say(f"step {record['step']:>6}  {', '.join(shown)} (tasks, in {seconds})")
-            return
+        step = f"step {record['step']:>6}"
         if "eval_seconds" in record:
-            name, what = next((k, v) for k, v in _HELD_OUT.items() if k in record)
-            what = "held-out pairs" if "eval_pairs" in record else what
-            of_sets = {n.removeprefix(OF_SET): x for n, x in record.items() if n.startswith(OF_SET)}
-            sets = ", ".join(f"{of_set} {loss:.4f}" for of_set, loss in of_sets.items())
-            sets = f" ({sets})" if sets else ""
-            self._held_out = f", {record[name]:.4f} on {what}{sets}"
-            self.say(
-                f"step {record['step']:>6}  {name.removeprefix('eval_')} on {what} "
-                f"{record[name]:.4f}{sets} ({record['eval_tokens']} tokens in "
-                f"{duration(record['eval_seconds'])})"
-            )
+            seconds = duration(record["eval_seconds"])
+            self.say(f"{step}  {self._describe_evaluation(record, seconds)}")
             return
-        if record.get("bad_steps"):
-            self.say(
-                f"step {record['step']:>6}  skipped: its gradient is not finite "
-                f"({record['bad_steps']} in a row)"
-            )
+        if bad := record.get("bad_steps"):
+            self.say(f"{step}  skipped: its gradient is not finite ({bad} in a row)")
         stage = self._ramp.stage_at_step(record["step"])
         if stage.index != self._stage_index:
             self._stage_index = stage.index
             ramp = self._ramp
             before = ramp.stage_at_step(max(stage.first_step - 1, ramp.stages[0].first_step))
             self.say(describe_stage(stage, before, self._last_stage, ramp.run_steps(stage)))
-        tokens = round(record["tokens_per_second"] * record["step_seconds"])
-        name = "reward" if "reward" in record else "loss"
-        self._last = record[name]
-        if not self._steps_done:
-            self._result, self._first = name, self._last
-        else:  # the first step of a start holds its compile: it says nothing about the pace
-            pace = record["step_seconds"] / record["global_batch_size"]
-            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
-        self._steps_done, self._last_step = self._steps_done + 1, record["step"]
-        self._tokens += tokens
-        self._targets += record.get("target_tokens", tokens)
-        self._seconds += record["step_seconds"]
+        self._add_step(record)
         left = self._ramp.total_samples - record["consumed_samples"]
         eta = f"{duration(left * self._pace)} left" if self._pace else ""
+        pairs = ""
+        if "rewards/margins" in record:
+            accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
+            pairs = f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
         line = (
-            f"step {record['step']:>6}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {name} {self._last:.4f}  {_describe_pairs(record)}"
+            f"{step}  stage {stage.index} of 0-{self._last_stage}  batch "
+            f"{record['global_batch_size']:>4}  {self._result} {self._last:.4f}  {pairs}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:
@@ -161,10 +118,42 @@ class Display:
         if self._progress is None and is_shown:
             self.say(line.rstrip())
         for answer in record.get("answers", []) if is_shown else []:
-            shown = {name: json.dumps(answer[name], ensure_ascii=False) for name in _TEXTS}
-            self.say(
-                f"answer   reward {answer['reward']:.4g}: {shown['prompt']} -> {shown['answer']}"
+            prompt, text = (
+                json.dumps(answer[name], ensure_ascii=False) for name in ("prompt", "answer")
             )
+            self.say(f"answer   reward {answer['reward']:.4g}: {prompt} -> {text}")
+
+    def _describe_evaluation(self, record: Record, seconds: str) -> str:
+        tasks = {n.removeprefix(TASK): x for n, x in record.items() if n.startswith(TASK)}
+        if tasks:
+            shown = ", ".join(f"{name} {number:.4g}" for name, number in tasks.items())
+            return f"{shown} (tasks, in {seconds})"
+        name = "reward" if "eval_reward" in record else "loss"
+        what = "prompts" if name == "reward" else "pairs" if "eval_pairs" in record else "text"
+        number = f"{record[f'eval_{name}']:.4f}"
+        sets = [
+            f"{n.removeprefix(OF_SET)} {x:.4f}" for n, x in record.items() if n.startswith(OF_SET)
+        ]
+        of_sets = f" ({', '.join(sets)})" if sets else ""
+        self._held_out = f", {number} on held-out {what}{of_sets}"
+        return (
+            f"{name} on held-out {what} {number}{of_sets} ({record['eval_tokens']} tokens in "
+            f"{seconds})"
+        )
+
+    def _add_step(self, record: Record) -> None:
+        self._result = "reward" if "reward" in record else "loss"
+        self._last, tokens = record[self._result], record["tokens_per_second"]
+        if not self._steps_done:
+            self._first = self._last
+        else:  # the first step of a start holds its compile: it says nothing about the pace
+            pace = record["step_seconds"] / record["global_batch_size"]
+            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+        self._steps_done, self._last_step = self._steps_done + 1, record["step"]
+        tokens = round(tokens * record["step_seconds"])
+        self._tokens += tokens
+        self._targets += record.get("target_tokens", tokens)
+        self._seconds += record["step_seconds"]
 
     def close(self) -> None:
         """Takes the live line away."""

@@ -25,10 +25,10 @@ class Growth:
     ):
         """
         Args:
-          span: which grows.
+          span: grows.
           history: records of the steps before this start, in order.
-          decided: records a decision; it holds from when this returns.
-          grown: told of the ramp that follows from it.
+          decided: records a decision, which holds from when this returns.
+          grown: takes the ramp that follows from it.
         """
         self._span, self._decided, self._grown = span, decided, grown
         self._policy = Policy(span.ramp.keys) if span.ramp.rungs else None

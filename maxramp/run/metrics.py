@@ -54,11 +54,7 @@ class MetricsLog:
     """
 
     def __init__(self, keys: RunKeys, writers: Sequence[Callable[[Record], None]]):
-        """
-        Args:
-          keys: which records end the run.
-          writers: what every record goes to.
-        """
+        """`keys` say which records end the run; every record goes to all `writers`."""
         self._keys, self._writers = keys, writers
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._pending = self._reader.submit(lambda: None)  # the last record's
@@ -80,15 +76,13 @@ class MetricsLog:
           stage: the step's.
           consumed_samples: after the step.
           dispatched: every scalar of it is recorded under its name.
-
-        Raises:
-          TrainingError: the step before had a loss that ends the run.
         """
 
         def record(read: dict[str, Any], begin: float, end: float) -> Record:
             check_numbers(self._keys, step, read)
             return {
-                **batch_record(step, stage, consumed_samples),
+                "step": step,
+                **batch_record(stage, consumed_samples),
                 **{name: value.item() for name, value in read.items() if not np.ndim(value)},
                 **dispatched.to_record(read, begin, end),
             }
@@ -156,16 +150,9 @@ class LastEvaluation:
         }
 
 
-def batch_record(step: int, stage: Stage, consumed_samples: int) -> Record:
-    """What the record of a step says of its batch.
-
-    Args:
-      step: 0-based.
-      stage: the step's.
-      consumed_samples: after the step.
-    """
+def batch_record(stage: Stage, consumed_samples: int) -> Record:
+    """What is recorded of a batch of a stage, and of the samples consumed by then."""
     return {
-        "step": step,
         "stage": stage.index,
         "per_device_batch_size": plain_number(stage.per_device_batch_size),
         "gradient_accumulation_steps": stage.gradient_accumulation_steps,
@@ -244,16 +231,7 @@ def tag_of(name: str) -> str:
 
 
 def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
-    """Checks that a step's loss and gradient norm are numbers, or that it was skipped.
-
-    Args:
-      keys: which numbers end the run.
-      step: 0-based.
-      read: the step's metrics, on the host.
-
-    Raises:
-      TrainingError: they end the run.
-    """
+    """Raises a TrainingError where a step's loss or gradient norm ends the run."""
     if bad_steps := int(read.get("bad_steps", 0)):
         if bad_steps >= keys.skip_bad_steps:
             raise TrainingError(
@@ -288,10 +266,7 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
     What a kill tore, and every line after it, goes there too, and the evaluations after the step
-    before that come again, as it `owes` them.
-
-    Returns:
-      The steps that were moved.
+    before that come again, as it `owes` them. Returns how many steps were moved.
     """
     if not path.exists():
         return 0
@@ -314,7 +289,7 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
 
 
 def _evaluated_on(record: Record) -> str | None:
-    """What the evaluation of a record was on; None of a step's."""
+    """What the evaluation of a record was on; None for a step."""
     if "eval_seconds" not in record:
         return None
     return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT

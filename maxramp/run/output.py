@@ -30,12 +30,11 @@ from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.parallel.mesh import format_sizes, mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
-from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
-from maxramp.run.metrics import Record, cut_records, read_records
+from maxramp.run.metrics import Record, batch_record, cut_records, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboard_writers
 from maxramp.training.keys import Recipe
@@ -56,15 +55,7 @@ class Output:
     """
 
     def __init__(self, keys: RunKeys, config_text: str):
-        """
-        Args:
-          keys: which folder, and what to show.
-          config_text: the resolved configuration, for config.yml.
-
-        Raises:
-          ConfigError: the folder cannot be written, is not the same on every host, holds files
-            that are not a run's, or another run writes it.
-        """
+        """Takes the folder; `config_text` is the resolved configuration, for config.yml."""
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
         self.folder = keys.folder
@@ -141,15 +132,13 @@ class Output:
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
         first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
         evaluations that the last of them `owes`.
-
-        Raises:
-          ConfigError: the folder takes no more files.
         """
         position = ramp, first_step, owes
         agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
-        if self._is_first:
-            self._display.start(ramp)
-        return [*self._writers, self._display] if self._is_first else []
+        if not self._is_first:
+            return []
+        self._display.start(ramp)
+        return [*self._writers, self._display]
 
     def _open_files(self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str]) -> None:
         try:
@@ -238,16 +227,8 @@ class Output:
             return
         planned, step = span.planned, span.last_step
         stage = planned.stage_at_step(step)
-        following = {
-            "stage": stage.index,
-            "global_batch_size": stage.global_batch_size,
-            "per_device_batch_size": plain_number(stage.per_device_batch_size),
-            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-            "row_length": stage.spec.row_length,
-            "nodes": stage.nodes,
-            "devices": stage.devices,
-            "consumed_samples": planned.samples_before(step),
-        }
+        following = batch_record(stage, planned.samples_before(step))
+        following |= {"nodes": stage.nodes, "devices": stage.devices}
         _write_json(self.here / "next_stage.json", following)
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
@@ -308,11 +289,7 @@ class Output:
             self.say(f"change   {span.change}")
 
     def say_stopped(self, step: int | None) -> None:
-        """Says that a signal ended the run, and what is left of it.
-
-        Args:
-          step: the last that was done; None if this start did none.
-        """
+        """Says that a signal ended the run after a step; None if this start did none."""
         if step is None:
             self.say("stopped by a signal before a step was done; start again to go on")
             return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from maxramp.run.metrics import OF_SET, TASK, Record, numbers_of, tag_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Not of the objective, or drawn in the large panel.
@@ -41,56 +42,22 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     small = [name for name in _objective_names(steps) if name != result]
     if len({r["row_length"] for r in steps if "row_length" in r}) > 1:
         small.insert(0, "row_length")
-    tasks = [*dict.fromkeys(n for record in records for n in record if n.startswith(TASK))]
-    count = len(small) + len(tasks)
-    figure = Figure(figsize=(9, 4.5 + 0.9 * count), layout="constrained")
+    tasks = _names_with(records, TASK)
+    heights = [4.5, *[0.9] * (len(small) + len(tasks))]
+    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = [4.5, *[0.9] * count]
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    batch_axes = panels[0]
-    result_axes = batch_axes.twinx()
+    result_axes = panels[0].twinx()
     result_axes.patch.set_visible(False)
-
-    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
-    ends = [r["consumed_samples"] for r in steps]
-    sizes = [r["global_batch_size"] for r in steps]
-    x, y = [*starts, ends[-1]], [*sizes, sizes[-1]]
-    batch_axes.fill_between(x, y, step="post", color="tab:blue", alpha=0.15, linewidth=0)
-    batch_axes.step(x, y, where="post", color="tab:blue", linewidth=1.8)
-    batch_axes.set_ylim(0, max(y) * 1.15)
-    batch_axes.set_xlim(0, x[-1])
-    batch_axes.set_ylabel("global batch size (samples)", color="tab:blue")
-    batch_axes.tick_params(axis="y", colors="tab:blue")
-
-    label, axis_label, held_out = _RESULTS[
-        "pairs" if any("rewards/margins" in record for record in steps) else result
-    ]
-    values = _values(steps, result)
-    result_axes.plot(ends, values, color="tab:orange", linewidth=1, label=label)
-    sets = [*dict.fromkeys(n for record in records for n in record if n.startswith(OF_SET))]
-    for i, name in enumerate([f"eval_{result}", *sets]):
-        if not (evals := [r for r in records if r.get(name) is not None]):
-            continue
-        result_axes.plot(
-            [r["consumed_samples"] for r in evals],
-            [r[name] for r in evals],
-            color=f"C{(3 + i) % 10}",  # of the first, red
-            linestyle="none",
-            marker="osD^v"[i % 5],
-            markersize=5,
-            clip_on=False,
-            label=name.removeprefix(OF_SET) if i else held_out,
-        )
-    result_axes.set_ylabel(axis_label, color="tab:orange")
-    result_axes.tick_params(axis="y", colors="tab:orange")
+    _draw_batch(panels[0], steps)
+    _draw_result(result_axes, records, steps, result)
     figure.legend(handles=result_axes.lines, loc="outside upper right", ncols=2, frameon=False)
+    for name, axes in zip(small, panels[1:], strict=False):
+        axes.plot(*_curve(steps, name), color="tab:orange", linewidth=1)
+    for name, axes in zip(tasks, panels[1 + len(small) :], strict=True):
+        curve = _curve(_records_with(records, name), name)
+        axes.plot(*curve, color="tab:red", linewidth=1, marker="o", clip_on=False)
     for name, axes in zip([*small, *tasks], panels[1:], strict=True):
-        if name in tasks:
-            known = [r for r in records if r.get(name) is not None]
-            at, values = [r["consumed_samples"] for r in known], _values(known, name)
-            axes.plot(at, values, color="tab:red", linewidth=1, marker="o", clip_on=False)
-        else:
-            axes.plot(ends, _values(steps, name), color="tab:orange", linewidth=1)
         axes.set_title(name, loc="left", fontsize="medium", parse_math=False)
         axes.grid(alpha=0.3)
         axes.spines["right"].set_visible(False)
@@ -98,8 +65,40 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
         axes.spines["top"].set_visible(False)
     panels[-1].set_xlabel("consumed samples")
     # A run may be named $x$.
-    batch_axes.set_title(f"{run_name}: batch size and {result}", loc="left", parse_math=False)
+    panels[0].set_title(f"{run_name}: batch size and {result}", loc="left", parse_math=False)
     return figure
+
+
+def _draw_batch(axes: "Axes", steps: list[Record]) -> None:
+    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
+    sizes = [r["global_batch_size"] for r in steps]
+    x, y = [*starts, steps[-1]["consumed_samples"]], [*sizes, sizes[-1]]
+    axes.fill_between(x, y, step="post", color="tab:blue", alpha=0.15, linewidth=0)
+    axes.step(x, y, where="post", color="tab:blue", linewidth=1.8)
+    axes.set_ylim(0, max(y) * 1.15)
+    axes.set_xlim(0, x[-1])
+    axes.set_ylabel("global batch size (samples)", color="tab:blue")
+    axes.tick_params(axis="y", colors="tab:blue")
+
+
+def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], result: str) -> None:
+    has_pairs = any("rewards/margins" in record for record in steps)
+    label, axis_label, held_out = _RESULTS["pairs" if has_pairs else result]
+    axes.plot(*_curve(steps, result), color="tab:orange", linewidth=1, label=label)
+    for i, name in enumerate([f"eval_{result}", *_names_with(records, OF_SET)]):
+        if not (evaluations := _records_with(records, name)):
+            continue
+        axes.plot(
+            *_curve(evaluations, name),
+            color=f"C{(3 + i) % 10}",  # of the first, red
+            linestyle="none",
+            marker="osD^v"[i % 5],
+            markersize=5,
+            clip_on=False,
+            label=name.removeprefix(OF_SET) if i else held_out,
+        )
+    axes.set_ylabel(axis_label, color="tab:orange")
+    axes.tick_params(axis="y", colors="tab:orange")
 
 
 def _objective_names(steps: list[Record]) -> list[str]:
@@ -110,5 +109,14 @@ def _objective_names(steps: list[Record]) -> list[str]:
     return [name for name in learning if name not in _NOT_SMALL]
 
 
-def _values(steps: list[Record], name: str) -> list[float]:
-    return [float("nan") if r.get(name) is None else r[name] for r in steps]
+def _names_with(records: list[Record], prefix: str) -> list[str]:
+    return [*dict.fromkeys(n for record in records for n in record if n.startswith(prefix))]
+
+
+def _records_with(records: list[Record], name: str) -> list[Record]:
+    return [record for record in records if record.get(name) is not None]
+
+
+def _curve(records: list[Record], name: str) -> tuple[list[int], list[float]]:
+    values = [float("nan") if r.get(name) is None else r[name] for r in records]
+    return [r["consumed_samples"] for r in records], values

@@ -17,12 +17,9 @@ class Profiler:
     def __init__(
         self, keys: ProfilerKeys, folder: pathlib.Path, first_step: int, settle: Callable[[], None]
     ):
-        """
-        Args:
-          keys: which steps to trace.
-          folder: where the trace goes.
-          first_step: of this start of the run; `skip_first_n_steps_for_profiler` counts from it.
-          settle: waits for the devices, so that a trace holds whole steps and those alone.
+        """Counts the steps to skip from `first_step`, the first of this start of the run.
+
+        `settle` waits for the devices, so that a trace holds whole steps and those alone.
         """
         self._folder, self._settle = folder, settle
         first = first_step + keys.skip_first_n_steps_for_profiler if keys.profiler else -1

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 from maxramp.errors import ConfigError, install
+from maxramp.files.place import write_whole
 from maxramp.files.run_folder import Appending
-from maxramp.files.storage import write_whole
 from maxramp.run.metrics import OF_SET, TASK, Record, as_json, numbers_of, tag_of
 
 _BY_SAMPLE = "over_samples"

@@ -7,7 +7,7 @@ from conftest import environment
 
 WRITER = """
 import pathlib, sys
-from maxramp.files.storage import write_whole
+from maxramp.files.place import write_whole
 path, letter = pathlib.Path(sys.argv[1]), sys.argv[2].encode()
 for _ in range(300):
     write_whole(path, letter * 10_000)

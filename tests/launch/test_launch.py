@@ -22,7 +22,7 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
 from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
-from maxramp.processes import backend
+from maxramp.processes import backend, bound
 from maxramp.run.metrics import read_records
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
@@ -97,7 +97,7 @@ class Launched:
             except OSError:
                 continue
             ours = f"base_output_directory={self.folder.parent}".encode() in words
-            if ours and b"maxramp.train" in words and b"maxramp.processes.bound" not in words:
+            if ours and b"maxramp.train" in words and bound.__file__.encode() not in words:
                 found += [int(path.name)] if state != "Z" else []
         return found
 
@@ -449,7 +449,7 @@ def test_more_processes_than_files_may_be_open(host):
     port, count = free_port(), 100
     program = (
         "from maxramp.processes import backend\n"
-        "backend._allow_connections()\n"
+        "backend.allow_many_files()\n"
         f"backend._wait_for_all('{host}:{port}', 0, {count}, 120.0)"
     )
     waiting = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Every scalar that a step shows is recorded, one step late, and reaches whatever shows numbers."""
 
 import json
+import pathlib
 import types
 
 import events
@@ -74,3 +75,12 @@ def test_a_loss_that_ends_the_run_is_noticed_one_step_late():
         log.log_step(2, STAGE, 6, taken(2))
     log.close()
     assert [record["step"] for record in records] == [0]
+
+
+def test_records_that_a_full_disk_loses():
+    writer = JsonlWriter(pathlib.Path("/dev/full"))
+    for step in range(3):
+        writer({"step": step})
+    with pytest.raises(OSError, match="No space left on device; lost: 3 records") as raised:
+        writer.close()
+    assert raised.value.filename == "/dev/full"

@@ -7,8 +7,8 @@ from conftest import make_config
 from rich.console import Console
 
 from maxramp import prepare as prepare_lib
+from maxramp.data import inspection
 from maxramp.data.sources import open_sources
-from maxramp.run import inspection
 
 LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'
 
