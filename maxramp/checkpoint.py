@@ -138,7 +138,7 @@ def _describe(path: Place) -> str:
     if path.suffix == folder_lib.TORN:
         return "torn, moved aside by a restart"
     if folder_lib.is_step(path.name):
-        return f"no {folder_lib.FILE}: a save that is going on, or what a kill left"
+        return f"no {folder_lib.FILE}: a save in progress, or what a kill left"
     return "not a checkpoint"
 
 

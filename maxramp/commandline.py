@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises what is wrong."""
-        raise ConfigError(f"{message} (--help lists what there is)")
+        raise ConfigError(f"{message} (--help lists the options)")
 
 
 def config_parser(doc: str) -> Parser:

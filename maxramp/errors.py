@@ -10,7 +10,7 @@ EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
 EXIT_LOST = 77  # no progress for hang_timeout_seconds, or a peer process was lost: start again
 
 # What to do after EXIT_LOST.
-START_AGAIN = "start again to go on from the newest checkpoint, if there is one"
+START_AGAIN = "start again to continue from the newest checkpoint, if there is one"
 
 
 class ConfigError(ValueError):

@@ -91,7 +91,7 @@ def _parse_gen_kwargs(text: str) -> dict[str, Any]:
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
         if not (equals and name.strip()):
-            raise ConfigError(f"--gen_kwargs {text}: {part} is no NAME=VALUE")
+            raise ConfigError(f"--gen_kwargs {text}: {part} is not NAME=VALUE")
         try:
             found[name.strip()] = parse_value(value)
         except yaml.YAMLError:
@@ -115,7 +115,7 @@ def _check_output(path: str) -> None:
     if not is_near(file):
         return
     if file.exists() and not file.is_file():
-        raise ConfigError(f"--output_path {path} is there and is no file; give the name of one")
+        raise ConfigError(f"--output_path {path} exists and is not a file; name a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):

@@ -48,7 +48,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("run")
     add("--prompt", action="append", default=[], help="may be given again")
-    add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as of grpo')
+    add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as for grpo')
     add("--chat", action="store_true", help="prompts are what a user says; answers are a chat's")
     for name, kind, default, what in (
         ("samples", int, 1, "answers to each prompt (1)"),

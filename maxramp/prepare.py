@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
     add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
     add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
-    add("--max_bad_records", type=int, metavar="N", default=0, help="leave out so many")
+    add("--max_bad_records", type=int, metavar="N", default=0, help="leave out up to N")
     add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
     add("--inspect", metavar="DIR", help="print what a prepared set or a file of chats holds")
     return parser

@@ -229,7 +229,7 @@ def _reading(path: Place) -> Iterator[None]:
             raise ConfigError(f"{path}: was removed meanwhile; give another checkpoint") from None
         raise ConfigError(
             f"{path}: cannot be read: {reason_of(error)}; give another checkpoint, or move it away "
-            "so that its run goes on from the one before"
+            "so that its run continues from the one before"
         ) from None
 
 

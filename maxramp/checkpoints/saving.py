@@ -143,7 +143,7 @@ class Saves(contextlib.AbstractContextManager):
                 f"{line}; make room or mend the storage and start again"
                 + ("" if last else f" ({most} in a row have failed)")
             )
-        self._warn(f"{line}; the run goes on ({self._failed_in_a_row} of {most})")
+        self._warn(f"{line}; the run continues ({self._failed_in_a_row} of {most})")
 
     def __exit__(self, kind, error, trace) -> None:
         """Waits until this process has written; with a lost peer it never would have."""

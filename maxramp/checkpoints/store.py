@@ -105,7 +105,7 @@ class Checkpoints(Saves):
                     f"{reason}, and no checkpoint before it is whole; put the file back, or take "
                     "another run_name"
                 )
-            before = f"going on from the checkpoint before it, {position.step}"
+            before = f"continuing from the checkpoint before it, {position.step}"
             self._warn(f"{reason}; {before}")
         elsewhere = self._keys.load_full_state_path
         if not position and elsewhere:

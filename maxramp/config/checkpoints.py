@@ -43,8 +43,7 @@ def check_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, st
     )
     yield (
         name and not name.startswith(("eval_", "task_")),
-        f"{how}: {name} is no number of evaluations, whose names in metrics.jsonl begin with eval_ "
-        "or task_",
+        f"{how}: {name} is not a number of evaluations, whose names begin with eval_ or task_",
     )
     yield (
         name.startswith("eval_") and evaluation.eval_interval == -1,

@@ -178,7 +178,7 @@ def _check_model(keys: ModelKeys) -> Relations:
         value, families = getattr(keys, name), [n for n, x in FAMILIES.items() if name in x.keys]
         yield (
             value and keys.decoder_block not in families,
-            f"{name}={value} is no part of decoder_block={keys.decoder_block}; use "
+            f"{name}={value} is not part of decoder_block={keys.decoder_block}; use "
             f"decoder_block={' or '.join(families)}, or leave it out",
         )
         yield (
@@ -295,26 +295,26 @@ def _check_optimizer(keys: OptimizerKeys) -> Relations:
     for role in keys.adamw_mask:
         yield (
             role not in ROLES,
-            f"adamw_mask={keys.adamw_mask}: {role} is no role of a weight; use some of "
+            f"adamw_mask={keys.adamw_mask}: {role} is not a role of a weight; use some of "
             f"{', '.join(ROLES)}",
         )
     for name in keys.half_lives_in_samples:
         yield (
             name not in HALF_LIVES[keys.opt_type],
-            f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is no half-life of "
+            f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is not a half-life of "
             f"opt_type={keys.opt_type}; use some of {', '.join(HALF_LIVES[keys.opt_type])}",
         )
     for role in keys.trainable_parameters_mask:
         yield (
             role not in ROLES,
-            f"trainable_parameters_mask={list(keys.trainable_parameters_mask)}: {role} is no role "
-            f"of a weight; use some of {', '.join(ROLES)}",
+            f"trainable_parameters_mask={list(keys.trainable_parameters_mask)}: {role} is not a "
+            f"role of a weight; use some of {', '.join(ROLES)}",
         )
     chosen = list(keys.trainable_layers)
     for number in chosen:
         yield (
             type(number) is not int or number < 0,
-            f"trainable_layers={chosen}: {number} is no number of a layer, from 0 up",
+            f"trainable_layers={chosen}: {number} is not the number of a layer, from 0 up",
         )
     yield (
         chosen != sorted({*chosen}),

@@ -192,7 +192,7 @@ def _run(
         except OSError as error:  # of a file that is read it would be a ConfigError
             raise TrainingError(
                 f"--output {work.work.parent}: cannot write {error.filename or 'there'}: "
-                f"{error.strerror or error}; make room, and start again to go on"
+                f"{error.strerror or error}; make room, and start again to continue"
             ) from None
         finally:
             mine[3] = 1

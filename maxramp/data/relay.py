@@ -60,7 +60,7 @@ class Expansion:
             [
                 (
                     processes % factor,
-                    f"{given}: of so many processes one reads for the others, but this job has "
+                    f"{given}: one of that many processes reads for the others, but this job has "
                     f"{processes}; use {' or '.join(possible)}",
                 ),
                 (

@@ -173,7 +173,7 @@ def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
             weight = math.nan
         if not pattern or not 0 < weight < math.inf:
             lacks = "has no weight" if entry.strip() else "is empty"
-            what = f'has the weight "{text}", which is no number above 0' if pattern else lacks
+            what = f'has the weight "{text}", which is not a number above 0' if pattern else lacks
             raise ConfigError(
                 f'{key}={value}: the entry "{entry}" {what}; write glob,weight;glob,weight'
             )
@@ -218,7 +218,7 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     refuse(
         (
             file_type == "prepared" or os.path.isdir(path),
-            f"{key}: {path} is no prepared set (it has no {prepared.NAME}), or was not finished; "
+            f"{key}: {path} is not a prepared set (it has no {prepared.NAME}), or is not finished; "
             "name the files in a folder by a glob, such as folder/*.parquet",
         )
         for path in paths

@@ -297,7 +297,7 @@ class Tokenizer:
         except Exception as error:  # each library has its own
             what = " ".join(str(error).split())[:120]
             raise ConfigError(
-                f"tokenizer_path={self.path}: is no {self.type} tokenizer ({what})"
+                f"tokenizer_path={self.path}: is not a {self.type} tokenizer ({what})"
             ) from None
 
     def __reduce__(self):

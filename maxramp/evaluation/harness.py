@@ -92,7 +92,7 @@ class Tasks(TaskManager):
         self.names = list(names)
         if include_path and not os.path.isdir(include_path):
             raise ConfigError(
-                f"{include_path} is no folder of tasks; give one that has .yaml files"
+                f"{include_path} is not a folder of tasks; give one that has .yaml files"
             )
         own = include_path or None
         super().__init__(include_path=own, include_defaults=not own)
@@ -310,7 +310,7 @@ def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _WRITING:
             raise ConfigError(
-                f"{name}={value}: how a task has the model write is said by "
+                f"{name}={value}: how a task has the model write is set by "
                 f"{', '.join(_WRITING)} alone; leave it out"
             )
         what, holds = _WRITING[name]

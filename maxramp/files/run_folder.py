@@ -279,7 +279,7 @@ class Mirror(Disk):
             if isinstance(failing, TrainingError):
                 return  # `check` says so
             if failing and not before:
-                self._warn(f"{reason_of(failing)}; it is tried again, and the run goes on")
+                self._warn(f"{reason_of(failing)}; it is tried again, and the run continues")
             pause = _PERIOD if failing else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
     def _failure(self) -> OSError | TrainingError | None:

@@ -53,7 +53,7 @@ class AdapterFolder:
         )
         layers = found.get("layers_to_transform")
         if any(type(number) is not int for number in _list_of(layers)):
-            raise ConfigError(f"{where}: layers_to_transform={layers} are no numbers of layers")
+            raise ConfigError(f"{where}: layers_to_transform={layers} are not numbers of layers")
         rank = found.get("r")
         if type(rank) is not int or rank < 1 or not found.get("base_model_name_or_path"):
             raise ConfigError(f"{where}: has no r and base_model_name_or_path; save it with PEFT")

@@ -57,7 +57,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ConfigError(
-            f"{where}: model_type={kind} is no family that is built here; there are "
+            f"{where}: model_type={kind} is not a family that we have; there are "
             f"{', '.join(families)}"
         )
     family = FAMILIES[families[kind]]

@@ -106,7 +106,7 @@ class ModelFolder:
             templates = [one.get("single") for one in processor.get("processors") or [processor]]
             begins = any(single and "SpecialToken" in single[0] for single in templates)
         except (AttributeError, TypeError, LookupError):
-            raise ConfigError(f"{path}: post_processor={processor} is none of tokenizers") from None
+            raise ConfigError(f"{path}: tokenizers has no post_processor={processor}") from None
         return {"tokenizer_type": kind, "tokenizer_path": path, "add_bos": begins}
 
     @property
@@ -165,8 +165,8 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     base = find(f"{path}/{CONFIG}: base_model_name_or_path", adapter.base, may_adapt=False)
     if base is None:
         raise ConfigError(
-            f"{path}/{CONFIG}: base_model_name_or_path={adapter.base} is no model; write there the "
-            "folder of the one that it adapts"
+            f"{path}/{CONFIG}: base_model_name_or_path={adapter.base} is not a model; write the "
+            "folder of the one that it adapts there"
         )
     return ModelFolder(base.path, adapter)
 

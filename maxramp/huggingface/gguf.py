@@ -64,7 +64,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
         for tensor in reader.tensors:
             name = _name_of(tensor.name)
             if not name:
-                raise ConfigError(f"{path}: its tensor {tensor.name} is none of a Llama's")
+                raise ConfigError(f"{path}: its tensor {tensor.name} is not one of a Llama's")
             sources[name] = tensor
         config["tie_word_embeddings"] = "lm_head.weight" not in sources
         shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in sources.items()}
@@ -74,7 +74,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
         raise
     except Exception as error:  # of the reader or of tokenizers, which have many
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise ConfigError(f"{path}: is no GGUF file, or is torn ({reason})") from None
+        raise ConfigError(f"{path}: is not a GGUF file, or is torn ({reason})") from None
 
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -60,7 +60,7 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
             found.setdefault("the head, which is the embedding", []).append(name)
         else:
             raise ConfigError(
-                f"{tensors[name].file}: {name} is no tensor of such a model; the weights are of "
+                f"{tensors[name].file}: {name} is not a tensor of such a model; the weights are of "
                 "another family or another version of it"
             )
     return found

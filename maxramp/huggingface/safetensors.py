@@ -102,14 +102,14 @@ def _file_tensors(path: str) -> list[Tensor]:
     head = storage.read_range(path, 0, min(_LENGTH.size, size)).tobytes()
     length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
     if length > min(size - _LENGTH.size, _MOST_HEADER):
-        raise ConfigError(f"{path}: is torn, or no safetensors file: {size} bytes; fetch it again")
+        raise ConfigError(f"{path}: torn or not a safetensors file: {size} bytes; fetch it again")
     begin = _LENGTH.size + length
     try:
         header = json.loads(storage.read_range(path, _LENGTH.size, begin).tobytes())
         header.pop("__metadata__", None)
         entries = [_entry(name, **values) for name, values in header.items()]
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{path}: its header is no safetensors header; fetch it again") from None
+        raise ConfigError(f"{path}: its header is not of safetensors; fetch it again") from None
     end = 0
     for name, dtype, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _BYTES.get(dtype)
@@ -180,7 +180,7 @@ def parse_json(path: str, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is no JSON ({error}); fetch it again") from None
+        raise ConfigError(f"{path}: is not JSON ({error}); fetch it again") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no JSON object; fetch it again")
     return found

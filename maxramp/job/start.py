@@ -59,7 +59,7 @@ def run(
                     export_run(keys.folder, begun.config.mesh, begun.pause, begun.say)
                 return status
             except Stopped:
-                begun.say("stopped by a signal; start again to go on")
+                begun.say("stopped by a signal; start again to continue")
                 return EXIT_PREEMPTED
     except Exception as error:
         if not is_expected(error):

@@ -66,7 +66,7 @@ for name in @NAMES@; do
     until is Completed 60s; do
         if is Failed 0s; then
             echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name says why;" \
-                "delete it and start again to go on" >&2
+                "delete it and start again to continue" >&2
             exit 1
         fi
         sleep 1

@@ -141,7 +141,9 @@ class Preemption:
             if heard is None:
                 heard = time.monotonic()
                 if not (self._several or self._has_trained):
-                    self._leave("stopped by a signal before a step was done; start again to go on")
+                    self._leave(
+                        "stopped by a signal before a step was done; start again to continue"
+                    )
                     os._exit(EXIT_PREEMPTED)
                 self.ask()
                 self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")

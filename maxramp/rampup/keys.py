@@ -144,8 +144,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
         if tokens > 0:
             if tokens % sample:
                 raise ConfigError(
-                    f"global_batch_tokens={tokens} is no multiple of max_target_length={sample}: a "
-                    f"batch holds whole samples; use {nearest_multiples(tokens, sample)}"
+                    f"global_batch_tokens={tokens} is not a multiple of max_target_length={sample}"
+                    f": a batch holds whole samples; use {nearest_multiples(tokens, sample)}"
                 )
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)

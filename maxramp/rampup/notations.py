@@ -66,7 +66,7 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
         return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
         return [Threshold(samples, batch) for samples, batch in ladder.seesaw_sizes(keys)]
-    if keys.rampup_policy:  # the first size; the others are decided as the run goes on
+    if keys.rampup_policy:  # the first size; the others are decided while the run trains
         return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
         return [Threshold(0, keys.global_batch_size)]
@@ -136,7 +136,7 @@ def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
     )
     yield (
         phase.first_sample and keys.rampup_policy == "noise",
-        "rampup_policy=noise decides its stages while the run goes on, and phases are known before "
+        "rampup_policy=noise decides its stages while the run trains, and phases are known before "
         "it; leave one of them out",
     )
 

@@ -137,7 +137,7 @@ def _count(threshold: str) -> int:
     count = parse_count(threshold.replace("_", ""))
     if count is None:
         raise ConfigError(
-            f"{_NAME}.{threshold}: {threshold} is no whole number of tokens or samples, such as "
+            f"{_NAME}.{threshold}: {threshold} is not a whole number of tokens or samples, such as "
             "252M (suffixes K, M, B, T)"
         )
     return count

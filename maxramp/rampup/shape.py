@@ -52,7 +52,7 @@ class ShapeKeys(MeshKeys, SightKeys):
             )
         if count % stages:
             raise ConfigError(
-                f"num_pipeline_microbatches={count} is no multiple of the {stages} stages that "
+                f"num_pipeline_microbatches={count} is not a multiple of the {stages} stages that "
                 f"{made} make; use {nearest_multiples(count, stages)}"
             )
         return count // stages

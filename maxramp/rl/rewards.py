@@ -162,7 +162,7 @@ def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
             module, _, attribute = name.partition(":")
             functions[name] = getattr(importlib.import_module(module), attribute)
             if not callable(functions[name]):
-                raise TypeError("it is no function")
+                raise TypeError("it is not a function")
     except (Exception, SystemExit) as error:  # a script's, which runs at its import
         pipe.send(
             f"rewards: {name} cannot be imported: {_reason(error)}; write "
@@ -195,14 +195,14 @@ def _call(function: Callable, *lists: list) -> list[float] | str:
     try:
         returned = function(*copy.deepcopy(lists))
         if not isinstance(returned, Iterable):
-            return f"returned {_format_value(returned)}, which is no list of rewards,"
+            return f"returned {_format_value(returned)}, which is not a list of rewards,"
         returned = list(returned)
         for value in returned:
             number = np.asarray(value)  # V are the short floats of JAX
             with np.errstate(over="ignore"):  # finite in float32, as advantages are
                 is_number = number.dtype.kind in "biufV" and np.isfinite(np.float32(number))
             if number.ndim or not is_number:
-                return f"returned {_format_value(value)}, which is no finite float32 number,"
+                return f"returned {_format_value(value)}, which is not a finite float32 number,"
         if len(returned) != len(lists[0]):
             wanted = count(len(lists[0]), "answer")
             return f"returned {count(len(returned), 'reward')} for {wanted}"

@@ -163,7 +163,7 @@ class Output:
                 except ConfigError as error:
                     if not first_step:
                         raise
-                    self.warn(f"{error}; the run goes on without it")
+                    self.warn(f"{error}; the run continues without it")
         except OSError as error:
             raise self._refusal(error) from None
 
@@ -278,7 +278,7 @@ class Output:
                 self.say(f"packing  {cost}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
-            self.say(f"ramp     decided as the run goes on: batch {rungs}")
+            self.say(f"ramp     decided while the run trains: batch {rungs}")
         for line in ramp.warnings:
             self.say(f"ramp     {line}")
         if step := span.first_step:
@@ -291,17 +291,17 @@ class Output:
     def say_stopped(self, step: int | None) -> None:
         """Says that a signal ended the run after a step; None if this start did none."""
         if step is None:
-            self.say("stopped by a signal before a step was done; start again to go on")
+            self.say("stopped by a signal before a step was done; start again to continue")
             return
         left = "not saved (enable_checkpointing=False); the next start begins at step 0"
-        left = "saved; start again to go on" if self._keys.enable_checkpointing else left
+        left = "saved; start again to continue" if self._keys.enable_checkpointing else left
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, span: Span) -> None:
         """Says that there is nothing to do."""
         self.say(
             f"{self.folder}: finished, {span.first_step} steps are done of "
-            f"{span.ramp.total_steps}; for a new run give another run_name, to go on more steps"
+            f"{span.ramp.total_steps}; for a new run give another run_name, to continue more steps"
         )
 
     def __enter__(self) -> "Output":

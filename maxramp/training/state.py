@@ -80,8 +80,8 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     for number in keys.trainable_layers:
         if number >= layers:
             raise ConfigError(
-                f"trainable_layers={list(keys.trainable_layers)}: {number} is none of the model's "
-                f"layers 0 to {layers - 1}"
+                f"trainable_layers={list(keys.trainable_layers)}: {number} is not one of the "
+                f"model's layers 0 to {layers - 1}"
             )
     roles = keys.trainable_parameters_mask or (("adapter",) if has_adapters(model) else ROLES)
     within = model.layers if keys.trainable_layers else model

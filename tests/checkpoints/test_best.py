@@ -84,7 +84,7 @@ def test_what_is_wrong_is_one_line(tmp_path):
     "given, part",
     [
         (["checkpoint_best=eval_loss"], "must be lowest or highest and a number"),
-        (["checkpoint_best=lowest loss"], "loss is no number of evaluations"),
+        (["checkpoint_best=lowest loss"], "loss is not a number of evaluations"),
         (["checkpoint_best=lowest eval_loss", "eval_interval=-1"], "eval_interval=-1, which never"),
         (["checkpoint_best=highest task_sums"], "without a task; give evaluate_tasks"),
         (["checkpoint_best=lowest eval_loss_wiki"], "eval_sets has no wiki, but none"),

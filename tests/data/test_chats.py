@@ -173,17 +173,17 @@ FAILS = "{{ raise_exception('only one system message') }}"
 @pytest.mark.parametrize(
     "records, arguments, template, parts",
     [
-        ([GOOD, {"text": "x"}], (), "", ["line 2", "is no chat: it has text"]),
+        ([GOOD, {"text": "x"}], (), "", ["line 2", "is not a chat: it has text"]),
         ([{"messages": "x"}], (), "", ["line 1", "no list of messages"]),
         ([{"messages": [{"role": "user"}]}], (), "", ["role user has no content"]),
         ([{"conversations": [{"from": "bot", "value": "x"}]}], (), "", ['from "bot"']),
-        ([GOOD | {"prompt": "\ud83d"}], (), "", ["line 1: ", "'\\ud83d', which is no character"]),
-        ([GOOD | {"prompt": "\ufdd1"}], (), BLOCKS, ["'\\ufdd1', which is no character"]),
+        ([GOOD | {"prompt": "\ud83d"}], (), "", ["line 1: ", "'\\ud83d', which is not a char"]),
+        ([GOOD | {"prompt": "\ufdd1"}], (), BLOCKS, ["'\\ufdd1', which is not a character"]),
         (
             [{"instruction": "x", "input": float("nan"), "output": "y"}],
             (),
             "",
-            ["input is no text"],
+            ["input is not text"],
         ),
         ([{"messages": [TURNS[1] | {"train": "false"}]}], (), "", ["train is str 'false'"]),
         ([{"messages": [TURNS[1] | {"weight": 0.5}]}], (), "", ["weight is float '0.5'"]),
@@ -197,9 +197,9 @@ FAILS = "{{ raise_exception('only one system message') }}"
         ([{"messages": [TURNS[1] | {"tool_calls": [{"function": "f"}]}]}], (), "", ["str 'f'"]),
         (
             [{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
-            *((), "", ["content is no text but list"]),
+            *((), "", ["content is not text but list"]),
         ),
-        ([[GOOD]], (), "", ["line 1: is no JSON object but list", "JSON lines have an object on"]),
+        ([[GOOD]], (), "", ["line 1: is not a JSON object but list", "JSON lines have an object"]),
         ([{"messages": TURNS}], (), DROPS + CHATML, ["shows 0 of its 2 answers"]),
         ([GOOD], (), FAILS, ["line 1", "only one system message"]),
         ([GOOD], (), "{% if %}", ["chat template is not valid"]),

@@ -20,7 +20,7 @@ BAD = {
     b'{"body": null}': "holds no text but nothing",
     b'{"body": "hm \\ud83d!"}': "half of a surrogate pair",
     b'{"text": "another field"}': "has no body",
-    b"[1, 2]": "is no JSON object",
+    b"[1, 2]": "is not a JSON object",
     b'{"body": "cut o': "is not JSON",
 }
 

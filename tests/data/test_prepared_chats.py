@@ -168,7 +168,7 @@ def test_chats_that_are_bad_are_listed_by_their_place(folder):
     prepare(folder, LEAVE, "--max_bad_records", "2", source="some.jsonl")
     bad = [json.loads(x) for x in (folder / "set/bad_records.jsonl").read_text().splitlines()]
     assert [one["byte"] for one in bad] == [sum(len(x) + 1 for x in lines[:n]) for n in (3, 4)]
-    assert "is no chat: it has text" in bad[1]["reason"]
+    assert "is not a chat: it has text" in bad[1]["reason"]
     assert_same_rows(opened(folder, "chats.jsonl", LEAVE), opened(folder, "set", LEAVE))
 
 

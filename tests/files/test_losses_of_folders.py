@@ -170,7 +170,7 @@ def test_a_slow_save_lets_the_next_ones_out(client):
 
     saves.begin(20, fail)
     saves.settle()
-    assert "20 was not saved: away; checkpoint 4 stands; the run goes on" in warnings[1]
+    assert "20 was not saved: away; checkpoint 4 stands; the run continues" in warnings[1]
 
 
 def test_a_glob_of_a_storage(client, tmp_path):

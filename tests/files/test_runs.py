@@ -126,7 +126,7 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
     status, printed = checkpoint("verify")
     assert status == 1 and "missing" in printed
     printed = finish(start(address, cache_dir, storage))
-    assert f"{data}: missing" in printed and "going on from the checkpoint before it" in printed
+    assert f"{data}: missing" in printed and "continuing from the checkpoint before it" in printed
     assert records(run) == calm
     assert (run / "checkpoints" / "120.torn").is_dir()
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_handed_over(tmp_path):
 
 def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
     folder = with_tokenizer(tmp_path)
-    for text, says in (("{", "is no JSON"), ('{"post_processor": [1]}', "post_processor=")):
+    for text, says in (("{", "is not JSON"), ('{"post_processor": [1]}', "post_processor=")):
         (folder / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match=f"tokenizer.json: {says}"):
             open_model(str(folder), []).tokenizer()
@@ -323,7 +323,9 @@ def test_adapters_of_no_model(tmp_path):
     config = tmp_path / "adapter" / "adapter_config.json"
     for base in (tmp_path / "adapter", tmp_path / "nowhere"):
         config.write_text(json.dumps({"peft_type": "LORA", "r": 2} | {BASE_OF: str(base)}))
-        with pytest.raises(ConfigError, match=f"adapter_config.json: {BASE_OF}={base} is no model"):
+        with pytest.raises(
+            ConfigError, match=f"adapter_config.json: {BASE_OF}={base} is not a model"
+        ):
             open_model(str(tmp_path / "adapter"), [])
     config.rename(tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="has adapter_model.safetensors and no adapter_config"):

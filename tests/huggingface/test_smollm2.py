@@ -114,7 +114,7 @@ def test_unpacked_without_torch(smollm2, tmp_path):
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(file.read_bytes()[:100_000])
     done = run(str(torn), "--to", str(tmp_path / "torn"), module="convert")
-    assert done.returncode == 2 and "torn.gguf: is no GGUF file, or is torn" in done.stderr
+    assert done.returncode == 2 and "torn.gguf: is not a GGUF file, or is torn" in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "torn").exists()
 
 

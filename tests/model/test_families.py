@@ -165,7 +165,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         ("decoder_block=qwen2", "attention_bias=False: decoder_block=qwen2 has it; use True"),
         (
             "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
-            "attention_bias=True is no part of decoder_block=qwen3; use decoder_block=qwen2",
+            "attention_bias=True is not part of decoder_block=qwen3; use decoder_block=qwen2",
         ),
     ],
 )

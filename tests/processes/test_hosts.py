@@ -178,7 +178,7 @@ def test_a_factor_that_the_processes_do_not_divide_by():
     """Said before the data is looked for."""
     done = run(*keys(1, "text_files=nowhere", factor=2))
     assert done.returncode == 2 and not done.stdout
-    line = "expansion_factor_real_data=2: of so many processes one reads for the others, but this"
+    line = "expansion_factor_real_data=2: one of that many processes reads for the others, but this"
     assert done.stderr == f"error: {line} job has 1; use 1\n"
 
 

@@ -182,7 +182,7 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         ),
         (
             ("phases.10K.sliding_window_size=64",),
-            "phases.10K: sliding_window_size=64 is no part of decoder_block=llama2; use "
+            "phases.10K: sliding_window_size=64 is not part of decoder_block=llama2; use "
             "decoder_block=mistral, or leave it out",
         ),
         (
@@ -195,7 +195,7 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         ),
         (("phases.10K.max_target_length=256",), "give the longest, and row_length to the phases"),
         (("phases.10K.row_lenght=8",), "phases.10K.row_lenght=8: is not a known key"),
-        (("phases.ten.row_length=8",), "phases.ten: ten is no whole number"),
+        (("phases.ten.row_length=8",), "phases.ten: ten is not a whole number"),
         (("phases.10K=8",), "phases.10K=8 must be a mapping"),
         (("phases=8",), "phases=8 must be a mapping"),
         (

@@ -327,7 +327,7 @@ def test_a_full_disk_is_outlived(mount, cache_dir):
         fill(folder)
         job.wait_for(lambda: failed_saves(job))
         line = failed_saves(job)[0]
-        assert "No space left on device" in line and "the run goes on" in line
+        assert "No space left on device" in line and "the run continues" in line
         stands = int(re.search(r"checkpoint (\d+) stands", line)[1])
         folder_lib.read(job.run / "checkpoints" / str(stands))
         (folder / "filler").unlink()
@@ -468,7 +468,7 @@ def test_a_file_system_without_locks(tmp_path, cache_dir, no_locks):
     assert len(lines) == 1 and lines[0].startswith("warning: ") and job.checkpoints == []
     assert "no locks (Function not implemented)" in lines[0] and str(job.run) in lines[0]
     stopped = next(x for x in job.printed().splitlines() if x.startswith("stopped by a signal"))
-    assert "not saved (enable_checkpointing=False)" in stopped and "go on" not in stopped
+    assert "not saved (enable_checkpointing=False)" in stopped and "to continue" not in stopped
 
 
 def test_what_a_file_system_says_that_has_no_locks(tmp_path, no_locks):

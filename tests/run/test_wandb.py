@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_a_network(tmp_path, monkeypatch, capsys):
     gc.collect()
     start(tmp_path / "run", *keys, first_step=2, records=[record(2)])
     said = capsys.readouterr()
-    assert "the run goes on without it" in said.out + said.err
+    assert "the run continues without it" in said.out + said.err
 
 
 def test_by_default_there_is_none():

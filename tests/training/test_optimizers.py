@@ -247,5 +247,5 @@ def test_momentum_in_samples_has_one_effect():
 
 
 def test_half_lives_are_those_of_the_optimizer():
-    with pytest.raises(ConfigError, match=r"muon_beta is no half-life of opt_type=adamw; use some"):
+    with pytest.raises(ConfigError, match=r"muon_beta is not a half-life of opt_type=adamw; use"):
         make_config("half_lives_in_samples=[adam_b1, muon_beta]")

@@ -79,10 +79,10 @@ def read(record: Mapping[str, Any]) -> Chat:
         except ValueError as error:
             raise BadRecord(f"tools is not JSON ({error})") from None
     if tools is not None and not isinstance(tools, list):
-        raise BadRecord(f"tools is no list but {describe(tools)}")
+        raise BadRecord(f"tools is not a list but {describe(tools)}")
     chat = Chat(messages, tools, trained)
     if found := next(filter(None, map(_NO_CHARACTER.search, chat.texts())), None):
-        raise BadRecord(f"a message holds {found[0]!a}, which is no character; mend it")
+        raise BadRecord(f"a message holds {found[0]!a}, which is not a character; mend it")
     return chat
 
 
@@ -141,12 +141,12 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
         parts = {name: x for name in ("instruction", "input") if (x := record.get(name))}
         for name, part in parts.items():
             if not isinstance(part, str):
-                raise BadRecord(f"{name} is no text but {describe(part)}")
+                raise BadRecord(f"{name} is not text but {describe(part)}")
         answer = {"role": ANSWERS, "content": record["output"]}
         return [*_prompt_messages(record, "\n\n".join(parts.values())), answer]
     there = ", ".join(list(record)[:8]) or "nothing"
     pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
-    raise BadRecord(f"is no chat: it has {there}, and chats have {_FORMS}{pairs}")
+    raise BadRecord(f"is not a chat: it has {there}, and chats have {_FORMS}{pairs}")
 
 
 def _prompt_messages(record: Mapping[str, Any], prompt: Any) -> list[Any]:
@@ -162,7 +162,7 @@ def _system(record: Mapping[str, Any]) -> list[Any]:
 
 def _check_list(name: str, value: Any, what: str = "messages") -> list[Any]:
     if not isinstance(value, list):
-        raise BadRecord(f"{name} is no list of {what} but {describe(value)}")
+        raise BadRecord(f"{name} is not a list of {what} but {describe(value)}")
     return value
 
 
@@ -188,7 +188,7 @@ def _message(message: Any) -> dict[str, Any]:
     """A message as transformers gives it to a template: without what is null, and its thought under
     every name that templates have for it."""
     if not isinstance(message, dict):
-        raise BadRecord(f"a message is no object but {describe(message)}")
+        raise BadRecord(f"a message is not an object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}
     if thoughts := [message[name] for name in _THOUGHTS if name in message]:
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
@@ -198,7 +198,7 @@ def _message(message: Any) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         blocks = content if isinstance(content, list) else [content]
         if not all(map(_is_text, blocks)):
-            raise BadRecord(f"a message's content is no text but {describe(content)}")
+            raise BadRecord(f"a message's content is not text but {describe(content)}")
         message["content"] = "".join(block["text"] for block in blocks)
     if content is None and not message.get("tool_calls"):
         raise BadRecord(f"a message of the role {role} has no content")
@@ -216,7 +216,7 @@ def _call(call: Any) -> dict[str, Any]:
     """A tool call, its arguments an object."""
     of = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(of, dict):
-        raise BadRecord(f"a tool call is no object but {describe(of)}")
+        raise BadRecord(f"a tool call is not an object but {describe(of)}")
     if not isinstance(of.get("arguments"), str):
         return call
     try:

@@ -50,7 +50,7 @@ class ArrayRecordFile(RecordFile):
         if value is None and self.tokens:
             if len(data) % 4:
                 raise BadRecord(
-                    f"its {len(data)} bytes are no int32 token ids (4 bytes each); "
+                    f"its {len(data)} bytes are not int32 token ids (4 bytes each); "
                     "tokenize_train_data=True reads text"
                 )
             value = np.frombuffer(data, "<i4")
@@ -86,7 +86,7 @@ class ArrayRecordFile(RecordFile):
             path = self.path
         reader = module.ArrayRecordReader(path, "readahead_buffer_size:0")
         if not reader.ok():
-            raise ConfigError(f"{self.path}: is torn or no ArrayRecord file; make it again")
+            raise ConfigError(f"{self.path}: is torn or not an ArrayRecord file; make it again")
         return reader
 
 
@@ -229,7 +229,7 @@ class JsonLines(RecordFile):
                 yield file
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None)  # the system's, not the decompressor's
-            what = f"is cut off or no {self._compression} file ({error}); make it again"
+            what = f"is cut off or not a {self._compression} file ({error}); make it again"
             what = f"cannot be read: {reason}" if reason else what
             raise ConfigError(f"{self.path}: {what}") from None
 
@@ -274,7 +274,7 @@ class JsonLines(RecordFile):
             raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
             hint = f"; {_LINES}" if isinstance(record, list) else ""
-            raise BadRecord(f"is no JSON object but {describe(record)}{hint}")
+            raise BadRecord(f"is not a JSON object but {describe(record)}{hint}")
         if self.column == WHOLE:
             return self._validate(record)
         if self.column not in record:
@@ -374,7 +374,7 @@ class ParquetFile(RecordFile):
             return reading()
         except (OSError, ValueError) as error:  # Arrow's own are among them
             what = " ".join(str(error).split())[:150]
-            raise ConfigError(f"{self.path}: is torn or no Parquet file ({what})") from None
+            raise ConfigError(f"{self.path}: is torn or not a Parquet file ({what})") from None
 
 
 READERS = {

@@ -58,7 +58,7 @@ class MegatronFile(RecordFile):
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
             raise ConfigError(
-                f"{self.where_token(start + position)}: {tokens[position]} is no token id (0 to "
+                f"{self.where_token(start + position)}: {tokens[position]} is not a token id (0 to "
                 "2^31 - 1)"
             )
         return tokens.astype(np.int32)
@@ -152,8 +152,8 @@ class MegatronFile(RecordFile):
         wanted = _HEADER.size + 12 * n + 8 * d
         if not header.startswith(_MAGIC):
             raise ConfigError(
-                f"{path}: is no Megatron index of version 1 (it begins with {header[:17]!r}, not "
-                f"{_MAGIC!r})"
+                f"{path}: is not a Megatron index of version 1 (it begins with {header[:17]!r}, "
+                f"not {_MAGIC!r})"
             )
         if size not in (wanted, wanted + n):
             raise ConfigError(
@@ -162,7 +162,7 @@ class MegatronFile(RecordFile):
             )
         if _DTYPES.get(code, "<f0")[1] == "f":
             raise ConfigError(
-                f"{path}: dtype code {code} is no integer type; tokens are of code 1 to 5 or 8"
+                f"{path}: dtype code {code} is not an integer type; tokens are of code 1 to 5 or 8"
             )
         return np.dtype(_DTYPES[code]), n, d
 

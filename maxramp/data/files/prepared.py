@@ -96,12 +96,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
-        raise ConfigError(f"{folder}: is no prepared set (it has no {NAME}), or was not finished")
+        raise ConfigError(f"{folder}: is not a prepared set (it has no {NAME}), or is not finished")
     try:
         manifest = json.loads(storage.read_bytes(path))
         kind = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: is torn or no manifest; prepare the set again") from None
+        raise ConfigError(f"{path}: is torn or not a manifest; prepare the set again") from None
     if kind != (FORMAT, VERSION):
         raise ConfigError(
             f"{path}: is of format {kind[0]!r} version {kind[1]}, not {FORMAT!r} version "

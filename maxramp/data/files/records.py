@@ -128,7 +128,7 @@ class RecordFile(abc.ABC):
         """
         if self.column == WHOLE:
             if not isinstance(value, dict):
-                raise BadRecord(f"is no record of several columns but {describe(value)}")
+                raise BadRecord(f"is not a record of several columns but {describe(value)}")
             return self._make(value)
         if self.tokens:
             try:
@@ -144,7 +144,7 @@ class RecordFile(abc.ABC):
                 )
             if ids.min() < 0 or ids.max() >= 2**31:
                 wrong = ids[(ids < 0) | (ids >= 2**31)][0]
-                raise BadRecord(f"{self.column} holds {wrong}, no token id (0 to 2^31 - 1)")
+                raise BadRecord(f"{self.column} holds {wrong}, not a token id (0 to 2^31 - 1)")
             return ids.astype(np.int32)
         if isinstance(value, bytes):
             if is_utf16(value):
