@@ -87,8 +87,8 @@ def changes_since(
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
-            f"the run has seen; give back what was, allow_changed=[{','.join(refused)}], or another "
-            "run_name"
+            f"the run has seen; give back what was, allow_changed=[{','.join(refused)}], or "
+            "another run_name"
         )
     pairs |= {
         name: (checkpoint.versions[name], version)
