@@ -1,4 +1,4 @@
-"""Standard output and error: what a command does when nobody reads on, or somebody says stop.
+"""Standard output and error of commands: closed pipes, full disks, Ctrl-C.
 
 To be called before the slow imports of a command, which a person may interrupt too.
 """
@@ -24,10 +24,10 @@ def outlive_readers() -> None:
 
 
 def end_with_readers() -> None:
-    """For commands whose output is all they do: they end with whoever reads it.
+    """For commands that only print: they end with their readers.
 
     Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
-    with one line; and Ctrl-C is no traceback.
+    with one line; and Ctrl-C without a traceback.
     """
     _replace_streams(None)
 

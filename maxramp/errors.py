@@ -31,7 +31,7 @@ class StepError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """Weights or losses are no numbers: a state that is not worth saving."""
+    """Weights or losses are not numbers: a state that is not worth saving."""
 
 
 class PeerLostError(TrainingError):

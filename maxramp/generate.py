@@ -128,7 +128,7 @@ def _generate(given: argparse.Namespace) -> None:
 
 
 def _text(argument: str) -> str:
-    """An argument of the command line, whose bytes that are no text come as surrogates."""
+    """An argument of the command line, whose bytes that are not text come as surrogates."""
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 

@@ -117,7 +117,7 @@ def _run(begun: start.Start) -> int:
 
 
 def _corpus(prompts: Prompts, held_out: Prompts | None) -> Corpus:
-    """What identifies the prompts, which are no rows."""
+    """What identifies the prompts, which are not rows."""
     parts = (Part("", 1.0, (), held_out.hash),) if held_out else ()
     return Corpus((Part("prompts", 1.0, (), prompts.hash),), parts, prompts.description)
 

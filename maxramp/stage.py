@@ -101,5 +101,5 @@ class StageSpec:
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
 
     def single_pass(self, rows: int) -> Self:
-        """One pass over so many samples that nothing cuts."""
+        """One pass over this many samples that nothing cuts."""
         return dataclasses.replace(self.resize(1, rows), rows_of_sample=1)

@@ -1,1 +1,1 @@
-"""Checkpoints, and what a restart makes of them."""
+"""Checkpoints: saving, restoring, and how a restart resumes."""

@@ -74,7 +74,7 @@ class _Path(PosixGPath):
     """
 
     def exists(self) -> bool:
-        """As of its class, but for the mark."""
+        """As in its class, but for the mark."""
         return self.name != "_CHECKPOINT_DELETION" and super().exists()
 
 

@@ -1,4 +1,4 @@
-"""A hash of weights, by which a run knows again those that it does not keep."""
+"""A hash by which a run recognizes weights that it does not store."""
 
 from typing import Any
 

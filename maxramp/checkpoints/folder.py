@@ -238,7 +238,7 @@ def scores(folder: Place, how: str, evaluations: Mapping[str, str]) -> dict[int,
 
 
 def best_of(scores: Mapping[int, float]) -> int | None:
-    """The step of the highest score, of equal ones the first; None of none."""
+    """The step of the highest score, of equal ones the first; None if there are none."""
     return max(scores, key=lambda step: (scores[step], -step), default=None)
 
 

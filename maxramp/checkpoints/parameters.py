@@ -1,4 +1,4 @@
-"""The weights that something begins with: of a checkpoint, or of a Hugging Face folder."""
+"""First weights: of a checkpoint, or of a Hugging Face folder."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -121,7 +121,7 @@ def load_parameters(
 
 
 def find_released(path: str, key: str = "load_parameters_path") -> released.ModelFolder | None:
-    """The Hugging Face folder that the value of a key means; None of a place that is none."""
+    """The Hugging Face folder that the value of a key means; None if it means none."""
     return released.find(key, path)
 
 
@@ -137,7 +137,7 @@ def released_origin(path: str) -> released.ModelFolder | None:
 
 
 def keep_beside(path: str, run: Place) -> None:
-    """Keeps in a run's folder what is said there about the weights that it begins with.
+    """Keeps in a run's folder what the folder of its first weights says about them.
 
     What an earlier start kept of others is gone then. config.json is removed first and written
     last: without it nothing is kept.

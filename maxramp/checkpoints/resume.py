@@ -1,4 +1,4 @@
-"""What a start of a run takes up: its schedule, and the history that it must fit."""
+"""How a run resumes: its schedule, and the history that this must fit."""
 
 import dataclasses
 import itertools
@@ -282,7 +282,7 @@ def length_by_epochs(
 
     Args:
       batch: resolved.
-      num_devices: as of `origin_of`.
+      num_devices: as in `origin_of`.
       position: the checkpoint to go on from.
       rows: in num_epoch passes over the data.
       num_epoch: the key.
@@ -351,7 +351,7 @@ def origin_of(
     step, consumed = position.step, position.consumed_samples
     ramp = RampupBatchManager(batch, num_devices, **origin)
     before = _sizes_from(position.stages, consumed)
-    # What was decided after the checkpoint is no change.
+    # What was decided after the checkpoint is not a change.
     known = len(position.stages) if decided else None
     same = _sizes_from(_json(ramp)[:known], consumed) == before
     trained, today = _trained_stages(position.stages, step), _trained_stages(_json(ramp), step)

@@ -1,4 +1,4 @@
-"""Saves in the background: one at a time, and what becomes of it."""
+"""Saves checkpoints in the background, one at a time."""
 
 import concurrent.futures
 import contextlib

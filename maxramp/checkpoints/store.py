@@ -252,7 +252,7 @@ class Checkpoints(Saves):
         Args:
           step: the checkpoint's; nothing is done where it is another run's.
           evaluation: the numbers.
-          prepare: as of `save`.
+          prepare: as in `save`.
 
         Raises:
           TrainingError: they cannot be written.

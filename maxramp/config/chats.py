@@ -1,11 +1,11 @@
-"""What the keys of chats, and of pairs of them, must not be together with."""
+"""Relations between the keys of chats and of pairs, and other keys."""
 
 from maxramp.data.keys import DataKeys
 from maxramp.keys.section import Relations
 
 
 def check_chats(keys: DataKeys) -> Relations:
-    """Relations of a configuration that reads chats; none of another."""
+    """Relations of a configuration that reads chats; none for another."""
     if not (asked := keys.reads_chats):
         return
     yield (

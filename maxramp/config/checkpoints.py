@@ -1,4 +1,4 @@
-"""What the keys of checkpoints must not be together with."""
+"""Relations between the keys of checkpoints and other keys."""
 
 from collections.abc import Mapping
 

@@ -60,7 +60,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
 
 
 def resolve_planned(config: Config, num_devices: int) -> Config:
-    """`resolve` for a job of so many devices that is still to come, on the slices that keys give.
+    """`resolve` for a job of this many devices that is still to come, on the slices that keys give.
 
     Raises:
       ConfigError: as `resolve`.
@@ -69,7 +69,7 @@ def resolve_planned(config: Config, num_devices: int) -> Config:
 
 
 def meshes_of(config: Config) -> Meshes:
-    """The meshes of a loaded config; None on so many devices that it does not resolve."""
+    """The meshes of a loaded config; None on this many devices that it does not resolve."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:

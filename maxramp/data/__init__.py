@@ -1,1 +1,1 @@
-"""What there is to train on (`opening`) and which of it a step trains on (`loader`)."""
+"""Opens the training data (`opening`) and loads the batch of each step (`loader`)."""

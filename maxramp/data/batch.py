@@ -31,7 +31,7 @@ class Batch:
     the one that it predicts.
     """
 
-    tokens: _Array  # int32 ids; PADDING (-1) is no token
+    tokens: _Array  # int32 ids; PADDING (-1) is not a token
     targets: _Array  # int32, the id that each token predicts; PADDING where that is nothing
     segments: _Array | None = None  # int32, each token's document in its row; None: rows are texts
     hashes: _Array | None = None  # uint32 [..., 2], of each row at its place in the step
@@ -66,7 +66,7 @@ def stack(
 ) -> Batch:
     """The batch [N, ...] of rows.
 
-    A token that begins a document is no target of the document before it.
+    A token that begins a document is not a target of the document before it.
 
     Args:
       rows: N of them.

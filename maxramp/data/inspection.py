@@ -1,4 +1,4 @@
-"""What a prepared set holds, and its rows as the model sees them; what is learnt of chats."""
+"""Prints what a prepared set holds, its rows as the model sees them, and chats' targets."""
 
 import dataclasses
 import itertools

@@ -62,7 +62,7 @@ class DataKeys(ChatKeys):
 
     @property
     def fields(self) -> Fields:
-        """The arrays of a batch, where rows are no several documents apart."""
+        """The arrays of a batch, where rows are not several documents apart."""
         return pair_fields if self.use_dpo else text_fields
 
     @property

@@ -81,7 +81,7 @@ class Interleaving:
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Items of the mixture until a part with so many is used up, and which part that is."""
+        """Items of the mixture until a part with this many is used up, and which part that is."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)

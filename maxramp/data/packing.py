@@ -75,8 +75,8 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
     Args:
       lengths: tokens of every document.
       length: T, tokens that a row predicts.
-      separate: whether a document's first token is no target; else rows are read as one text, and
-        each begins with the last token of the row before.
+      separate: whether a document's first token is not a target; else rows are one text, and each
+        begins with the last token of the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""What is lost where a phase cuts samples into shorter rows (`row_length`)."""
+"""Counts what is lost where a phase cuts samples into shorter rows (`row_length`)."""
 
 from collections.abc import Iterator, Sequence
 

@@ -62,7 +62,7 @@ def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
 
 
 LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
-# Documents of a batch: so many characters or tokens, or so many documents.
+# A batch of documents ends at this many characters or tokens, or documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
 _AHEAD = 2  # batches that wait for each thread

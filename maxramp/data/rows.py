@@ -122,7 +122,7 @@ class Documents(Chain):
 
 
 class TokenRecords(Chain):
-    """Records of token ids: documents or, with `length`, rows that predict so many tokens."""
+    """Records of token ids: documents or, with `length`, rows that predict this many tokens."""
 
     def __init__(self, files: Sequence[RecordFile], vocab_size: int, length: int | None = None):
         super().__init__(files)

@@ -1,1 +1,1 @@
-"""The field's tasks: lm-eval, with our model as what it asks."""
+"""lm-eval's tasks, asked of our model."""

@@ -15,4 +15,4 @@ class Asking:
     system_instruction: str | None = None
     gen_kwargs: Mapping[str, Any] | None = None  # in place of a task's own
     log_samples: bool = False  # whether results hold every question and answer
-    bootstrap_iters: int = 1000  # draws for the error of what is no mean; 0 = no errors at all
+    bootstrap_iters: int = 1000  # draws for the errors of metrics other than means; 0 = none

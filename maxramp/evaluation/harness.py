@@ -1,4 +1,4 @@
-"""lm-eval, the field's evaluation harness, on process 0: tasks, and our model as what they ask.
+"""lm-eval, the field's evaluation harness, on process 0: its tasks, asked of our model.
 
 How texts become tokens follows lm-eval's own backend for transformers (`hf`): where a context ends
 and its continuation begins, what stands before an empty context, which tokens a row too long loses,
@@ -131,7 +131,7 @@ class Tasks(TaskManager):
 
 
 def _refuse_broken(folder: str) -> None:
-    """Says which file of a folder of tasks is no YAML: lm-eval passes over it in silence."""
+    """Says which file of a folder of tasks is not YAML: lm-eval passes over it in silence."""
     for path in sorted(pathlib.Path(folder).rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)

@@ -63,7 +63,7 @@ class Scorer:
         """
         Args:
           keys: of the model; `max_target_length` is the longest row.
-          block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
+          block_tokens: logits of at most this many tokens exist at a time on a device; 0 = all.
           model: its shapes and shardings.
           tokenizer: makes text of what the model writes.
           ends: ids that end an answer.
@@ -143,7 +143,7 @@ class Scorer:
           model: the weights.
           prompts: token ids.
           writing: how; the ids that end an answer are the scorer's.
-          until: texts that end an answer and are no part of it.
+          until: texts that end an answer and are not part of it.
 
         Raises:
           ConfigError: an answer of so many tokens leaves no room for a prompt.
@@ -215,7 +215,7 @@ class Scorer:
         return found
 
     def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
-        """The programs that answer so many prompts, by what the compiler knows them by."""
+        """The programs that answer this many prompts, by what the compiler knows them by."""
         B, P, S = shape = generator.shape(count, longest)
         if (generator.writing, shape) not in self._written:
             programs = generator.trace_programs(self._abstract, count, longest)

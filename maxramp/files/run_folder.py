@@ -32,13 +32,13 @@ from maxramp.errors import TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, failure, lock, make_folder
 
 _PERIOD = 15.0  # seconds from one round to the next
-_SHARE = 20  # and so many times as long as the last one took, unless that one failed
+_SHARE = 20  # and this many times as long as the last one took, unless that one failed
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _RECORDS = "metrics.jsonl"  # no checkpoint counts without them
 _REMOVED = "next_stage.json"  # the only file that a run removes
 
 _BEAT = 5.0  # seconds from one write of a claim's owner to the next
-_SILENCE = 30.0  # after so many an owner counts as gone
+_SILENCE = 30.0  # seconds after which an owner counts as gone
 _TIMEOUT = 60.0  # seconds that an answer may take
 
 

@@ -132,7 +132,7 @@ class Generator:
         samples: Sequence[int] | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """`answer`, with the answers as far as they are after every so many tokens."""
+        """`answer`, with the answers so far, after every few tokens."""
         self._check(prompts)
         most, how = max(map(self._most_tokens, prompts)), self._how
         sizes = self._sizes(max(map(len, prompts)))
@@ -153,7 +153,7 @@ class Generator:
     def trace_programs(
         self, model: Decoder, count: int, longest: int = 0
     ) -> dict[str, Callable[[], jax.stages.Traced]]:
-        """The programs of `prepare` and `answer` for so many prompts, by what they do.
+        """The programs of `prepare` and `answer` for this many prompts, by what they do.
 
         Lower and compile what they return, and a call finds it: JAX keeps what it lowers.
 
@@ -219,7 +219,7 @@ class Generator:
                 )
 
     def _rows(self, count: int) -> int:
-        """Rows for so many prompts, as many on each device."""
+        """Rows for this many prompts, as many on each device."""
         ranks = math.prod(self._mesh.shape[axis] for axis in ROW_AXES)
         return ranks * rounded_up(-(-count // ranks))
 
@@ -282,7 +282,7 @@ class Generator:
 
 
 def rounded_up(number: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, ... that is no smaller: sizes of shapes to be shared."""
+    """The least of 1, 2, 3, 4, 6, 8, 12, ... that is not smaller: sizes that shapes share."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 

@@ -24,7 +24,7 @@ class Sampling:
     # Of these, from the likeliest that together have this probability (nucleus sampling, Holtzman
     # et al., arXiv 1904.09751).
     top_p: float = 1.0
-    vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are no text; 0 = all
+    vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are not text; 0 = all
 
     def check(self) -> None:
         """Checks each number, an option of a command.

@@ -1,1 +1,1 @@
-"""A model there is, to go on from (`opening`), and one that is handed on (`export`)."""
+"""Opens a model to continue from (`opening`); exports one (`export`)."""

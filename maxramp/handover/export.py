@@ -1,4 +1,4 @@
-"""What a model's folder says besides its tensors, where a run's weights are handed over."""
+"""Exports a run's weights: everything in a model's folder besides the tensors."""
 
 import json
 import math

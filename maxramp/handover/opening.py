@@ -1,4 +1,4 @@
-"""A model that there is, to go on from: its weights, its keys and its tokenizer.
+"""Opens a model to continue from: its weights, its keys and its tokenizer.
 
 It is what a run has left behind, or a folder of Hugging Face's.
 """

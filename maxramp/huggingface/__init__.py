@@ -1,1 +1,1 @@
-"""Models in Hugging Face's folders: what they say, their tensors in and out."""
+"""Models in Hugging Face's folders: config.json, tokenizers, tensors in and out."""

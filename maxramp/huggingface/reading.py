@@ -151,7 +151,7 @@ def load(
       tensors: of a folder, by name.
       model: shapes, on a mesh of devices.
       decoder_block: its family.
-      layers: as of `prepare_load`.
+      layers: as in `prepare_load`.
     """
     ordered = order_by_layer(model)
     with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):

@@ -1,4 +1,4 @@
-"""Keys of MaxText and NeMo that users bring along, and what becomes of each.
+"""Keys of MaxText and NeMo that users bring along: translated, ignored or refused.
 
 A key is renamed, ignored where training does not depend on it, or refused with what to do in its
 place: peers.yml says which.
@@ -27,7 +27,7 @@ _NOT_GIVEN = (None, "", "none", "None")
 def translate(name: str, value: Any) -> tuple[str, Any] | None:
     """The key of base.yml that a name stands for, and the value as that takes it, if there is one.
 
-    None of a name that is none of ours, of a renamed one whose null leaves it out, and of a value
+    None for a name that is not ours, for a renamed one whose null leaves it out, and for a value
     that means something else there.
     """
     key = RENAMED.get(name, name)
@@ -39,7 +39,7 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key that is none of ours.
+    """What is wrong with a key that is not ours.
 
     Returns:
       "" where training does not depend on it; None where no trainer that we know has it.
@@ -61,7 +61,7 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
     """The names of other keys than ours on which training does not depend.
 
     Args:
-      foreign: (as given, value) of all keys that are none of ours.
+      foreign: (as given, value) of all keys that are not ours.
       layers: all keys that each file and the command line give, the base first.
 
     Raises:

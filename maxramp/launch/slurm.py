@@ -1,4 +1,4 @@
-"""Jobs under SLURM: a batch script for every number of nodes, each of which submits its successor.
+"""Jobs under SLURM: a batch script for every number of nodes; each submits its successor.
 
 The scripts lie in `{output folder}/slurm/` and need nothing but bash, SLURM and the trainer: they
 can be read, changed and submitted by hand. `chain.jsonl` beside them says what ran.

@@ -1,1 +1,1 @@
-"""What was measured on runs, and what it says about the batch of another."""
+"""Measurements of runs, and the batch sizes that they suggest for another."""

@@ -20,7 +20,7 @@ from maxramp.run.metrics import Record, read_records
 
 # The estimates that steps log (`training/noise_scale.py`): the prefix of their keys, and a name.
 KINDS = {"": "weights", "adam_": "weights as Adam sees them", "norms_": "norms' scales"}
-_Z = 1.645  # a normal variable is within so many deviations with probability 0.9
+_Z = 1.645  # standard deviations that hold a normal variable with probability 0.9
 _FEWEST_STEPS = 8  # of a block: fewer say too little about their own spread
 
 

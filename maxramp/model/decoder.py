@@ -57,7 +57,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> jax.Array:
-        """float32 logits [B, T, V] of the token after each one; arguments as of `hidden`."""
+        """float32 logits [B, T, V] of the token after each one; arguments as in `hidden`."""
         return self.logits(self.hidden(tokens_BT, execution, positions)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
     operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
     B, with the causal half as MaxText counts it); with a window of W tokens the part of them that
-    it leaves, W (2 T - W) / T^2. The embedding's lookup is no product. Under LoRA frozen weights
+    it leaves, W (2 T - W) / T^2. The embedding's lookup is not a product. Under LoRA frozen weights
     have no gradient, and their adapters have.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
@@ -54,7 +54,7 @@ def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """How the loss cuts a device's tokens into equal blocks, and these into equal groups.
 
-    The gradients of a group's logits, of so many bytes each, wait for one product. As many blocks
+    The gradients of a group's logits, of this many bytes each, wait for one product. As many blocks
     make a group as keep them no larger than that product's sum in float32.
 
     Returns:

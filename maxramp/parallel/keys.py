@@ -57,8 +57,8 @@ class MeshKeys(_Sizes):
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
-        """These sizes without an open one, on the devices of a job, of so many slices that the slow
-        network joins; None = as many as the keys give.
+        """These sizes without an open one, on the devices of a job and this many slices; None = as
+        many as the keys give.
 
         Raises:
           ConfigError: they make no such mesh.

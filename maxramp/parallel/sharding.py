@@ -37,7 +37,7 @@ ROWS_ACB = P(None, _COPIES, _IN_COPY)  # rows by the copy of the weights that re
 SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
 TOKENS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, TOKEN_AXES)  # of micro batches, on all stages
 
-# Activations: rows and tokens as of the batch; heads, MLP, vocabulary and the residual stream over
+# Activations: rows and tokens as in the batch; heads, MLP, vocabulary and the residual stream over
 # tensor
 STREAM_BTD = P(ROW_AXES, TOKEN_AXES, "tensor")  # the residual stream
 STREAM_BD = P(ROW_AXES, "tensor")  # one vector of that width for each row
@@ -105,12 +105,12 @@ def factor_spec(spec: P) -> P:
 
 
 def stack_spec(spec: P, axes: int = 1) -> P:
-    """The spec of such arrays with so many axes in front: [...] -> [k, ...]."""
+    """The spec of such arrays with this many axes in front: [...] -> [k, ...]."""
     return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
 def unstack_spec(spec_k: P, axes: int = 1) -> P:
-    """The spec of one of the arrays that have so many axes in front: [k, ...] -> [...]."""
+    """The spec of one of the arrays that have this many axes in front: [k, ...] -> [...]."""
     return P(*spec_k.partitions[axes:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
 
 

@@ -254,7 +254,7 @@ def dot_flops(i: Instruction) -> float:
 
 
 def _convolution_flops(i: Instruction) -> float:
-    """2 for each product of an input and a kernel element; padding and holes are no products.
+    """2 for each product of an input and a kernel element; padding and holes are not products.
 
     TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
     meets one element at a time.

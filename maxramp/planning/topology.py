@@ -89,7 +89,7 @@ class Topology:
         return (all(n % 4 == 0 for n in self.shape),) * 3
 
     def description(self, num_slices: int) -> dict[str, Any]:
-        """What JAX's `get_topology_desc` takes for so many slices, once libtpu may be loaded."""
+        """What JAX's `get_topology_desc` takes for this many slices, once libtpu may be loaded."""
         # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
         os.environ |= {
             **{"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"},

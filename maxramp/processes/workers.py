@@ -48,7 +48,7 @@ def lead_group() -> Iterator[None]:
     """Lets a worker start processes of its own, in its process group, which `end` ends with it."""
     os.setpgid(0, 0)
     multiprocessing.current_process().daemon = False  # or multiprocessing refuses to
-    # Its signals' handlers are no use to a fork, which `Process.terminate` could not end.
+    # Its signals' handlers do not help a fork, which `Process.terminate` could not end.
     os.register_at_fork(
         after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in _ENDS]
     )

@@ -101,7 +101,7 @@ class Policy:
 
 
 def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
-    """The decisions of a run whose lower bound is always so many rows."""
+    """The decisions of a run whose lower bound is always this many rows."""
     ramp, policy = RampupBatchManager(keys, 1), Policy(keys)
     for end in range(policy.period, keys.samples_of_run, policy.period):
         decision = policy.decide(ramp, ramp.step_at_sample(end - 1) + 1, lambda period: noise)
@@ -111,7 +111,7 @@ def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
 
 
 def period_of(record: dict[str, Any], length: int) -> int:
-    """The period of so many samples in which a record's step began."""
+    """The period of this many samples in which a record's step began."""
     return (record["consumed_samples"] - record["global_batch_size"]) // length
 
 

@@ -31,7 +31,7 @@ class Curve:
 
     @classmethod
     def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
-        """The curve of some keys over so many samples or steps."""
+        """The curve of some keys over this many samples or steps."""
 
         part = functools.partial(_part, float(total), quantum)
         warmup = part(keys.warmup_steps_fraction)

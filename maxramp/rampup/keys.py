@@ -173,7 +173,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return [phase for phase in self.phase_list if name in phase.given]
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
-        """The mesh on so many devices from the threshold at `sample` on; None if they make none."""
+        """The mesh on this many devices from the sample on; None if they make none."""
         return self.keys_at(sample).mesh_on(num_devices)
 
     @property

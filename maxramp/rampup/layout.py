@@ -152,7 +152,7 @@ def refusal(
 
 
 def pass_price(keys: BatchKeys, rows_per_device: Fraction) -> Fraction:
-    """What a pass with so many rows per device takes, in passes of the largest micro batch.
+    """What a pass with this many rows per device takes, in passes of the largest micro batch.
 
     Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
     small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.

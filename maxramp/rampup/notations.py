@@ -90,7 +90,7 @@ def check(keys: BatchKeys) -> None:
 def _check(keys: BatchKeys) -> None:
     """Checks what holds in one phase."""
     refuse(_check_notations(keys))
-    _ = keys.rows_of_sample  # raises where a row is no part of a sample
+    _ = keys.rows_of_sample  # raises where a row is not part of a sample
     if keys.enable_rampup_batch_size:
         refuse(_check_maxtext(keys))
     elif keys.rampup_batch_size is not None:

@@ -1,4 +1,4 @@
-"""Phases: values that keys take while a run goes on, each from a number of samples or tokens on.
+"""Phases: values that keys take during a run, each from a number of samples or tokens on.
 
     phases:
       0: {global_batch_tokens: 4194304, row_length: 4096}

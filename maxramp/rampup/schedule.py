@@ -86,7 +86,7 @@ def layouts(
       keys: the batch keys.
       stretches: of the walk, and those that are `undecided_rungs`.
       num_devices: of one job; None = on the nodes that `node_schedule` gives each.
-      meshes, restart_passes: as of `layout.schedule_nodes`.
+      meshes, restart_passes: as in `layout.schedule_nodes`.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
@@ -221,7 +221,7 @@ class RampupBatchManager:
           history: those stages, as in plan.json.
           decided: (first sample, global batch size) of the rungs that a run with
             rampup_policy=noise has taken (`adaptive.check_decisions`).
-          meshes: None where the model has none on so many devices: `node_schedule` does not take
+          meshes: None where the model has none on this many devices: `node_schedule` does not take
             them. By default, what these keys give.
           fields: the arrays of a batch.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,

@@ -78,7 +78,7 @@ class ShapeKeys(MeshKeys, SightKeys):
         return sample // row
 
     def mesh_on(self, num_devices: int) -> MeshKeys | None:
-        """The mesh on so many devices; None where they make none."""
+        """The mesh on this many devices; None if they make none."""
         with contextlib.suppress(ConfigError):
             return self.resolve(num_devices)
 

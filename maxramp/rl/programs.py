@@ -1,7 +1,7 @@
 """The programs of a step of GRPO, compiled before they are needed.
 
-A stage's parts have one shape, that of so many rows. What answers them, adds up their gradients and
-moves the weights is compiled while the stages before train.
+A stage's parts have one shape, a number of rows. The programs that answer them, add up their
+gradients and move the weights are compiled while the stages before train.
 
 Shapes: R answers of a part, T tokens of a row.
 """

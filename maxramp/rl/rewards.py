@@ -218,7 +218,7 @@ def _reason(error: BaseException) -> str:
 def _format_value(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # as of integers of more than 4,300 digits
+    except Exception:  # such as integers of more than 4,300 digits
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 

@@ -259,7 +259,7 @@ class PolicyTrainer:
             self._beat()
 
         compile_seconds = self._programs.wait(stage)
-        # The devices may still work on the update before, which is no part of this rollout.
+        # The devices may still work on the update before, which is not part of this rollout.
         weights = jax.block_until_ready(self._programs.generator.prepare(self.state.model))
         asked = [self._prompts[first_sample + i] for i in range(stage.global_batch_size)]
         first = first_sample * self._policy.num_generations

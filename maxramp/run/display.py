@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run: a live line on a terminal, plain lines elsewhere."""
 
 import json
 import sys

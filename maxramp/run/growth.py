@@ -1,4 +1,4 @@
-"""The ramp of a run with rampup_policy=noise grows while the run goes on."""
+"""Grows the ramp of a run with rampup_policy=noise while the run trains."""
 
 from collections.abc import Callable, Sequence
 

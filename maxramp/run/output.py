@@ -1,4 +1,4 @@
-"""The output folder of a run and what is said about it."""
+"""The output folder of a run, and its log."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the records of a run go to: metrics.jsonl, TensorBoard, Weights & Biases.
+"""Writers of a run's records: metrics.jsonl, TensorBoard, Weights & Biases.
 
 Every writer is called with a record, and has `close`; those of files are of the folder that keeps
 them (`files.run_folder`).

@@ -110,7 +110,7 @@ class LearningRate:
         return peaks[i], jnp.where(intervals > 0, risen, 1.0)
 
     def pace(self, global_batch_size: Any) -> Pace:
-        """A step of so many samples beside one of the reference batch."""
+        """A step of this many samples beside one of the reference batch."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
         batch = global_batch_size / self.reference
         return Pace(batch, batch**power)
@@ -122,7 +122,7 @@ class LearningRate:
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:
-        """The step that starts at so many consumed samples, from the stage list."""
+        """The step that starts at this many consumed samples, from the stage list."""
         stages = self.ramp.stages
         starts, steps, sizes = (
             jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)

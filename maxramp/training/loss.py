@@ -51,7 +51,7 @@ def cross_entropy_sums(
       head_DV: of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
       targets_BT: token ids, PADDING where there is no target.
       z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
-      block_tokens: logits of at most so many tokens exist at a time on a device; 0 = all.
+      block_tokens: logits of at most this many tokens exist at a time on a device; 0 = all.
 
     Returns:
       (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy

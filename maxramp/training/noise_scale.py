@@ -44,7 +44,7 @@ Squares = dict[str, jax.Array]
 
 
 def probe_rows(model: Decoder, rows: int) -> Decoder:
-    """A model whose gradient holds that of every norm's scale for each of so many rows as well."""
+    """A model whose gradient also holds that of every norm's scale for each of this many rows."""
 
     def probe(weight: Weight) -> Weight | RowScale:
         if weight.role != "scale":

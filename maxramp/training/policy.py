@@ -35,7 +35,7 @@ def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
 
 
 def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
-    """What a token of each answer, of so many, adds to the divisor of a step: float32 [B].
+    """What a token of each answer, of this many, adds to the divisor of a step: float32 [B].
 
     By "token" all tokens of a step weigh alike (DAPO, Yu et al., arXiv 2503.14476); by "sequence"
     all answers do, whatever their length, as in GRPO.

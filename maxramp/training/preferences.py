@@ -104,7 +104,7 @@ def answer_log_probs(
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2].
 
     Returns:
-      Them, 0 of what is no answer, and what the layers sum up.
+      Them, 0 of what is not an answer, and what the layers sum up.
     """
     x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
     head_DV = model.head(execution.dtype)

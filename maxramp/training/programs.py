@@ -171,7 +171,7 @@ class Programs(Ahead):
             return 0.0
         compiled, waited = self.get((before, mesh))
         begin = time.perf_counter()
-        jax.block_until_ready(held.arrays)  # a step that still runs is no part of it
+        jax.block_until_ready(held.arrays)  # a step that still runs is not part of it
         moving.move(held.arrays, self._arrays, compiled)
         size = bytes_per_device(held.arrays) / GIB
         self._say(

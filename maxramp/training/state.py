@@ -121,7 +121,7 @@ def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
-    """How many weights move, of those that have a gradient (arguments as of `mask_layers`)."""
+    """How many weights move, of those that have a gradient (arguments as in `mask_layers`)."""
     found = 0
     for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
         chosen = _chosen_layers(trained, path, weight, numbers) if numbers else np.ones(())
@@ -136,7 +136,7 @@ def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[i
 
 
 def _kind(path: Any) -> str | None:
-    """The kind of the layers that a weight is of; None of one outside of them."""
+    """The kind of the layers that a weight is of; None for one outside of them."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return names[1] if names[0] == "layers" else None
 

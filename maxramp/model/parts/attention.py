@@ -124,7 +124,7 @@ def select_for(keys: ModelKeys, platform: str | None) -> str:
 
 
 def kernel_for_length(asked: str, length: int) -> str:
-    """What is asked for among so many tokens, where others than a row's are wanted."""
+    """The kernel for this many tokens, where there are others than a row's."""
     return asked if length % _LANES == 0 else "dot_product"
 
 
@@ -265,7 +265,7 @@ class Cache:
         return a_BTHh
 
     def grown(self, slots: int) -> "Cache":
-        """The same with so many slots, empty ones behind those that there are."""
+        """The same with this many slots, empty ones at the end."""
 
         def pad(x_BKSh: jax.Array) -> jax.Array:
             return jnp.pad(x_BKSh, ((0, 0), (0, 0), (0, slots - x_BKSh.shape[2]), (0, 0)))

@@ -178,13 +178,13 @@ class PreNormBlock(nnx.Module):
         self.mlp = MLP(keys, mlp_key)
 
     def empty_cache(self, rows: int, slots: int, keys: ModelKeys) -> Cache:
-        """What the layer remembers of so many rows, before it has read any."""
+        """What the layer remembers of this many rows, before it has read any."""
         shape = (rows, keys.base_num_kv_heads, slots, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         return Cache(nothing, nothing, jnp.zeros(rows, jnp.int32, out_sharding=ROWS_B))
 
     def __call__(self, x_BTD: jax.Array, *given: Any) -> tuple[jax.Array, Aux]:
-        """The stream [B, T, D] behind the layer, and no sums; arguments as of `Attention`."""
+        """The stream [B, T, D] behind the layer, and no sums; arguments as in `Attention`."""
         with jax.named_scope("attention"):
             x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *given)
         with jax.named_scope("mlp"):

@@ -1,4 +1,4 @@
-"""How long an optimizer remembers: so many steps, or so many samples whatever their batch.
+"""How long an optimizer remembers: in steps, or in samples whatever their batch.
 
 A mean that keeps the share b of itself in a step has a half-life of log(1/2) / log(b) steps. Where
 the batch grows 16 times, that is 16 times as many samples. With b^(B / R) in a step of B samples,

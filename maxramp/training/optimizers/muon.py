@@ -35,7 +35,7 @@ _ITERATIONS = 5
 
 
 class State(NamedTuple):
-    """The mean of gradients, and what is still in it of zeros, as of AdamW."""
+    """The mean of gradients, and what is still in it of zeros, as in AdamW."""
 
     mu: Any  # in mu_dtype
     zeros_in_mu: jax.Array
