@@ -27,7 +27,7 @@ def lines(rows: Sequence[Row], stages: Sequence[Stage]) -> Iterator[str]:
         told.add(length)
         first = stage.first_sample
         looked_at = [rows[first + n] for n in range(min(_SAMPLES, len(rows) - first))]
-        documents, cut, empty = lost(looked_at, length)
+        documents, cut, empty = count_losses(looked_at, length)
         yield (
             f"stage {stage.index} cuts samples of {stage.spec.tokens} tokens into {count} rows of "
             f"{length}: of its first {len(looked_at)} samples, {cut:,} of {documents:,} documents "
@@ -35,7 +35,7 @@ def lines(rows: Sequence[Row], stages: Sequence[Stage]) -> Iterator[str]:
         )
 
 
-def lost(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
+def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
     """Documents in some rows, those that are cut into rows of `length`, rows without a target.
 
     A row that is read as one text is one document.

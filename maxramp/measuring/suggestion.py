@@ -297,7 +297,7 @@ def _batch_at(batches: _Batches, sample: int) -> float:
     return max((pair for pair in batches if pair[0] <= sample), default=(0, 0.0))[1]
 
 
-def _allowed(fitted: _Batches, measured: Sequence[Measurement], row: int) -> _Batches:
+def _largest_batches(fitted: _Batches, measured: Sequence[Measurement], row: int) -> _Batches:
     """The batches that cost nothing at their places, or are suggested there."""
     bounds = [(int(one.first // row), one.batch / row) for one in measured]
     bounds.append((int(measured[-1].last // row), 0.0))
@@ -410,7 +410,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
                 f"constant batch of {first}, less than {_LEAST_SAVING:.0%}"
             )
             batches = batches[:1]
-    rows, allowed = planned.rows(batches), _allowed(fitted, measured, row)
+    rows, allowed = planned.rows(batches), _largest_batches(fitted, measured, row)
     for one in rows:
         places = [sample for sample, _ in (*one["pairs"], *allowed)]
         one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)

@@ -124,7 +124,7 @@ def test_what_is_lost():
     padded = np.where(np.arange(17) < 3, 1, PADDING).astype(np.int32)
     rows = [Row(tokens, np.array([0, 6, 8])), Row(padded, np.array([0]))]
     # The first is cut at 4; the third, from 8 on, at 12 (16 is what its last token predicts).
-    assert pieces.lost(rows, 4) == (4, 2, 3)
+    assert pieces.count_losses(rows, 4) == (4, 2, 3)
 
 
 PHASES = {
