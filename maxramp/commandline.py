@@ -55,7 +55,7 @@ def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of what works on the arguments and returns the exit status.
+    """Makes a command's `main` of a function of its arguments that returns the exit status.
 
     It takes them from the process's own command line by default. An error is reported in one line.
     """
@@ -78,12 +78,12 @@ def print_note(line: str) -> None:
 
 
 def print_progress(line: str) -> None:
-    """Prints how far something is that takes minutes, on stderr."""
+    """Prints the progress of something that takes minutes, on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Seldom:
-    """Says how far something is that takes minutes, every 30 seconds."""
+    """Reports the progress of something that takes minutes, every 30 seconds."""
 
     def __init__(self, say: Callable[[str], None] = print_progress):
         """`say` takes the lines."""

@@ -14,7 +14,7 @@ _PATIENCE = 10.0  # seconds that a reader may keep a program waiting that works 
 
 
 def outlive_readers() -> None:
-    """For programs that work for hours: nothing that they, or a library, say can fail.
+    """For programs that run for hours: nothing that they or a library print can fail.
 
     What no one can read any more (a pipe that was closed, a full disk, a terminal that is gone) is
     dropped, and so is what no one reads for a while (a pager that waits, a terminal that was

@@ -128,7 +128,7 @@ def _generate(given: argparse.Namespace) -> None:
 
 
 def _text(argument: str) -> str:
-    """An argument of the command line, whose bytes that are not text come as surrogates."""
+    """An argument of the command line; bytes that are not text are surrogates."""
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
@@ -141,8 +141,8 @@ def _user_chat(text: str, tokenizer: PromptTokenizer) -> ChatText:
 
 
 def _show(waiting: list[tuple[str, AnswerText]]) -> None:
-    """Prints what there is of answers behind what stands before them, each when the one before it
-    is whole, and takes out of the list what was printed."""
+    """Prints the answers so far behind their headings, one after the other, and removes from the
+    list what was printed."""
     while waiting:
         before, text = waiting[0]
         print(before + text.new(), end="\n" * text.done, flush=True)

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _refuse(config: Config) -> None:
-    """Refuses what reinforcement learning cannot be done with.
+    """Refuses what reinforcement learning cannot do.
 
     Raises:
       ConfigError: a key asks for it.

@@ -256,7 +256,7 @@ def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is to be looked at: an idle pipeline, warnings, and the memory of the last stage."""
+    """Points to look at: an idle pipeline, warnings, and the memory of the last stage."""
     last, memory = plan["stages"][-1], plan["stages"][-1]["memory_gib"]
     if smaller := plan["smaller_bubble"]:
         others = ", ".join(map(str, smaller["not_in_stages"]))

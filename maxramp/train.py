@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take a second
     from maxramp.errors import ConfigError, report
 
     try:
-        # What is wrong is said at once.
+        # Says at once what is wrong.
         load(parse_config(__doc__, sys.argv[1:]), "train", note=lambda line: None)
     except (ConfigError, OSError) as error:
         sys.exit(report(error))

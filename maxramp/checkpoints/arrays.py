@@ -127,7 +127,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
 
     Args:
-      checkpoint: the one to go on from.
+      checkpoint: the one to continue from.
       abstract: an abstract train state, or parts of one by name.
       values: of all keys, resolved.
 
@@ -161,7 +161,7 @@ def restore(
     """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
 
     Args:
-      checkpoint: where it goes on.
+      checkpoint: where it continues.
       abstract: the state.
       base: of adapted weights, which a checkpoint does not hold.
 

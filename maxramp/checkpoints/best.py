@@ -28,7 +28,7 @@ class Best:
             self._scores = folder_lib.scores(self._folder, self._how, self._evaluations)
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Takes note of a checkpoint that counts."""
+        """Notes a complete checkpoint."""
         score = folder_lib.score(self._how, checkpoint.evaluation)
         if score is not None:
             self._scores = self._scores | {checkpoint.step: score}

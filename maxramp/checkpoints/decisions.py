@@ -1,7 +1,7 @@
 """decisions.json: the rungs that a run with rampup_policy=noise has taken.
 
 Written before the first step that uses a rung, and binding from then on: a restart keeps them, also
-where it goes on from a checkpoint of before. A run that left no checkpoint begins anew.
+where it continues from an earlier checkpoint. A run that left no checkpoint begins anew.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def read(run: Place) -> list[dict[str, Any]]:
 
 
 class DecisionsFile:
-    """The file of a run that goes on; what a full disk does not take waits in memory.
+    """The file of a job that runs; what a full disk does not take waits in memory.
 
     Attributes:
       taken: the decisions, in order.

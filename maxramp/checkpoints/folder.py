@@ -124,7 +124,7 @@ def is_committed(path: Place) -> bool:
 
 
 def commit(checkpoint: Checkpoint) -> None:
-    """Makes a checkpoint count whose arrays are all written; of one that does, says more.
+    """Commits a checkpoint whose arrays are all written, or adds to a committed one.
 
     Raises:
       OSError: it does not count.
@@ -284,7 +284,7 @@ def check_sources(keys: CheckpointKeys, folder: Place) -> None:
 
     Args:
       keys: where it starts.
-      folder: of the run's own checkpoints; a run that has one goes on from that.
+      folder: of the run's own checkpoints; a run that has one continues from that.
 
     Raises:
       ConfigError: there is no checkpoint at a path that is given.

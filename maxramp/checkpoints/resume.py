@@ -54,10 +54,10 @@ def changes_since(
     data: DataIdentity,
     versions: Mapping[str, str],
 ) -> str:
-    """What a start changes against the checkpoint that it goes on from.
+    """What a start changes against the checkpoint that it continues from.
 
     Args:
-      checkpoint: where it goes on.
+      checkpoint: where it continues.
       values: of all keys, resolved.
       allow_changed: the keys that may differ although they decide what the run has seen.
       data: what identifies today's; mixtures to come may differ.
@@ -99,7 +99,7 @@ def changes_since(
 
 
 def seen_mixtures(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
-    """Those mixtures of which a run has consumed samples."""
+    """The mixtures that a run has consumed samples of."""
     return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
 
 
@@ -123,7 +123,7 @@ def _mixture(mixture: list[Any] | None) -> str:
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """What becomes of the learning rate where a run goes on, in one line; "" if it keeps its curve.
+    """How the learning rate changes where a run continues, in one line; "" if it keeps its curve.
 
     Args:
       keys: of this start.
@@ -174,7 +174,7 @@ def _list_changes(pairs: dict[str, tuple]) -> str:
 class Span:
     """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`."""
 
-    # the checkpoint that the job goes on from; None for a run that begins
+    # the checkpoint that the job continues from; None for a run that begins
     position: Checkpoint | None
     ramp: RampupBatchManager  # the stages on this job's devices
     planned: RampupBatchManager  # the same stages on the nodes that the plan gives them

@@ -63,7 +63,7 @@ class Saves(contextlib.AbstractContextManager):
         return before is not None and bool(before)
 
     def is_late(self, step: int) -> bool:
-        """Whether the last save goes on at `step` and must not be waited for; says so once.
+        """Whether the last save still runs at `step` and must not be waited for; says so once.
 
         A disk is waited for. An object storage may be away for an hour: then checkpoints are left
         out until the save is done on all processes, or has failed on one.
@@ -156,7 +156,7 @@ class Saves(contextlib.AbstractContextManager):
 
 
 def _state_of(saving: concurrent.futures.Future) -> str | None:
-    """Why a save has failed, "" where it is done; None while it goes on."""
+    """Why a save has failed, "" where it is done; None while it runs."""
     if not saving.done():
         return None
     return arrays.reason_of(error) if (error := saving.exception()) else ""

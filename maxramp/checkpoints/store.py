@@ -70,7 +70,7 @@ class Checkpoints(Saves):
         self._torn: list[Place] = []
 
     def latest(self) -> Checkpoint | None:
-        """Where to go on: the newest whole checkpoint, or load_full_state_path; None without one.
+        """Where to continue: the newest whole checkpoint, or load_full_state_path; None without one.
 
         The first process chooses, the others follow. Nothing in the folder is changed.
 
@@ -87,7 +87,7 @@ class Checkpoints(Saves):
         return position
 
     def _choose(self) -> str:
-        """The checkpoint to go on from, "" for none and on all processes but the first."""
+        """The checkpoint to continue from, "" for none and on all processes but the first."""
         if not self._is_first:
             return ""
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):

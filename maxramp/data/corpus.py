@@ -54,13 +54,13 @@ class Sources:
 
 
 def hash_of(value: Any) -> str:
-    """A short hash of a value that its `repr` says all about."""
+    """A short hash of a value, by its `repr`."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class DataIdentity:
-    """What tells a run's data from other data; as JSON."""
+    """What identifies a run's data, as JSON."""
 
     hash: str  # equal hash, equal rows
     # Name, weight and hash of each part of the first mixture, and of what is held out.

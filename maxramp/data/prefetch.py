@@ -18,7 +18,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 
 
 class SharedRamp:
-    """The ramp as far as it is settled; who asks for a later step waits until that one is.
+    """The ramp as far as it is settled; asking for a later step waits until that is settled.
 
     Grain's worker processes get a proxy when they start, which asks this object.
     """
@@ -38,7 +38,7 @@ class SharedRamp:
         return _connect, (self._address,)
 
     def publish(self, ramp: RampupBatchManager) -> None:
-        """Lets readers go on as far as the ramp is settled by now. Only one thread may call it."""
+        """Lets readers continue as far as the ramp is settled. Only one thread may call it."""
         if ramp.settled_steps != self._ramp.settled_steps:
             with self._changed:
                 self._ramp = copy.deepcopy(ramp)
@@ -76,7 +76,7 @@ def _connect(address: tuple[str, int]) -> Any:
 
 
 class ReadAhead(Iterator[Any]):
-    """Elements first .. last - 1, read ahead of who takes them; to be closed."""
+    """Elements first .. last - 1, read ahead; to be closed."""
 
     def __init__(
         self,

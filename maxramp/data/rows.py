@@ -142,7 +142,7 @@ class TokenRecords(Chain):
 
 
 def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Refuses token ids that are none of the vocabulary; `where` names the place of one."""
+    """Refuses token ids outside the vocabulary; `where` names the place of one."""
     unsigned = tokens.view(np.uint32)  # negative ids are large ones
     if tokens.size and unsigned.max() >= vocab_size:
         position = int(np.argmax(unsigned >= vocab_size))

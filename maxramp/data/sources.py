@@ -289,7 +289,7 @@ def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str)
 
 
 def _check_names(key: str, names: Sequence[str]) -> None:
-    """Refuses two entries of one name, by which a part is known where the mixture changes."""
+    """Refuses two entries of one name: where the mixture changes, names identify parts."""
     refuse(
         (
             names.count(name) > 1,
@@ -322,7 +322,7 @@ def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
 
 
 def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> None:
-    """Refuses parts of which nothing is left to train on, and evaluations on nothing."""
+    """Refuses parts with nothing left to train on, and evaluations on nothing."""
     for part in train:
         if not len(part.items):
             raise ConfigError(

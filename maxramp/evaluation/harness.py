@@ -160,7 +160,7 @@ class Model(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text of which the first token is scored too."""
+        """The mark before a text whose first token is scored too."""
         found = self._tokenizer.begin
         found = self._tokenizer.end if found is None else found
         if found is None:
@@ -259,7 +259,7 @@ class Model(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat, up to where an answer begins or goes on."""
+        """The text of a chat, up to where an answer begins or continues."""
         if self._template is None:
             if not (self._chats.chat_template or self._tokenizer.chat_template):
                 raise ConfigError(
@@ -301,7 +301,7 @@ class Model(TemplateLM):
 
 
 def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """How a task has the model write, without what it gives no value.
+    """How a task has the model write, without options that have no value.
 
     Raises:
       ConfigError: there is no such name, or its value is another thing.
@@ -367,7 +367,7 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
 
 
 def _set_up(task: Task, asking: Asking) -> None:
-    """Has a task ask so, where it does not say otherwise itself."""
+    """Sets how a task asks, unless it says otherwise."""
     if asking.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", dict(asking.gen_kwargs), update=True)
     own = task.get_config("num_fewshot")

@@ -82,7 +82,7 @@ class Together:
 
 
 class Rehearsal:
-    """In the place of `Together`, answers at once: how long rows are depends on no weights.
+    """Replaces `Together` and answers at once: lengths of rows depend on no weights.
 
     Attributes:
       asked: what was asked, as `expect` takes it.

@@ -345,7 +345,7 @@ def _state(path: pathlib.Path) -> tuple[int, int]:
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from all others; nothing on a system without /proc."""
+    """Identifies this process among all others; empty on a system without /proc."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

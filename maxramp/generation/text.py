@@ -40,7 +40,7 @@ class AnswerText:
             self.tokens, self.done = len(answer.tokens), True
 
     def new(self) -> str:
-        """What was not given out yet, and cannot become a part of a text that ends the answer."""
+        """What was not returned yet and cannot become part of a text that ends the answer."""
         held = 0 if self.done else max(map(self._count_begun, self._stops), default=0)
         text = self._text[self._shown : len(self._text) - held]
         self._shown += len(text)

@@ -37,7 +37,7 @@ _STALE = ".stale"  # of an export of a state that the run no longer has
 def export_run(
     run: Place, mesh: MeshKeys, pause: Callable[[], None], say: Callable[[str], None]
 ) -> None:
-    """Hands over the end of a run that is finished, in exported/STEP of its folder, once.
+    """Exports a finished run to exported/STEP of its folder, once.
 
     An export of another state of that number is set aside.
 

@@ -95,7 +95,7 @@ class PromptTokenizer:
         return open_template(self.tokenizer, self.chats)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
-        """The text of a chat, which goes on with an answer.
+        """The text of a chat, which an answer continues.
 
         Raises:
           BadRecord: they are no messages, the template refuses them, or one holds a mark.

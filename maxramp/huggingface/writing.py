@@ -182,7 +182,7 @@ def _files(
 
 
 def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack) -> dict[str, int]:
-    """Makes the folder of an export, or goes on with it; returns the sizes of what is there.
+    """Makes the folder of an export, or continues it; returns the sizes of what is there.
 
     On a disk no other export may write it until `held` is closed.
     """

@@ -215,7 +215,7 @@ class Job(Start):
 
     output: Output  # the run's folder and display
     checkpoints: Checkpoints  # reads and saves
-    span: Span  # the steps of this job, and the checkpoint that they go on from
+    span: Span  # the steps of this job, and the checkpoint that they continue from
     changes: list[str]  # since that checkpoint, and what no step trains on, in lines
 
     @property
@@ -259,10 +259,10 @@ class Job(Start):
         return self.preemption.should_stop(after_step=True)
 
     def end(self) -> int:
-        """Says what comes next of the run when no step is left to this job.
+        """Says what follows when this job has no step left.
 
         Returns:
-          0 for a finished run, EXIT_STAGE_END for one that another job goes on with.
+          0 for a finished run, EXIT_STAGE_END for one that another job continues.
         """
         span = self.span
         if best := str(self.checkpoints.best):

@@ -33,7 +33,7 @@ _DTYPE = "float32"  # of adapters, whatever the base's: their steps are small be
 
 
 def add_adapters(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
-    """What makes a block of a random key -> what makes it with adapters, as the keys say.
+    """A function from a random key to a block -> one that adds adapters, as the keys say.
 
     `down` begins at random, uniform within 1 / sqrt(inputs), and `up` at zero, as PEFT has it: so
     the model begins as the base.

@@ -115,7 +115,7 @@ def run(
 def angles(
     pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
 ) -> dict[Rope, tuple]:
-    """Of every way in which queries and keys of these layers turn (`rotary.angles`)."""
+    """The angles of every way in which queries and keys turn here (`rotary.angles`)."""
     ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
     return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes}
 
@@ -130,7 +130,7 @@ def _layer_at(stack: Any, place: int) -> Any:
 
 
 def _turns(stack: Any, first: int, turns: int, count: int) -> Any:
-    """Of a stack the layers of a loop, `count` of which a turn runs: [turns, ...] for one."""
+    """The layers of a stack that a loop runs, `count` a turn: [turns, ...] for one."""
 
     def cut(w_L: jax.Array) -> jax.Array:
         if turns * count != w_L.shape[0]:

@@ -13,7 +13,7 @@ from maxramp.parallel.mesh import attach_mesh, mesh_of
 def order_by_layer(tree: Any) -> Any:
     """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
 
-    Any number of a pipeline's stages can go on from it.
+    Any number of a pipeline's stages can continue from it.
     """
     if not any(map(_is_circular, weights_of(tree))):
         return tree

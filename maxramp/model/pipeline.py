@@ -177,7 +177,7 @@ def _split_layers(layers: Any, shape: tuple[int, int, int], gather_once: bool) -
 
 
 def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
-    """Of a weight [R, l, S, ...] the repeat that each stage is at in turn t: [l, S, ...].
+    """The repeat of a weight [R, l, S, ...] that each stage is at in turn t: [l, S, ...].
 
     Its gradient goes to `sums` instead, in float32.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """An axis; of what it does not divide each of its devices holds a copy."""
+    """An axis; each of its devices holds a copy of what the axis does not divide."""
 
     name: str
     key: str  # ici_{key}_parallelism is its size

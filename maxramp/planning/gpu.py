@@ -186,7 +186,7 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
 
 
 def _flops(i: hlo.Instruction) -> float:
-    """Of a kernel's matrix products, those of a fusion's computation included."""
+    """FLOPs of a kernel's matrix products, with those of a fusion's computation."""
     if i.opcode == "dot":
         return hlo.dot_flops(i)
     if i.opcode != "custom-call":

@@ -285,7 +285,7 @@ _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
 def _kernel_flops(i: Instruction) -> float:
-    """Of an attention kernel, from its queries [..., H, T, h] and the blocks that its mask leaves.
+    """FLOPs of an attention kernel, from its queries [..., H, T, h] and its mask's blocks.
 
     The mask is cut into square blocks, and its first operand, integers [.., rows of blocks, most
     blocks of a row] or the other way round, says how many of a row the kernel goes through: of a

@@ -77,7 +77,7 @@ class Pod:
 
     @property
     def mesh(self) -> Mesh:
-        """Of all devices, of which those of the stages are made."""
+        """The mesh of all devices, which those of the stages reshape."""
         return make_mesh(self.config.mesh, self.machine.devices)
 
     @property

@@ -112,7 +112,7 @@ class PlannedRun:
 
     config: Config  # resolved for all nodes
     cost: PassCost
-    ramp: RampupBatchManager  # as expected, where it is decided while the run goes on
+    ramp: RampupBatchManager  # as expected, where it is decided while the run trains
     stages: tuple[Stage, ...]  # those that the run reaches
 
     @classmethod

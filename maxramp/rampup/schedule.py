@@ -387,7 +387,7 @@ class RampupBatchManager:
 
     @property
     def warnings(self) -> list[str]:
-        """In a line each: that the run ends before its ramp does, or goes on after its curve."""
+        """In a line each: that the run ends before its ramp does, or continues after its curve."""
         end, final, keys = self.total_steps, self.stages[-1], self.keys
         length, found = self.shown_length, []
         if self.stages[0].first_step < end <= final.first_step:

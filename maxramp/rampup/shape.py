@@ -84,7 +84,7 @@ class ShapeKeys(MeshKeys, SightKeys):
 
     @property
     def sight(self) -> SightKeys:
-        """What of these keys tokens see by."""
+        """Those of these keys by which tokens see."""
         return SightKeys.from_values(vars(self))
 
     def spec(

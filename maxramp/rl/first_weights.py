@@ -74,7 +74,7 @@ def with_weights(config: Config, note: Callable[[str], None] = print_note) -> Co
 
 
 def load_reference(job: Job, model: Decoder) -> Decoder:
-    """The first weights again, to stay near to; every checkpoint of the run keeps their hash.
+    """The first weights as the reference; every checkpoint of the run keeps their hash.
 
     Args:
       job: of a run that begins with them.

@@ -89,7 +89,7 @@ class PolicyPrograms:
         self.reference = jit(reference)
 
     def announce(self, stage: Stage) -> None:
-        """Has a stage's programs compiled after those that wait to be."""
+        """Compiles a stage's programs after those that wait."""
         part = stage.spec.resize(1, stage.spec.rows)
         if part not in self._announced:  # stages whose parts are equal share their programs
             self._announced[part] = self.trace_functions(part)

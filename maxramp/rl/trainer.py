@@ -221,7 +221,7 @@ class PolicyTrainer:
         Args:
           keys: how many answers to show.
           held_out: the prompts that evaluations are on, if there are any.
-          reference: the weights to stay near to; None where grpo_beta = 0.
+          reference: the weights that the policy stays near to; None where grpo_beta = 0.
           beat: called whenever answers, rewards or gradients of a part are there.
           stopping: called after the answers to each part; whether to give the step up.
         """

@@ -37,7 +37,7 @@ class Growth:
             self(record)
 
     def __call__(self, record: Record) -> None:
-        """Takes note of a step; of any other record, nothing."""
+        """Records a step; ignores other records."""
         if self._policy and "norms_noise_signal" in record:
             period = adaptive.period_of(record, self._policy.period)
             if period not in self._periods:
@@ -45,7 +45,7 @@ class Growth:
             self._periods.setdefault(period, []).append(record)
 
     def decide_before(self, step: int) -> None:
-        """Decides what the steps before the last one give reason to, and says how far is settled.
+        """Decides by the steps before the last one, and says how far the ramp is settled.
 
         Called in the loop before `step` is read: the numbers of step - 2 are there, and a period
         that ended with them is decided on.
@@ -66,7 +66,7 @@ class Growth:
 
 
 def recent(records: Sequence[Record], span: Span) -> list[Record]:
-    """Of the records before a start, those that the next decisions may rest on."""
+    """The records before a start that the next decisions may use."""
     ramp = span.ramp
     if not ramp.rungs:
         return []

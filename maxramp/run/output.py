@@ -247,7 +247,7 @@ class Output:
     def say_start(
         self, corpus: Corpus, state: TrainState, recipe: Recipe, span: Span, changes: Sequence[str]
     ) -> None:
-        """Says what is about to run, and what changed since the checkpoint that it goes on from."""
+        """Says what is about to run, and what changed since its checkpoint."""
         ramp, mesh, keys = span.ramp, mesh_of(state), recipe.model
         kind = mesh.devices.flat[0].device_kind
         # With those behind a ramp that was changed, as they are numbered.

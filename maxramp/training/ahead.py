@@ -40,7 +40,7 @@ class Ahead:
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
-        """Has a program compiled after those that wait to be, unless one of that key is known.
+        """Compiles a program after those that wait, unless one of that key is known.
 
         `lower` is called in the main thread, where the mesh is set. It returns a lowered program,
         or a tree of them, which are needed together; the compiler's options are those of `jax.jit`,

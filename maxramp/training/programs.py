@@ -126,7 +126,7 @@ class Programs(Ahead):
     def add(self, stage: Stage) -> None:
         """Has the step of one more stage compiled, after those that wait to be, and its evaluation.
 
-        The list of stages may grow while the run goes on: call it in the main thread, on every
+        The list of stages may grow while the run trains: call it in the main thread, on every
         process after the same step. Stages that are the same share their programs.
         """
         name = f"stage {stage.index} (batch {stage.global_batch_size})"

@@ -117,7 +117,7 @@ message_type { name: "Example" field { name: "it" number: 1 type_name: "Features
 
 @functools.cache
 def _example_message() -> type:
-    """tf.train.Example, of which only texts and integers are wanted, without TensorFlow."""
+    """tf.train.Example, its texts and integers only, without TensorFlow."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()

@@ -23,7 +23,7 @@ Piece = tuple[int, int, int]
 
 
 class BadRecord(Exception):
-    """What is wrong with a record; who knows the file and the record's place adds them."""
+    """What is wrong with a record; callers add the file and the record's place."""
 
     def __init__(self, reason: str, place: int = -1):
         super().__init__(reason)

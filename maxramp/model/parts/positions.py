@@ -29,7 +29,7 @@ class Positions:
         return self.positions_BT is None
 
     def order(self, tokens: int) -> jax.Array:
-        """Of two tokens of a segment the one with the lower number comes first: [T], or [B, T]."""
+        """Numbers that order the tokens of a segment: [T], or [B, T]."""
         return jnp.arange(tokens, dtype=jnp.int32) if self.is_ordered else self.positions_BT
 
     def segment_positions(self, tokens: int) -> jax.Array | None:
@@ -39,7 +39,7 @@ class Positions:
         return self.positions_BT
 
     def first_seen(self, window: int) -> jax.Array:
-        """Of rows in order the first token, int32 [B, T], that each one sees."""
+        """The first token that each one sees, in rows in order: int32 [B, T]."""
         first_BT = starts(self.segments_BT)
         if window:
             first_BT = jnp.maximum(first_BT, self.order(first_BT.shape[1]) - window + 1)

@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 class Muon:
-    """A mean of gradients, of which only the directions count, and weights that decay."""
+    """A mean of gradients, reduced to its directions, and weights that decay."""
 
     def __init__(self, keys: OptimizerKeys):
         self._keys = keys
@@ -152,7 +152,7 @@ class _Form:
 
 
 def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
-    """Matrices of which a device has shards, nearly orthogonal: each device makes some of them."""
+    """Sharded matrices, made nearly orthogonal: each device makes some of them."""
     count = x_lmn.shape[0]
     ways = [(axis, 1 + side) for side, axis in enumerate(pool.axes) if axis]
     devices = math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
