@@ -70,7 +70,7 @@ class Checkpoints(Saves):
         self._torn: list[Place] = []
 
     def latest(self) -> Checkpoint | None:
-        """Where to continue: the newest whole checkpoint, or load_full_state_path; None without one.
+        """The newest whole checkpoint, or that of load_full_state_path; None without one.
 
         The first process chooses, the others follow. Nothing in the folder is changed.
 
