@@ -106,7 +106,7 @@ class ModelFolder:
             templates = [one.get("single") for one in processor.get("processors") or [processor]]
             begins = any(single and "SpecialToken" in single[0] for single in templates)
         except (AttributeError, TypeError, LookupError):
-            raise ConfigError(f"{path}: tokenizers has no post_processor={processor}") from None
+            raise ConfigError(f"{path}: post_processor={processor} cannot be read") from None
         return {"tokenizer_type": kind, "tokenizer_path": path, "add_bos": begins}
 
     @property

@@ -174,7 +174,7 @@ FAILS = "{{ raise_exception('only one system message') }}"
     "records, arguments, template, parts",
     [
         ([GOOD, {"text": "x"}], (), "", ["line 2", "is not a chat: it has text"]),
-        ([{"messages": "x"}], (), "", ["line 1", "no list of messages"]),
+        ([{"messages": "x"}], (), "", ["line 1", "is not a list of messages"]),
         ([{"messages": [{"role": "user"}]}], (), "", ["role user has no content"]),
         ([{"conversations": [{"from": "bot", "value": "x"}]}], (), "", ['from "bot"']),
         ([GOOD | {"prompt": "\ud83d"}], (), "", ["line 1: ", "'\\ud83d', which is not a char"]),
@@ -193,7 +193,7 @@ FAILS = "{{ raise_exception('only one system message') }}"
             "",
             ["line 1", "no message of the role assistant", "some of human, gpt"],
         ),
-        ([{"messages": [TURNS[1] | {"tool_calls": 5}]}], (), "", ["no list of calls but int '5'"]),
+        ([{"messages": [TURNS[1] | {"tool_calls": 5}]}], (), "", ["not a list of calls but int"]),
         ([{"messages": [TURNS[1] | {"tool_calls": [{"function": "f"}]}]}], (), "", ["str 'f'"]),
         (
             [{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
