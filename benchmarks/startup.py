@@ -22,6 +22,7 @@ marks = {"python": time.time()}
 import maxramp.train as train
 from maxramp.processes import backend
 from maxramp.run import metrics, writers
+from maxramp.training import ahead
 marks["imports"] = time.time()
 
 def marked(owner, name, mark):
@@ -34,7 +35,7 @@ def marked(owner, name, mark):
 
 marked(backend, "start", "backend")
 marked(train, "open_rows", "data")
-marked(train, "Programs", "lowering of stage 0")
+marked(ahead.Ahead, "lower", "lowering of stage 0")
 marked(metrics.MetricsLog, "__init__", "first weights")
 marked(writers.JsonlWriter, "__call__", "step 0")
 try:

@@ -23,7 +23,7 @@ COMMANDS = {
     "convert": "writes a trained model as a folder that transformers opens",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",
     "suggest": "suggests a ramp for a run, or none, from what was measured",
-    "branch": "measures how large the batch may be at a checkpoint, by training with several",
+    "branch": "measures how large the batch may be at a checkpoint, by training at several sizes",
     "checkpoint": "lists, shows and verifies the checkpoints of a run",
 }
 

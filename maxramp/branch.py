@@ -3,11 +3,11 @@
 python -m maxramp.branch RUN --at STEP --sizes 8,16,32,64 [--tokens N] [--tolerance 0.01]
     [--json] [key=value ...]
 
-From checkpoint STEP of RUN each size trains on the same rows, at the learning
-rate that the run had there times sqrt(size / its batch), and is evaluated on all held-out rows. The
-answer is the largest size up to which no loss is more than the tolerance above that of a smaller
-size. Branches are runs in RUN/branches; the same command continues where it was stopped. key=value
-goes to each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
+From checkpoint STEP of RUN each size trains on the same rows, at the learning rate that the run had
+there times sqrt(size / its batch), and is evaluated on all held-out rows. The answer is the largest
+size up to which no loss is more than the tolerance above that of a smaller size. Branches are runs
+in RUN/branches. If it is interrupted, run the same command again to continue. key=value goes to
+each of them: hardware=gpu, per_device_batch_size=16 (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -33,11 +33,13 @@ def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status, of a branch that did not end well too."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("run")
-    add("--at", type=int, required=True, metavar="STEP", help="the checkpoint")
+    add("run", metavar="RUN", help="its folder, or its address in an object storage")
+    add("--at", type=int, required=True, metavar="STEP", help="the step of the checkpoint")
     add("--sizes", required=True, help="global batch sizes, comma-separated: 8,16,32,64")
-    add("--tokens", default="", help="that each branch trains on (a tenth of the run's): 20M")
-    add("--tolerance", type=float, default=0.01, help="nats per token (0.01)")
+    text = "tokens that each branch trains on, such as 20M (a tenth of the run's)"
+    add("--tokens", default="", metavar="N", help=text)
+    text = "by how many nats per token a loss may be above that of a smaller size (0.01)"
+    add("--tolerance", type=float, default=0.01, metavar="NATS", help=text)
     add("--json", action="store_true", help="print the result as JSON when all is done")
     add("keys", nargs="*", metavar="key=value", help="for every branch")
     given = parser.parse_intermixed_args(arguments)

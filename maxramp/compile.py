@@ -4,8 +4,8 @@ cluster, on a machine without one.
 python -m maxramp.compile CONFIG.yml compile_topology=MACHINE [key=value ...] [options]
 
 compile_topology names the machine, such as v5p:8x8x16 or h200:16x8. The result is also saved in the
-run's folder as compiled.json, for maxramp.plan --compiled FILE. For TPUs this needs libtpu
-('.[tpu]'), for GPUs the CUDA plugin ('.[cuda13-compiler]'), and no accelerator (docs/pods.md).
+run's folder as compiled.json, for maxramp.plan --compiled FILE. It needs no accelerator, only the
+compiler: '.[tpu]' for TPUs, '.[cuda13-compiler]' for GPUs (docs/pods.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    text = "instead of the stages as they are, list in which ways the last one's batch fits, "
-    text += "fastest first: under each remat_policy, in the largest micro batches"
+    text = "compile the last stage alone, under each remat_policy in its largest micro batches, "
+    text += "and list the ways that fit, the fastest first"
     parser.add_argument("--best", action="store_true", help=text)
     given = parser.parse_intermixed_args(arguments)
     config = load(given.arguments, "compile")
@@ -53,27 +53,26 @@ def main(arguments: list[str]) -> int:
             "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
             "v5p-2048 or h200:16x8"
         )
-    path = None if given.best else _path(config.run.folder)  # tried before minutes of compiling
     result = (compile_ways if given.best else compile_stages)(config, print_progress)
-    text, shown = json.dumps(result, indent=2), print_ways if given.best else print_stages
-    print(text) if given.json else shown(result)
-    if path:
-        write_whole(path, f"{text}\n".encode())
+    text, show = json.dumps(result, indent=2), print_ways if given.best else print_stages
+    print(text) if given.json else show(result)
+    if not given.best:
+        path = _save(config.run.folder, f"{text}\n".encode())
         if not given.json:
             line = shell_quote([*given.arguments, "--compiled", path])
             print(f"see       {path}; python -m maxramp.plan {line}")
     return 0
 
 
-def _path(folder: Place) -> Place:
-    """Where the result goes: into a folder, or into this one if nothing can be written there."""
+def _save(folder: Place, content: bytes) -> Place:
+    """Writes the result into a folder, or into this one if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / ".writable", b"")
-        (folder / ".writable").unlink()
+        write_whole(folder / _FILE, content)
     except (ConfigError, OSError) as error:
         print_note(f"{reason_of(error)}; {_FILE} goes into the folder that you are in")
         folder = pathlib.Path()
+        write_whole(folder / _FILE, content)
     return folder / _FILE
 
 

@@ -3,10 +3,10 @@
 python -m maxramp.convert RUN[/checkpoints/STEP] --to FOLDER [options] [key=value ...]
 python -m maxramp.convert MODEL.gguf --to FOLDER [--dtype DTYPE]
 
-RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has them.
-FOLDER may be an address such as gs://bucket/model. An export that was stopped goes on where it was
-when it is started again. key=value sets the mesh (ici_fsdp_parallelism=4) and hardware.
-MODEL.gguf is a Llama; its weights come out as the numbers that they stand for, in float32.
+RUN is the folder of a run, one of its checkpoints, or a Hugging Face model. FOLDER may be an
+address such as gs://bucket/model. If it is interrupted, run the same command again to continue.
+key=value sets the mesh (ici_fsdp_parallelism=4) and hardware. MODEL.gguf is a Llama; its weights
+are written as the numbers that they stand for, in float32.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -29,8 +29,9 @@ from maxramp.processes.ending import run
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
-    parser.add_argument("run")
-    parser.add_argument("--to", metavar="FOLDER", type=place, required=True)
+    parser.add_argument("run", metavar="RUN", help="a model")
+    text = "where to write it"
+    parser.add_argument("--to", metavar="FOLDER", type=place, required=True, help=text)
     merge = "write the whole model, adapters added to it, where RUN trained adapters"
     parser.add_argument("--merge", action="store_true", help=merge)
     of_tensors = "of the tensors; as they came, or weight_dtype"

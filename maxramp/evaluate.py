@@ -2,10 +2,10 @@
 
 python -m maxramp.evaluate RUN --tasks NAME,NAME [options] [key=value ...]
 
-RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
-them: its folder, or its name there. Tasks are lm-eval's, those of --include_path, or YAML files.
-key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
-max_target_length or the tokenizer. It needs '.[evaluate]'.
+RUN is a run's folder, one of its checkpoints, or a Hugging Face model (its folder or its name).
+Tasks are lm-eval's, those of --include_path, or YAML files. key=value sets the mesh
+(ici_fsdp_parallelism=4), hardware, dtype, attention, max_target_length or the tokenizer. It needs
+'.[evaluate]'.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -27,9 +27,8 @@ import yaml
 
 from maxramp.commandline import Parser, Seldom, command, print_progress
 from maxramp.errors import ConfigError
-from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
-from maxramp.evaluation.together import Together
+from maxramp.evaluation.together import Asking, Together
 from maxramp.files.place import is_near, place, write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
@@ -37,33 +36,44 @@ from maxramp.processes import backend
 from maxramp.processes.agreement import report_lost_peers, run_on_first
 from maxramp.processes.ending import Watchdog, run
 from maxramp.training.ahead import Ahead
-from maxramp.training.programs import compiler_options
+
+# How tasks ask, and so what the numbers of a table depend on.
+_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
 
 
 @command
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
-    _evaluate(_parse(arguments))
+    given = _parse(arguments)
+    opened = open_model(given.run, given.keys)
+    seconds, keys = opened.config.run.hang_timeout_seconds, opened.config.backend
+    with Watchdog(seconds, keys.join_timeout_seconds) as watchdog:
+        backend.start(keys)
+        watchdog.beat()
+        with report_lost_peers():
+            _run_tasks(given, opened, watchdog)
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("run")
-    add("--tasks", required=True, help="names of tasks and groups, with commas between them")
-    add("--include_path", default="", metavar="FOLDER", help="of tasks beside lm-eval's own")
+    add("run", metavar="RUN", help="a model")
+    text = "tasks and groups, with commas between them"
+    add("--tasks", required=True, metavar="NAMES", help=text)
+    add("--include_path", default="", metavar="FOLDER", help="tasks beside lm-eval's own")
     for name, kind, what in (
-        ("num_fewshot", int, "examples before a question (as a task says)"),
-        ("limit", float, "questions of a task, or their share if below 1 (all)"),
-        ("batch_size", int, "rows of a device in a pass (as many as make 8,192 tokens)"),
+        ("num_fewshot", int, "examples before each question (as the task says)"),
+        ("limit", float, "ask the first N questions of each task, or that share, below 1 (all)"),
+        ("batch_size", int, "rows per device in a pass (as many as make 8,192 tokens)"),
     ):
-        add(f"--{name}", type=kind, help=what)
-    add("--apply_chat_template", action="store_true", help="ask as in a chat")
-    add("--system_instruction", metavar="TEXT", help="what a chat or a prompt begins with")
-    add("--gen_kwargs", default="", metavar="NAME=VALUE,...", help="how answers are written")
-    add("--output_path", default="", metavar="FILE", help="for the results, as JSON")
-    add("--log_samples", action="store_true", help="every question and answer there too")
+        add(f"--{name}", type=kind, metavar="N", help=what)
+    add("--apply_chat_template", action="store_true", help="ask in the format of the model's chats")
+    add("--system_instruction", metavar="TEXT", help="begin each chat or prompt with this")
+    text = "how answers are sampled, such as temperature=0.7,max_gen_toks=64 (as the task says)"
+    add("--gen_kwargs", default="", metavar="NAME=VALUE,...", help=text)
+    add("--output_path", default="", metavar="FILE", help="write the results here, as JSON")
+    add("--log_samples", action="store_true", help="write every question and answer there too")
     add("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     for name, least in (("num_fewshot", 0), ("batch_size", 1)):
@@ -101,16 +111,11 @@ def _parse_gen_kwargs(text: str) -> dict[str, Any]:
 
 def _describe_settings(given: argparse.Namespace) -> str:
     """What else the numbers of a table depend on, in a line."""
-    names = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
-    return ", ".join(f"{name}: {getattr(given, name)!r}" for name in names)
+    return ", ".join(f"{name}: {getattr(given, name)!r}" for name in _SETTINGS)
 
 
 def _check_output(path: str) -> None:
-    """Looks whether results can be written, before hours go into them.
-
-    Raises:
-      ConfigError: they cannot.
-    """
+    """Looks whether results can be written, before hours go into them."""
     file = place(path)
     if not is_near(file):
         return
@@ -122,16 +127,6 @@ def _check_output(path: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"--output_path {path} cannot be written: {error.strerror}") from None
-
-
-def _evaluate(given: argparse.Namespace) -> None:
-    opened = open_model(given.run, given.keys)
-    keys = opened.config.run, opened.config.backend
-    with Watchdog(keys[0].hang_timeout_seconds, keys[1].join_timeout_seconds) as watchdog:
-        backend.start(keys[1])
-        watchdog.beat()
-        with report_lost_peers():
-            _run_tasks(given, opened, watchdog)
 
 
 def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
@@ -151,37 +146,23 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
     watchdog.beat()
     model = opened.load()
     watchdog.beat()
-    config, is_first = opened.config, jax.process_index() == 0
-    tell = Seldom(print_progress if is_first else lambda line: None)
+    tell = Seldom(print_progress if jax.process_index() == 0 else lambda line: None)
 
     def beat(line: str) -> None:
         watchdog.beat()
         tell(line)
 
-    scorer = Scorer(
-        config.model,
-        config.objective.loss_block_tokens,
-        model,
-        tokenizer.tokenizer,
-        tokenizer.ends,
-        compiler_options(jax.default_backend()),
-        Ahead(0, tell, lambda: None),
-        given.batch_size or 0,
-        beat,
-    )
+    ahead = Ahead(0, tell, lambda: None)
+    recipe, rows = opened.config.recipe, given.batch_size or 0
+    scorer = Scorer(recipe, model, tokenizer, ahead, rows, beat)
     together = Together(scorer, model, watchdog.beat)
 
     def lead() -> None:
         from maxramp.evaluation import harness
 
-        asked = harness.Model(together, tokenizer.tokenizer, config.data)
+        asked = harness.Model(together, tokenizer)
         asking = Asking(
-            given.num_fewshot,
-            given.limit,
-            given.apply_chat_template,
-            given.system_instruction,
-            given.gen_kwargs,
-            given.log_samples,
+            **{name: getattr(given, name) for name in _SETTINGS}, log_samples=given.log_samples
         )
         results = harness.evaluate(tasks, asked, asking)
         results["config"]["model_args"] = {"path": opened.path}

@@ -2,10 +2,9 @@
 
 python -m maxramp.generate RUN --prompt TEXT [options] [key=value ...]
 
-RUN is the folder of a run, one of its checkpoints, or a model as Hugging Face has
-them: its folder, or its name there. Text streams as it comes; that of several prompts and samples
-follows one another. key=value sets the mesh (ici_fsdp_parallelism=4), hardware, dtype, attention,
-max_target_length or the tokenizer.
+RUN is a run's folder, one of its checkpoints, or a Hugging Face model (its folder or its name).
+Answers are printed as they are written, one after the other. key=value sets the mesh
+(ici_fsdp_parallelism=4), hardware, dtype, attention, max_target_length or the tokenizer.
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -46,20 +45,22 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("run")
-    add("--prompt", action="append", default=[], help="may be given again")
-    add("--prompt_file", metavar="FILE", help='prompts too: JSON lines with "prompt", as for grpo')
-    add("--chat", action="store_true", help="prompts are what a user says; answers are a chat's")
+    add("run", metavar="RUN", help="a model")
+    texts = {"action": "append", "default": [], "metavar": "TEXT"}
+    add("--prompt", **texts, help="text to continue; may be given several times")
+    text = 'more prompts: JSON lines with "prompt", as for maxramp.grpo'
+    add("--prompt_file", metavar="FILE", help=text)
+    add("--chat", action="store_true", help="take each --prompt for what a user says in a chat")
     for name, kind, default, what in (
         ("samples", int, 1, "answers to each prompt (1)"),
-        ("max_new_tokens", int, None, "of an answer (as many as max_target_length leaves)"),
-        ("temperature", float, 1.0, "divides the logits; 0 = greedy (1)"),
-        ("top_k", int, 0, "of the likeliest tokens; 0 = all"),
-        ("top_p", float, 1.0, "of the likeliest, with this probability (1)"),
-        ("seed", int, 0, "of the draws (0)"),
+        ("max_new_tokens", int, None, "longest answer (as long as max_target_length allows)"),
+        ("temperature", float, 1.0, "of sampling; 0 always takes the likeliest token (1)"),
+        ("top_k", int, 0, "sample from the N likeliest tokens; 0 = from all (0)"),
+        ("top_p", float, 1.0, "sample from the likeliest tokens of this total probability (1)"),
+        ("seed", int, 0, "of sampling (0)"),
     ):
-        add(f"--{name}", type=kind, default=default, help=what)
-    add("--stop", action="append", default=[], help="a text that ends an answer too")
+        add(f"--{name}", type=kind, default=default, metavar="N", help=what)
+    add("--stop", **texts, help="end an answer at this text; may be given several times")
     add("--json", action="store_true", help="print one JSON object per answer")
     add("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
@@ -128,7 +129,7 @@ def _generate(given: argparse.Namespace) -> None:
 
 
 def _text(argument: str) -> str:
-    """An argument of the command line; bytes that are not text are surrogates."""
+    """An argument of the command line, in which bytes that are not UTF-8 are replaced."""
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 

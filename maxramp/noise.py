@@ -1,12 +1,12 @@
-"""Shows how large a batch the gradients of a run were noisy enough for.
+"""Shows the gradient noise scale of a run, as a table and a picture.
 
 python -m maxramp.noise RUN [--blocks N] [--plot FILE] [--json]
 
 RUN is the folder of a run that was trained with log_gradient_noise_scale=true.
 
 The noise scale is the batch at which the noise of a step's gradient is as large as the gradient
-itself. It tells the shape of a ramp; how large the batch may be is larger, by a factor that only
-training can tell (docs/noise.md).
+itself. A ramp should have its shape, but may be higher, by a factor that only training can tell:
+maxramp.branch measures it (docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -33,17 +33,18 @@ _COLUMNS = (
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
-    parser.add_argument("run")
-    parser.add_argument("--blocks", type=int, default=12, help="shares of the samples (12)")
-    parser.add_argument("--plot", help="the picture (RUN/noise.png)")
-    parser.add_argument("--json", action="store_true", help="print the curves as JSON")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="its folder, or its address in an object storage")
+    add("--blocks", type=int, default=12, metavar="N", help="rows of the table (12)")
+    add("--plot", metavar="FILE", help="where to draw the picture (RUN/noise.png)")
+    add("--json", action="store_true", help="print the curves as JSON")
     given = parser.parse_args(arguments)
     run = place(given.run)
     curves = noise_curves(run, given.blocks)
     plot = place(given.plot) if given.plot else run / "noise.png"
     try:
         draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
-    except (OSError, ValueError) as error:  # no such folder; a format that is none
+    except (OSError, ValueError) as error:  # no such folder; an unknown format
         raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
     if given.json:
         named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}

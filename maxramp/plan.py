@@ -42,12 +42,13 @@ def main(arguments: list[str]) -> int:
     parser = config_parser(__doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--plot", metavar="FILE", help="draw it")
-    text = "find the cheapest remat_policy and the largest per_device_batch_size whose step fits a "
-    add("--fit", action="store_true", help=text + "device: of compile_topology, or of this machine")
-    add("--compiled", metavar="FILE", help="add what maxramp.compile found for a pod")
-    text = "say what another trainer's newest version does with the ramp in its own FILE (of "
-    text += "Megatron, a file with its command line), beside what maxramp does with it"
+    add("--plot", metavar="FILE", help="draw the plan as a picture")
+    text = "find the cheapest remat_policy that fits and the largest per_device_batch_size under "
+    add("--fit", action="store_true", help=text + "it, for compile_topology or this machine")
+    text = "add memory and times from compiled.json, which maxramp.compile writes"
+    add("--compiled", metavar="FILE", help=text)
+    text = "compare with what another trainer's newest version does with the ramp in FILE, its "
+    text += "own config (for Megatron, a file that holds its command line)"
     add("--trainer", metavar="NAME", help=text)
     given = parser.parse_intermixed_args(arguments)
     if given.trainer:
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
     if given.plot:
         try:
             draw_plan(plan, pathlib.Path(given.plot))
-        except (OSError, ValueError) as error:  # no such folder; a format that is none
+        except (OSError, ValueError) as error:  # no such folder; an unknown format
             raise ConfigError(f"--plot {given.plot}: cannot write the picture: {error}") from None
     print(json.dumps(plan, indent=2)) if given.json else print_plan(plan)
     return 0

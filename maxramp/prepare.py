@@ -76,10 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
     add("--output", metavar="DIR", help="folder to write the prepared set to")
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
-    add("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
-    add("--shard_megabytes", type=float, default=128, help="of input, per shard (128)")
-    add("--max_bad_records", type=int, metavar="N", default=0, help="leave out up to N")
-    add("--deduplicate", action="store_true", help="leave out documents that an earlier one equals")
+    text = "processes (one per core)"
+    add("--workers", type=int, metavar="N", default=os.cpu_count(), help=text)
+    text = "megabytes of input per shard (128)"
+    add("--shard_megabytes", type=float, metavar="N", default=128, help=text)
+    text = "leave out up to N records that cannot be read (0)"
+    add("--max_bad_records", type=int, metavar="N", default=0, help=text)
+    add("--deduplicate", action="store_true", help="leave out documents that equal an earlier one")
     add("--inspect", metavar="DIR", help="print what a prepared set or a file of chats holds")
     return parser
 

@@ -1,8 +1,9 @@
-"""Suggests a ramp for a run, or none, from what was measured on others.
+"""Suggests a ramp for a run, or none, from what other runs have measured.
 
 python -m maxramp.suggest CONFIG.yml [key=value ...] [options]
 
-It compares the suggestion with the config as it is (docs/noise.md).
+It compares the suggestion with the config as it is, and prints the keys that make it
+(docs/noise.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -23,9 +24,9 @@ from maxramp.measuring.suggestion import suggest
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
-    text = "a run that was trained with log_gradient_noise_scale=true: the shape of the ramp"
+    text = "a run with log_gradient_noise_scale=true, which gives the shape of the ramp"
     parser.add_argument("--noise", metavar="RUN", help=text)
-    text = "a run that maxramp.branch has measured: its height"
+    text = "a run that maxramp.branch has measured, which gives its height"
     parser.add_argument("--branch", metavar="RUN", help=text)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     given = parser.parse_intermixed_args(arguments)

@@ -53,6 +53,7 @@ from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_of_sums
 from maxramp.stage import SightKeys, text_fields
+from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objectives import objective_of
@@ -135,19 +136,18 @@ class Pretrainer:
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._ramp = config.recipe, span.ramp
+        limit = device_memory(config.planning.device_memory_gib)
+        self._ahead = Ahead(limit, say, job.preemption.ask)
+        job.closing.callback(self._ahead.close)
+        rate = LearningRate.from_keys(config.learning_rate, span.ramp)
         self._programs = Programs(
-            config.recipe,
-            loader.expansion,
-            LearningRate.from_keys(config.learning_rate, span.ramp),
-            abstract,
-            stages=span.stages,
-            eval_rows=loader.eval_rows,
-            memory_limit=device_memory(config.planning.device_memory_gib),
-            say=say,
-            on_failure=job.preemption.ask,
-            beside=tasks.announce if tasks else None,
+            config.recipe, loader.expansion, rate, abstract, self._ahead, loader.eval_rows
         )
-        job.closing.callback(self._programs.close)
+        for stage in span.stages:
+            self._programs.add(stage)
+            if tasks:
+                tasks.announce(self._ahead, stage)
+        self._ahead.lower()
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
@@ -180,7 +180,7 @@ class Pretrainer:
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._held, stage)
         self._held.arrays, shown = train_step(self._held.arrays, batch)
-        self._programs.lower()
+        self._ahead.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
@@ -223,7 +223,7 @@ class Pretrainer:
         Returns:
           Its numbers; None if it was given up because somebody asks for the end.
         """
-        return self._tasks.evaluate(self._programs, self.state, sight)
+        return self._tasks.evaluate(self._ahead, self.state, sight)
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.
@@ -231,7 +231,7 @@ class Pretrainer:
         Raises:
           TrainingError: there is one.
         """
-        self._programs.raise_failure()
+        self._ahead.raise_failure()
 
 
 if __name__ == "__main__":

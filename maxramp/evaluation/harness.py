@@ -18,18 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data.chats.chats import open_template
-from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.chats.messages import Chat
-from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files.records import BadRecord
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, Stopped, TrainingError, install
-from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scored
-from maxramp.evaluation.together import Rehearsal, Together
+from maxramp.evaluation.together import Asking, Rehearsal, Together
 from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.run.metrics import TASK
 
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or it would fork a process that JAX runs in
@@ -67,7 +63,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 # How a task has the model write: what each of its values must be.
 _WRITING = {
     **dict.fromkeys(_LENGTHS, ("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1)),
-    "until": ("text, or a list of texts", lambda x: all(map(_is_text, x if _is_list(x) else [x]))),
+    "until": ("text, or a list of texts", lambda x: _is_text(x)),
     "do_sample": ("true or false", lambda x: isinstance(x, bool)),
     "temperature": ("a number, 0 or more", lambda x: _is_number(x) and x >= 0),
     "top_k": ("a whole number, 0 or more", lambda x: _is_whole(x) and x >= 0),
@@ -85,9 +81,6 @@ class Tasks(TaskManager):
           key: whose value the names are, for messages.
           names: of tasks, groups and tags; or files of tasks.
           include_path: a folder of tasks beside lm-eval's own; "" = none.
-
-        Raises:
-          ConfigError: there is no task of a name, or it cannot be loaded.
         """
         self.names = list(names)
         if include_path and not os.path.isdir(include_path):
@@ -113,11 +106,7 @@ class Tasks(TaskManager):
             ) from None
 
     def refuse_answers(self, stages: int) -> None:
-        """Refuses tasks that a pipeline cannot do.
-
-        Raises:
-          ConfigError: a task has the model write.
-        """
+        """Refuses tasks that a pipeline cannot do."""
         for name, task in self.loaded["tasks"].items():
             if stages > 1 and task.get_config("output_type") == "generate_until":
                 raise ConfigError(
@@ -142,15 +131,14 @@ def _refuse_broken(folder: str) -> None:
 class Model(TemplateLM):
     """Our model as what lm-eval asks."""
 
-    def __init__(self, together: Together | Rehearsal, tokenizer: Tokenizer, chats: ChatKeys):
+    def __init__(self, together: Together | Rehearsal, tokenizer: PromptTokenizer):
         super().__init__()
+        self._together, self._chats = together, tokenizer
         # A text's marks are marks, as those of a chat template.
-        named = tokenizer.type in ("huggingface", "tiktoken")
+        named = tokenizer.tokenizer.type in ("huggingface", "tiktoken")
         self._tokenizer = dataclasses.replace(
-            tokenizer, add_eos=False, split_special_tokens=not named
+            tokenizer.tokenizer, add_eos=False, split_special_tokens=not named
         )
-        self._together, self._chats = together, chats
-        self._template: ChatTemplate | None = None
 
     @property
     def eot_token_id(self) -> int:
@@ -161,8 +149,8 @@ class Model(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The mark before a text whose first token is scored too."""
-        found = self._tokenizer.begin
-        found = self._tokenizer.end if found is None else found
+        marks = self._tokenizer.begin, self._tokenizer.end
+        found = next((mark for mark in marks if mark is not None), None)
         if found is None:
             raise ConfigError(
                 f"tokenizer_path={self._tokenizer.path} has no mark that begins or ends a text, "
@@ -260,21 +248,14 @@ class Model(TemplateLM):
         self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a chat, up to where an answer begins or continues."""
-        if self._template is None:
-            if not (self._chats.chat_template or self._tokenizer.chat_template):
-                raise ConfigError(
-                    f"--apply_chat_template: the tokenizer ({self._tokenizer.path or 'bytes'}) has "
-                    "no chat template; leave it out"
-                )
-            self._template = open_template(self._tokenizer, self._chats)
         last = chat_history[-1]["content"]
         try:
-            text = self._template.render(self._chat(chat_history), ask=add_generation_prompt)
+            text = self._render(chat_history, add_generation_prompt)
         except BadRecord as error:
             rest = [message for message in chat_history if message["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise ConfigError(f"--apply_chat_template: {error}") from None
-            text = self._template.render(self._chat(rest), ask=add_generation_prompt)
+            text = self._render(rest, add_generation_prompt)
         if add_generation_prompt:
             return text
         # The last message is the beginning of the answer: nothing ends it.
@@ -286,26 +267,22 @@ class Model(TemplateLM):
         """What lm-eval notes of the template."""
         return self._tokenizer.chat_template if chat_template else None
 
-    def _chat(self, messages: list[dict[str, Any]]) -> Chat:
-        return Chat(messages, None, [])
+    def _render(self, messages: list[dict[str, Any]], ask: bool) -> str:
+        return self._chats.template.render(Chat(messages, None, []), ask=ask)
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> Sampling:
         vocab_size = self._tokenizer.vocab_size
         if not kwargs["do_sample"]:
             return Sampling(0.0, vocab_size=vocab_size)
-        temperature = float(kwargs.get("temperature", 1.0))
-        top_k, top_p = int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))
-        sampling = Sampling(temperature, top_k, top_p, vocab_size)
+        names = {"temperature": float, "top_k": int, "top_p": float}
+        given = {name: kind(kwargs[name]) for name, kind in names.items() if name in kwargs}
+        sampling = Sampling(**given, vocab_size=vocab_size)
         sampling.check()
         return sampling
 
 
 def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """How a task has the model write, without options that have no value.
-
-    Raises:
-      ConfigError: there is no such name, or its value is another thing.
-    """
+    """How a task has the model write, without options that have no value."""
     given = {name: value for name, value in asked.items() if value is not None}
     for name, value in given.items():
         if name not in _WRITING:
@@ -328,19 +305,12 @@ def _is_whole(x: Any) -> bool:
 
 
 def _is_text(x: Any) -> bool:
-    return isinstance(x, str)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list | tuple)
+    texts = x if isinstance(x, list | tuple) else [x]
+    return all(isinstance(text, str) for text in texts)
 
 
 def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
-    """lm-eval's results: of each task, group and metric.
-
-    Raises:
-      ConfigError: a task asks what cannot be, or fails.
-    """
+    """lm-eval's results: of each task, group and metric."""
     # What its `simple_evaluate` does first; that ends with seconds of asking the system for all
     # that is installed, for which training would wait.
     random.seed(0)
@@ -362,8 +332,8 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
         raise
     except Exception as error:  # of a task's own code
         raise ConfigError(f"the tasks {','.join(tasks.names)}: {_error_text(error)}") from None
-    said = {"config": dataclasses.asdict(asking) | {"seed": _SEED}, "date": time.time()}
-    return dict(results) | said | {"lm_eval_version": importlib.metadata.version("lm_eval")}
+    settings = {"config": dataclasses.asdict(asking) | {"seed": _SEED}, "date": time.time()}
+    return dict(results) | settings | {"lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
 def _set_up(task: Task, asking: Asking) -> None:

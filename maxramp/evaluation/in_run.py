@@ -6,16 +6,14 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from maxramp.commandline import Seldom
 from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
 from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
-from maxramp.evaluation.asking import Asking
 from maxramp.evaluation.scorer import Scorer
-from maxramp.evaluation.together import Rehearsal, Together, expect
+from maxramp.evaluation.together import Asking, Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
 from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
@@ -24,7 +22,6 @@ from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record
 from maxramp.stage import SightKeys
 from maxramp.training.ahead import Ahead
-from maxramp.training.programs import compiler_options
 from maxramp.training.state import TrainState
 
 
@@ -43,9 +40,6 @@ class RunTasks:
         Args:
           job: of the run; `evaluate_tasks` names one at least.
           abstract: the train state's shapes and shardings.
-
-        Raises:
-          ConfigError: there is no such task, it cannot be loaded, or it asks what cannot be.
         """
         config, self._job = job.config, job
         data, checkpoints = config.data, config.checkpoints
@@ -98,22 +92,18 @@ class RunTasks:
     def _numbers(self, tasks: Any, asked: Together | Rehearsal) -> Record:
         from maxramp.evaluation import harness
 
-        model = harness.Model(asked, self._tokenizer.tokenizer, self._job.config.data)
+        model = harness.Model(asked, self._tokenizer)
         return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
 
     def _scorer(self, ahead: Ahead, mesh: Mesh, sight: SightKeys) -> Scorer:
         config, key = self._job.config, (mesh, sight)
         if key not in self._scorers:
-            self._scorers[key] = Scorer(
-                dataclasses.replace(config.model, **vars(sight)),
-                config.objective.loss_block_tokens,
-                attach_mesh(self._abstract.model, mesh),
-                self._tokenizer.tokenizer,
-                self._tokenizer.ends,
-                compiler_options(jax.default_backend()),
-                ahead,
-                beat=self._pause,
+            recipe = dataclasses.replace(
+                config.recipe, model=dataclasses.replace(config.model, **vars(sight))
             )
+            abstract = attach_mesh(self._abstract.model, mesh)
+            made = Scorer(recipe, abstract, self._tokenizer, ahead, beat=self._pause)
+            self._scorers[key] = made
         return self._scorers[key]
 
     def _pause(self, line: str) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +20,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxramp.data.row import PADDING
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
-from maxramp.model.keys import ModelKeys
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, TOKENS_BT
 from maxramp.training.ahead import Ahead
+from maxramp.training.keys import Recipe
 from maxramp.training.log_probs import scores
+from maxramp.training.programs import compiler_options
 
 _FEWEST_TOKENS = 16  # of a shape
 _TOKENS_AT_ONCE = 8192  # of a device in a pass, where no batch size is given
@@ -50,51 +51,44 @@ class Scorer:
 
     def __init__(
         self,
-        keys: ModelKeys,
-        block_tokens: int,
+        recipe: Recipe,
         model: Decoder,
-        tokenizer: Tokenizer,
-        ends: Sequence[int],
-        options: Mapping[str, Any],
+        tokenizer: PromptTokenizer,
         ahead: Ahead,
         batch_size: int = 0,
         beat: Callable[[str], None] = lambda line: None,
     ):
         """
         Args:
-          keys: of the model; `max_target_length` is the longest row.
-          block_tokens: logits of at most this many tokens exist at a time on a device; 0 = all.
+          recipe: of the model, whose `max_target_length` is the longest row; and of the loss, which
+            says how many logits exist at a time on a device.
           model: its shapes and shardings.
-          tokenizer: makes text of what the model writes.
-          ends: ids that end an answer.
-          options: the compiler's.
+          tokenizer: makes text of what the model writes, and knows the ids that end an answer.
           ahead: compiles the programs.
           batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
           beat: called when a pass or a part of one is done, with how far the work is, on all
             processes after the same part; what it raises ends the work.
         """
-        self.keys, self._tokenizer, self._ends = keys, tokenizer, tuple(ends)
-        self._mesh, self._batch_size, self._beat = mesh_of(model), batch_size, beat
-        self._abstract, self._options = model, dict(options)
-        self._block_tokens = block_tokens
-        self._ahead = ahead
+        self.keys, self._abstract, self._mesh = recipe.model, model, mesh_of(model)
+        self._block_tokens = recipe.objective.loss_block_tokens
+        self._tokenizer, self._ends = tokenizer.tokenizer, tuple(tokenizer.ends)
+        self._ahead, self._batch_size, self._beat = ahead, batch_size, beat
+        self._options = compiler_options(self._mesh.devices.flat[0].platform)
         self._score = Jitted(self._mesh, self._scores, compiler_options=self._options or None)
         self._generators: dict[Writing, Generator] = {}
         self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
-        ranks = math.prod(shape[axis] for axis in ROW_AXES)
-        copies = ranks // shape["stage"]
-        parts = max(1, keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
+        self._ranks = math.prod(shape[axis] for axis in ROW_AXES)
+        parts = max(1, self.keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
         # Rows of a pass are a multiple of it: every device of a rank has as many, and so has every
         # part of them that goes through a pipeline.
-        self._unit = copies * math.lcm(shape["stage"], parts)
-        self._ranks = ranks
+        self._unit = self._ranks // shape["stage"] * math.lcm(shape["stage"], parts)
 
     def score(self, model: Decoder, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
         """The log-probability of each row's last tokens, and whether each of them is the likeliest.
 
         Raises:
-          NotFiniteError: the weights give logits that are no numbers.
+          NotFiniteError: the weights give logits that are not numbers.
         """
         found: list[Any] = [None] * len(rows)
         waiting: collections.deque[tuple[list[int], Any]] = collections.deque()
@@ -144,9 +138,6 @@ class Scorer:
           prompts: token ids.
           writing: how; the ids that end an answer are the scorer's.
           until: texts that end an answer and are not part of it.
-
-        Raises:
-          ConfigError: an answer of so many tokens leaves no room for a prompt.
         """
         lengths = [len(prompt) for prompt in prompts]
         passes = self.expect_answers(lengths, writing)
@@ -194,9 +185,6 @@ class Scorer:
 
         Returns:
           The programs of each pass, by what the compiler knows them by, and which prompts it has.
-
-        Raises:
-          ConfigError: an answer of so many tokens leaves no room for a prompt.
         """
         most_tokens = writing.most_tokens
         room = self.keys.max_target_length - most_tokens

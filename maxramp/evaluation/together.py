@@ -19,6 +19,19 @@ from maxramp.model.decoder import Decoder
 from maxramp.processes.agreement import broadcast_json, run_on_first
 
 
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """How tasks ask."""
+
+    num_fewshot: int | None = None  # examples before a question; None = as a task says
+    limit: float | None = None  # questions of a task, or their share if below 1; None = all
+    apply_chat_template: bool = False
+    system_instruction: str | None = None
+    gen_kwargs: Mapping[str, Any] | None = None  # in place of a task's own
+    log_samples: bool = False  # whether results hold every question and answer
+    bootstrap_iters: int = 1000  # draws for the errors of other metrics than means; 0 = no errors
+
+
 @dataclasses.dataclass
 class Together:
     """A model, asked by process 0 on behalf of all."""
@@ -113,9 +126,6 @@ def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
     Args:
       scorer: on every process.
       asked: of a `Rehearsal`.
-
-    Raises:
-      ConfigError: an answer is to be longer than a row.
     """
     for what, lengths, *how in asked:
         if what == "score":

@@ -120,7 +120,7 @@ class Generator:
 
         Raises:
           ConfigError: a prompt is empty, or too long for the model's rows.
-          NotFiniteError: the weights give logits that are no numbers.
+          NotFiniteError: the weights give logits that are not numbers.
         """
         *_, answers = self.stream(weights, prompts, samples, self._keys.max_target_length)
         return answers
@@ -132,7 +132,7 @@ class Generator:
         samples: Sequence[int] | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """`answer`, with the answers so far, after every few tokens."""
+        """`answer`, with the unfinished answers after every `every` tokens."""
         self._check(prompts)
         most, how = max(map(self._most_tokens, prompts)), self._how
         sizes = self._sizes(max(map(len, prompts)))

@@ -27,11 +27,7 @@ class Sampling:
     vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are not text; 0 = all
 
     def check(self) -> None:
-        """Checks each number, an option of a command.
-
-        Raises:
-          ConfigError: one is out of range.
-        """
+        """Checks each number, an option of a command."""
         is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         for name, holds, bound in (
             ("temperature", is_temperature, f"0, which is greedy, or {_COLDEST:g} or more"),

@@ -28,7 +28,7 @@ class AnswerText:
     def read(self, answer: Answer) -> None:
         """Takes in what is new of an answer, a token at a time: so the cut is after the first that
         completes a text, however many come at once."""
-        # One that ends with a token: that is not text.
+        # The token that ends an answer does not belong to its text.
         last = len(answer.tokens) - (answer.done and not answer.truncated)
         while self.tokens < last and not self.done:
             self.tokens += 1

@@ -1,4 +1,4 @@
-"""Starts a run as a chain of jobs, here or on a cluster, and again until it is done.
+"""Trains as a chain of jobs, here or on a cluster, and restarts them until the run is done.
 
 python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]
 
@@ -29,7 +29,7 @@ _CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
-    parser.add_argument("--cluster", required=True, choices=_CLUSTERS, help="runs the jobs")
+    parser.add_argument("--cluster", required=True, choices=_CLUSTERS, help="where jobs run")
     text = "print everything that would be started"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "show the jobs of a run under slurm"

@@ -87,7 +87,7 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
       `sizes`, each with its loss, the largest of its differences to smaller sizes (`above`, and
       `low` and `high`) and whether it and all smaller sizes are `within` the tolerance; `largest`,
       the largest size within; and its interval: `surely`, the largest size that is within at the
-      upper ends of the intervals, and `possibly`, at the lower ends. None where there are no ends.
+      upper ends of the intervals, and `possibly`, at the lower ends. None without ends.
     """
     sizes = []
     for index, branch in enumerate(branches):

@@ -1,6 +1,6 @@
-"""Which keys of a run its branches have: every key of base.yml is in `KEPT`, in `DROPPED`, or among
-those that `branch_keys` gives."""
+"""Which keys of a run its branches have: all but `DROPPED` and those that `branch_keys` gives."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,58 +8,9 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.keys import Config
 from maxramp.config.load import no_batch
 from maxramp.keys.base import base
+from maxramp.launch.keys import LaunchKeys
 from maxramp.rampup.phases import MIXTURE
 from maxramp.training.learning_rate import LearningRate
-
-# As the run has them, at the phase of the checkpoint.
-KEPT = (
-    # where and how passes are computed
-    *("hardware", "jax_cache_dir", "num_nodes", "devices_per_node", "node_schedule", "min_nodes"),
-    *("node_time_tolerance", "restart_minutes", "planned_pass_overhead", "device_memory_gib"),
-    *("planned_tflops_per_device", "join_timeout_seconds", "hang_timeout_seconds"),
-    *("ici_data_parallelism", "ici_pipeline_parallelism", "ici_fsdp_parallelism"),
-    *("ici_tensor_parallelism", "dcn_data_parallelism", "dcn_pipeline_parallelism"),
-    *("dcn_fsdp_parallelism", "dcn_tensor_parallelism", "num_pipeline_microbatches"),
-    *("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_fsdp_ag_once"),
-    *("scan_layers", "attention", "loss_block_tokens", "remat_policy", "dtype", "weight_dtype"),
-    *("per_device_batch_size", "micro_batch_size", "eval_per_device_batch_size"),
-    # rows, those that are held out too
-    *("dataset_type", "text_files", MIXTURE, "grain_eval_files", "eval_sets", "grain_file_type"),
-    *("hf_path", "hf_name", "train_split", "hf_eval_split", "train_data_columns", "eval_fraction"),
-    *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
-    *("split_special_tokens", "max_target_length", "row_length", "packing", "separate_documents"),
-    *("grain_packing_type", "num_epoch", "enable_data_shuffling", "data_shuffle_seed"),
-    *("expansion_factor_real_data", "grain_worker_count", "grain_num_threads"),
-    *("grain_prefetch_buffer_size", "grain_prefetch_buffer_gib", "phases_unit"),
-    *("use_sft", "sft_train_on_completion_only", "sft_train_on_last_answer_only"),
-    *("chat_template", "chat_template_date", "chat_template_switches", "long_chats"),
-    *("chats_with_marks", "use_dpo", "dpo_beta", "dpo_loss_type", "dpo_label_smoothing"),
-    # model
-    *(
-        "model_name",
-        "decoder_block",
-        "base_emb_dim",
-        "base_num_query_heads",
-        "base_num_kv_heads",
-        "head_dim",
-    ),
-    *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "mlp_activations"),
-    *("logits_via_embedding", "attention_bias", "use_qk_norm", "normalization_layer_epsilon"),
-    *("rope_max_timescale", "rope_type", "rope_factor", "rope_low_freq_factor"),
-    *("rope_high_freq_factor", "original_max_position_embeddings", "sliding_window_size"),
-    *("lora_rank", "lora_alpha", "use_rslora", "lora_dropout", "lora_targets"),
-    "init_weights_seed",
-    # optimizer
-    *("opt_type", "trainable_parameters_mask", "trainable_layers", "adam_b1", "adam_b2"),
-    *("adam_eps", "adam_weight_decay", "adamw_mask", "mu_dtype", "sgd_momentum", "muon_beta"),
-    *("muon_weight_decay", "muon_consistent_rms", "half_lives_in_samples"),
-    *("gradient_clipping_threshold", "z_loss_multiplier", "skip_bad_steps"),
-    *("abort_on_nan_loss", "abort_on_inf_loss"),
-    # when it saves, and what it shows
-    *("async_checkpointing", "checkpoint_period", "checkpoint_period_samples"),
-    *("checkpoint_period_minutes", "checkpoint_stage_ends", "max_failed_saves"),
-    *("log_period", "enable_tensorboard"),
-)
 
 # As base.yml has them.
 DROPPED = (
@@ -75,10 +26,7 @@ DROPPED = (
     # of plans, launches, and of reinforcement learning
     *("price_per_device_hour", "planned_flops_share", "planned_memory_share"),
     *("planned_link_share", "compile_topology", "compile_topology_num_slices"),
-    *("processes_per_node", "grace_seconds", "max_restarts", "setup_lines", "container_image"),
-    *("container_runtime", "container_mounts", "slurm_account", "slurm_partition", "slurm_qos"),
-    *("slurm_time", "slurm_options", "gke_accelerator", "gke_topology", "gke_namespace"),
-    *("gke_queue", "gke_service_account", "gke_bucket", "gke_volume_claim", "gke_mount_path"),
+    *(field.name for field in dataclasses.fields(LaunchKeys)),
     *("num_generations", "max_completion_length", "decode_sampling_temperature", "rollout_seed"),
     *("grpo_normalize_advantages", "grpo_epsilon", "grpo_epsilon_high", "grpo_beta"),
     *("grpo_normalization", "num_iterations", "prompt_file", "eval_prompt_file", "log_answers"),
@@ -87,15 +35,9 @@ DROPPED = (
 
 
 def inherited_keys(config: Config, sample: int) -> dict[str, Any]:
-    """The keys that a branch has from its run, or in their place from base.yml.
-
-    Args:
-      config: of the run, resolved.
-      sample: where the branch begins.
-    """
+    """The keys of a resolved run at a sample, those of `DROPPED` as base.yml has them."""
     of_phase = {**config.batch.phase_at(sample).values, MIXTURE: config.values[MIXTURE]}
-    kept = {name: of_phase.get(name, config.values[name]) for name in KEPT}
-    return kept | {name: base()[name] for name in DROPPED}
+    return config.values | of_phase | {name: base()[name] for name in DROPPED}
 
 
 def branch_keys(

@@ -144,7 +144,7 @@ def ratio_of_means(
 
     Returns:
       The ratio (None where a mean is not above zero), and the ends of its interval (the upper one
-      None where there is none).
+      None if it is open).
     """
     share = weights / weights.sum()
     means = np.array([(share * y).sum(), (share * x).sum()])

@@ -42,12 +42,12 @@ class Instruction:
     rest: str  # operands and attributes
 
     def attribute(self, name: str) -> str:
-        """The text behind `name=`, up to a comma; empty if there is none."""
+        """The text behind `name=`, up to a comma; empty without it."""
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
     def callee(self, name: str) -> "Computation":
-        """The computation that an attribute names; an empty one if there is none."""
+        """The computation that an attribute names; an empty one without it."""
         return self.program.get(self.attribute(name), Computation())
 
     @functools.cached_property
@@ -332,7 +332,7 @@ def groups(rest: str, devices: int) -> np.ndarray:
     parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids.
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: the text has another form.
     """
     text = rest.partition("replica_groups=")[2]
     if text.startswith("{}"):

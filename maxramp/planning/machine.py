@@ -10,7 +10,6 @@ import jax
 from jax.experimental import topologies
 
 from maxramp.errors import ConfigError, install, reason_of
-from maxramp.keys.section import refuse
 from maxramp.parallel import mesh
 from maxramp.planning import gpu, hlo, topology
 from maxramp.planning.keys import PlanKeys
@@ -106,20 +105,17 @@ def nodes(keys: PlanKeys) -> tuple[int, int]:
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
     name, slices = keys.compile_topology, keys.compile_topology_num_slices
     kind = name.partition(":")[0]
-    of_gpus = kind in gpu.GPUS or kind.endswith((".yml", ".yaml"))
-    refuse(
-        [
-            (
-                of_gpus and slices != 1,
+    if kind in gpu.GPUS or kind.endswith((".yml", ".yaml")):
+        if slices != 1:
+            raise ConfigError(
                 f"compile_topology_num_slices={slices}: compile_topology={name} gives its nodes "
-                "itself; use 1",
-            ),
-            (
-                not of_gpus and not re.match(r"v\d", name),
-                f"compile_topology={name} is neither a TPU slice nor a GPU cluster; give a slice, "
-                "such as v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
-                f"{', '.join(gpu.GPUS)} or FILE.yml",
-            ),
-        ]
-    )
-    return gpu.parse(name) if of_gpus else topology.parse(name)
+                "itself; use 1"
+            )
+        return gpu.parse(name)
+    if not re.match(r"v\d", name):
+        raise ConfigError(
+            f"compile_topology={name} is neither a TPU slice nor a GPU cluster; give a slice, such "
+            "as v5p:8x8x16 or v5p-2048, or nodes x GPUs of a node, such as h200:16x8, of "
+            f"{', '.join(gpu.GPUS)} or FILE.yml"
+        )
+    return topology.parse(name)

@@ -170,7 +170,7 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
-    """How many micro batches make the bubble small; None where it is, or there is no pipeline.
+    """How many micro batches make the bubble small; None if it is small, or without a pipeline.
 
     The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
     """

@@ -5,7 +5,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import re
 import sys
 import time
@@ -157,24 +156,20 @@ class Pod:
 
         `most` limits the rows of a group of devices in a pass.
         """
-        ranks, multiple = spec.ranks, spec.rows_multiple
-        rows = spec.samples // ranks
+        multiple, rows = spec.rows_multiple, spec.samples // spec.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
 
         def step(size: int) -> dict[str, Any]:
-            return self.step(spec.resize(rows // size, size * ranks))
+            return self.step(spec.resize(rows // size, size * spec.ranks))
 
-        def memory_gib(size: int) -> float:
-            return step(size)["memory_gib"]["peak"] if step(size)["fits"] else math.inf
-
-        low = count_fitting(sizes, memory_gib, self.limit)
+        fitting = sizes[: count_fitting(sizes, lambda size: step(size)["fits"])]
         return [
             step(size)
             | {"global_batch_size": spec.samples}
             | {"per_device_batch_size": size / spec.mesh.model_parallel_size}
             | {"gradient_accumulation_steps": rows // size}
-            for size in reversed(sizes[max(0, low - number) : low])
+            for size in fitting[: -number - 1 : -1]
         ]
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
@@ -206,37 +201,42 @@ class Pod:
                 "give device_memory_gib"
             )
         parallel, multiple = spec.mesh.model_parallel_size, spec.rows_multiple
-        least = least_rows(multiple)
+        sizes, least = range(multiple, sys.maxsize, multiple), least_rows(multiple)
 
-        def memory_gib(policy: str, rows: int) -> float:
-            of_size = spec.resize(passes, rows * spec.ranks)
-            found = self.step(dataclasses.replace(of_size, remat_policy=policy))
-            return found["memory_gib"]["peak"]
+        def step(policy: str, rows: int) -> dict[str, Any]:
+            of_rows = spec.resize(passes, rows * spec.ranks)
+            return self.step(dataclasses.replace(of_rows, remat_policy=policy))
 
-        fitting, others, sizes = "", [], range(multiple, sys.maxsize, multiple)
-        for policy in POLICIES:
-            ask = functools.partial(memory_gib, policy)
-            if not (number := count_fitting(sizes, ask, limit)):
-                others.append(f"{policy} needs {ask(multiple):.3g} GiB for {least}")
-                continue
-            edge = sizes[number - 1], sizes[number]
-            size, above = (plain_number(Fraction(rows, parallel)) for rows in edge)
-            if fitting:
-                others.append(f"{policy} fits {size}")
-                continue
-            fits, too_much = map(ask, edge)
-            fitting = (
-                f"per_device_batch_size: {size}  # {fits:.3g} of {limit:.3g} GiB; "
-                f"{above} would need {too_much:.3g}\n"
-                f"remat_policy: {policy}  # the cheapest that fits"
-            )
-        if not fitting:
+        def needs(policy: str, rows: int) -> str:
+            return f"{step(policy, rows)['memory_gib']['peak']:.3g}"
+
+        def fits(policy: str, rows: int) -> bool:
+            return step(policy, rows)["fits"]
+
+        def show_size(rows: int) -> int | float:
+            return plain_number(Fraction(rows, parallel))
+
+        counts = {name: count_fitting(sizes, functools.partial(fits, name)) for name in POLICIES}
+        cheapest = next((policy for policy in POLICIES if counts[policy]), None)
+        if not cheapest:
             raise ConfigError(
-                f"{least} per {count(parallel, 'device')} needs {ask(multiple):.3g} "
+                f"{least} per {count(parallel, 'device')} needs {needs(POLICIES[-1], multiple)} "
                 f"GiB, but device_memory_gib={limit:.3g}; use remat_policy=full, a shorter "
                 "max_target_length, or more devices"
             )
-        return "; ".join([fitting, *others])
+        size, above = sizes[counts[cheapest] - 1], sizes[counts[cheapest]]
+        others = (
+            f"; {policy} fits {show_size(number * multiple)}"
+            if number
+            else f"; {policy} needs {needs(policy, multiple)} GiB for {least}"
+            for policy, number in counts.items()
+            if policy != cheapest
+        )
+        return (
+            f"per_device_batch_size: {show_size(size)}  # {needs(cheapest, size)} of {limit:.3g} "
+            f"GiB; {show_size(above)} would need {needs(cheapest, above)}\n"
+            f"remat_policy: {cheapest}  # the cheapest that fits{''.join(others)}"
+        )
 
 
 def least_rows(multiple: int) -> str:
@@ -244,32 +244,17 @@ def least_rows(multiple: int) -> str:
     return "one row" if multiple == 1 else f"{multiple} rows"
 
 
-def count_fitting(sizes: Sequence[int], memory_gib: Callable[[int], float], limit: float) -> int:
-    """How many of the rising sizes need no more memory than the limit, asked as seldom as possible.
-
-    A step's memory grows almost evenly with its rows: the line through the first size and the last
-    try says where the limit is. Where that is wrong, every second try halves what is left.
-    """
-    fit, end, place, halve = 0, len(sizes), 0, False
-    while fit < end:
-        fit, end = (place + 1, end) if memory_gib(sizes[place]) <= limit else (fit, place)
-        if place == 0:
-            place = 1  # for the line
-        elif halve:
-            place = (fit + end) // 2
-        elif fit < end:
-            first, rows = sizes[0], sizes[place]
-            # A step far too large may not compile.
-            most = 8 * sizes[fit - 1] if end == len(sizes) else sizes[end - 1]
-            if per_row := (memory_gib(rows) - memory_gib(first)) / (rows - first):
-                most = min(most, first + (limit - memory_gib(first)) / per_row)
-            place = min(end - 1, max(fit, bisect.bisect_right(sizes, most) - 1))
-        halve = end < len(sizes) and not halve
-    return fit
+def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """How many of the rising sizes fit: doubled up to one that does not, then halved."""
+    end = 1
+    while end < len(sizes) and fits(sizes[end - 1]):
+        end *= 2
+    hi = min(end, len(sizes))
+    return bisect.bisect_left(sizes, True, end // 2, hi, key=lambda size: not fits(size))
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
-    """GiB that a refused program needs at least, and GiB available; None if not said."""
+    """GiB that a refused program needs at least, and GiB available; None without them."""
     size = "([0-9.]+[KMGT])"
     used = re.search(
         rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}\)", error

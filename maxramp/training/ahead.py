@@ -32,7 +32,7 @@ class Ahead:
           on_failure: called in the background thread when a program does not compile.
         """
         self._memory_limit = memory_limit
-        self._say, self._on_failure = say, on_failure
+        self.say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
         self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
         self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
@@ -104,11 +104,11 @@ class Ahead:
             programs = jax.tree.leaves(compiled)
             seconds = time.perf_counter() - start
             needed = max(map(compiled_bytes, programs)) / GIB
-            self._say(
+            self.say(
                 f"ready    {name}: compiled in {seconds:.1f} s, needs {needed:.3g} GiB a device"
             )
             if 0 < self._memory_limit < needed * GIB:
-                self._say(
+                self.say(
                     f"warning  {name} needs {needed:.3g} GiB a device, which has "
                     f"{self._memory_limit / GIB:.3g}: it will not run; start again with a smaller "
                     "per_device_batch_size and more gradient_accumulation_steps, or "

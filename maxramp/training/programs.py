@@ -82,7 +82,7 @@ def lower_step(
         return traced.lower(lowering_platforms=platforms)
 
 
-class Programs(Ahead):
+class Programs:
     """The compiled train step of every stage, the evaluation step, and what moves the state from
     mesh to mesh."""
 
@@ -92,36 +92,22 @@ class Programs(Ahead):
         expansion: Expansion,
         learning_rate: LearningRate,
         state: TrainState,
-        stages: list[Stage],
-        eval_rows: int,
-        memory_limit: int,
-        say: Callable[[str], None],
-        on_failure: Callable[[], None],
-        beside: Callable[[Ahead, Stage], None] | None = None,
+        ahead: Ahead,
+        eval_rows: int = 0,
     ):
-        """Lowers the first program, and hands it to the compiler.
-
+        """
         Args:
           recipe: what the step is made from.
           expansion: how rows get to their devices, and the meshes of these.
           learning_rate: of consumed samples.
-          state: abstract state, on the mesh of the first of these stages.
-          stages: the stages that will run, in order.
+          state: abstract state, on the mesh of the first stage.
+          ahead: compiles the programs.
           eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
-          memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
-          say: takes a line about each program when it is compiled, in the background thread.
-          on_failure: called in the background thread when a program does not compile.
-          beside: announces what else a stage needs, before the next one.
         """
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
-        self._eval_rows, self._mesh = eval_rows, mesh_of(state)
+        self._eval_rows, self._mesh, self._ahead = eval_rows, mesh_of(state), ahead
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
-        self._beside = beside
-        super().__init__(memory_limit, say, on_failure)
-        for stage in stages:
-            self.add(stage)
-        self.lower()
 
     def add(self, stage: Stage) -> None:
         """Has the step of one more stage compiled, after those that wait to be, and its evaluation.
@@ -134,15 +120,15 @@ class Programs(Ahead):
         if mesh != before:
             arrays = attach_mesh(self._arrays, before)
             move = functools.partial(moving.lower, arrays, mesh, options=self._options)
-            self.announce(
+            self._ahead.announce(
                 (before, mesh), f"the move of each array to {format_sizes(mesh.shape)}", mesh, move
             )
         self._mesh = mesh
-        self.announce(stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec))
+        self._ahead.announce(
+            stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec)
+        )
         if self._eval_rows:  # an evaluation may come before the next stage
             self._add_evaluation(stage)
-        if self._beside:
-            self._beside(self, stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled step of a stage, and the seconds spent waiting for it.
@@ -153,9 +139,9 @@ class Programs(Ahead):
         Raises:
           StepError: it does not compile.
         """
-        if stage.spec not in self:
+        if stage.spec not in self._ahead:
             self.add(stage)
-        return self.get(stage.spec)
+        return self._ahead.get(stage.spec)
 
     def follow(self, held: HeldState, stage: Stage) -> float:
         """Moves a state to the mesh of a stage, where that is another one, and says so.
@@ -169,12 +155,12 @@ class Programs(Ahead):
         before, mesh = mesh_of(held.arrays), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0
-        compiled, waited = self.get((before, mesh))
+        compiled, waited = self._ahead.get((before, mesh))
         begin = time.perf_counter()
         jax.block_until_ready(held.arrays)  # a step that still runs is not part of it
         moving.move(held.arrays, self._arrays, compiled)
         size = bytes_per_device(held.arrays) / GIB
-        self._say(
+        self._ahead.say(
             f"mesh     stage {stage.index}: the state moved to {format_sizes(mesh.shape)}, "
             f"{size:.3g} GiB a device in {time.perf_counter() - begin:.2g} s"
         )
@@ -182,12 +168,12 @@ class Programs(Ahead):
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
         """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
-        return self.get(self._add_evaluation(stage))
+        return self._ahead.get(self._add_evaluation(stage))
 
     def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
         name, spec = "evaluation", stage.spec.single_pass(self._eval_rows)
         lower = functools.partial(self._lower_evaluation, spec)
-        self.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
+        self._ahead.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
         return name, spec
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:

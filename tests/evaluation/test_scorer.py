@@ -11,6 +11,7 @@ from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.evaluation.together import Rehearsal, expect
 from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
 from maxramp.training.ahead import Ahead
 from maxramp.training.state import abstract_state, initial_state
@@ -23,14 +24,14 @@ ROWS = [
 
 
 def scorer_of(*keys: str, ahead: Ahead | None = None):
-    config = make_config(*keys)
+    config = make_config(*keys, "loss_block_tokens=7")
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
-    bytes_ = tokenizers.load("bytes", "", True, True)
+    tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     abstract = abstract_state(config.recipe, mesh).model
     ahead = ahead or Ahead(0, lambda line: None, lambda: None)
-    return Scorer(config.model, 7, abstract, bytes_, [257], {}, ahead), model, config
+    return Scorer(config.recipe, abstract, tokenizer, ahead), model, config
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from conftest import make_config
 from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
 from maxramp.evaluation.scorer import Scorer
+from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning import machine
 from maxramp.training.ahead import Ahead
@@ -31,15 +32,16 @@ NO_GPU = importlib.util.find_spec("jax_cuda13_plugin") is None
 def test_compilers_take_the_scores(topology, mesh):
     """Of short rows and of long ones, which take another kernel."""
     keys = ("ici_fsdp_parallelism=2", mesh, "dtype=bfloat16", "max_target_length=256")
-    config = make_config(*keys, f"compile_topology={topology}", devices=4)
+    keys += ("loss_block_tokens=64", f"compile_topology={topology}")
+    config = make_config(*keys, devices=4)
     there = machine.find(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     devices = mesh_lib.make_mesh(config.mesh, there.devices)
     options = compiler_options(devices.devices.flat[0].platform) | there.options
     with jax.set_mesh(devices):
         model = abstract_state(config.recipe, devices).model
-        bytes_, ahead = tokenizers.load("bytes", "", True, True), Ahead(0, print, print)
-        scorer = Scorer(config.model, 64, model, bytes_, [], {}, ahead)
+        tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
+        scorer = Scorer(config.recipe, model, tokenizer, Ahead(0, print, print))
         for B, T in ((8, 48), (8, 256)):
             lowered = scorer.trace(B, T).lower(lowering_platforms=there.platforms)
             assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0

@@ -16,6 +16,7 @@ from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
+from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs, compiler_options
 from maxramp.training.state import abstract_state
@@ -202,18 +203,14 @@ def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_
 
 
 def make_programs(config, mesh, ramp, stages, say, on_failure):
-    """The programs of some stages without an evaluation, on the mesh that is set."""
-    return Programs(
-        config.recipe,
-        Expansion(mesh, 1),
-        LearningRate.from_keys(config.learning_rate, ramp),
-        abstract_state(config.recipe, mesh),
-        stages,
-        eval_rows=0,
-        memory_limit=0,
-        say=say,
-        on_failure=on_failure,
-    )
+    """The programs of some stages without an evaluation, and what compiles them."""
+    rate, ahead = LearningRate.from_keys(config.learning_rate, ramp), Ahead(0, say, on_failure)
+    state = abstract_state(config.recipe, mesh)
+    programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, ahead)
+    for stage in stages:
+        programs.add(stage)
+    ahead.lower()
+    return programs, ahead
 
 
 def test_equal_shapes_are_one_program_and_passed_stages_none():
@@ -229,7 +226,7 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     mesh = make_mesh(config)
     said = []
     with jax.set_mesh(mesh):
-        programs = make_programs(
+        programs, ahead = make_programs(
             config,
             mesh,
             ramp,
@@ -238,7 +235,7 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
             lambda: os.kill(os.getpid(), signal.SIGTERM),
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
-        programs.close()
+        ahead.close()
     assert [line.split(":")[0] for line in said] == [
         "ready    stage 1 (batch 8)",
         "ready    stage 2 (batch 4)",
@@ -261,13 +258,15 @@ def test_a_stage_is_added_while_others_run():
     )
     ramp, mesh, said = RampupBatchManager(config.batch, 1), make_mesh(config), []
     with jax.set_mesh(mesh):
-        programs = make_programs(config, mesh, ramp, ramp.stages[:1], said.append, programs_fail)
+        programs, ahead = make_programs(
+            config, mesh, ramp, ramp.stages[:1], said.append, programs_fail
+        )
         first, _ = programs.train_step(ramp.stages[0])
         for stage in ramp.stages[1:3]:
             programs.add(stage)
-        programs.lower()
+        ahead.lower()
         second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
-        programs.close()
+        ahead.close()
     assert third is first and len({first, second, fourth}) == 3
     assert [line.split(":")[0] for line in said] == [
         "ready    stage 0 (batch 4)",
@@ -323,9 +322,9 @@ def test_parts_of_the_model_are_named_in_the_program(uncached):
     ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        programs = make_programs(config, mesh, ramp, ramp.stages, json.dumps, programs_fail)
+        programs, ahead = make_programs(config, mesh, ramp, ramp.stages, json.dumps, programs_fail)
         text = programs.train_step(ramp.stages[0])[0].as_text()
-        programs.close()
+        ahead.close()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
         assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
 
@@ -339,10 +338,12 @@ def test_an_error_beside_the_compiler_reaches_the_loop():
         raise RuntimeError("no terminal")
 
     with jax.set_mesh(mesh):
-        programs = make_programs(config, mesh, ramp, ramp.stages, say, lambda: asked.append(True))
+        programs, ahead = make_programs(
+            config, mesh, ramp, ramp.stages, say, lambda: asked.append(True)
+        )
         with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
             programs.train_step(ramp.stages[0])
-        programs.close()
+        ahead.close()
     assert asked
 
 
