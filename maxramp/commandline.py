@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import maxramp
-from maxramp.errors import ConfigError, is_expected, report
+from maxramp.errors import ConfigError, report
 from maxramp.keys.base import CONFIGS
 
 
@@ -65,8 +65,6 @@ def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None]
         try:
             return work(list(sys.argv[1:] if arguments is None else arguments))
         except Exception as error:
-            if not is_expected(error):
-                raise
             return report(error)
 
     return main
@@ -86,7 +84,6 @@ class Seldom:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
     def __init__(self, say: Callable[[str], None] = print_progress):
-        """`say` takes the lines."""
         self._say, self._said = say, time.monotonic()
 
     def __call__(self, line: str) -> None:
@@ -98,7 +95,7 @@ class Seldom:
 
 def shell_quote(words: Iterable[Any]) -> str:
     """Words as a shell reads them back."""
-    return " ".join(shlex.quote(str(word)) for word in words)
+    return shlex.join(map(str, words))
 
 
 def count(number: int, noun: str) -> str:

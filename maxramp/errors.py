@@ -69,18 +69,18 @@ def reason_of(error: Exception) -> str:
     )
 
 
-def is_expected(error: Exception) -> bool:
-    """Whether an error says in itself what is wrong, so that a person needs no traceback."""
-    known = ConfigError, TrainingError, OSError, MemoryError
-    # JAX's, by its name: what only reads a config does not import JAX.
-    return isinstance(error, known) or type(error).__name__ == "JaxRuntimeError"
-
-
 def report(error: Exception) -> int:
-    """Prints an error in one line on stderr; returns the exit status that goes with it."""
-    text = (
-        str(error).strip() if isinstance(error, ConfigError | TrainingError) else reason_of(error)
-    )
+    """Prints an error in one line on stderr; returns the exit status that goes with it.
+
+    One that does not say in itself what is wrong is raised: a person needs its traceback.
+    """
+    if isinstance(error, ConfigError | TrainingError):
+        text = str(error).strip()
+    # JAX's, by its name: what only reads a config does not import JAX.
+    elif isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
+        text = reason_of(error)
+    else:
+        raise error
     print(f"error: {' '.join(text.splitlines())}", file=sys.stderr)
     if isinstance(error, ConfigError):
         return EXIT_CONFIG

@@ -6,9 +6,9 @@ and a thread sends those that have changed: every now and then, and before a che
 
 Nor has a storage locks. A claim is an object that is written only as its writer last saw it (by its
 generation on Google's storage, its ETag on S3), so of two that want it one gets it. Its owner
-writes it anew every few seconds. Who finds it unchanged for some time takes it over, and the owner,
-if there still is one, learns so at its next write. No clock of one machine is compared with
-another's. A claim says which process left it: whether that has ended its own machine can tell.
+writes it anew every few seconds. A run that finds it unchanged for some time takes it over, and the
+owner, if it still runs, learns so at its next write. No clock of one machine is compared with
+another's. A claim names its process, so its own machine can tell whether that has ended.
 """
 
 import collections
@@ -32,7 +32,7 @@ from maxramp.errors import TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, failure, lock, make_folder
 
 _PERIOD = 15.0  # seconds from one round to the next
-_SHARE = 20  # and this many times as long as the last one took, unless that one failed
+_SHARE = 20  # a round starts no sooner than this many times what the last one took
 _LAST = 60.0  # seconds that the end of a run tries to send what is left
 _RECORDS = "metrics.jsonl"  # no checkpoint counts without them
 _REMOVED = "next_stage.json"  # the only file that a run removes

@@ -1,4 +1,7 @@
-"""Files by glob or URL, their bytes by position, and packages that only some formats need."""
+"""Files to read: by path, glob or any URL of fsspec's, whole or by position.
+
+Whatever goes wrong is a ConfigError that names the path. What a run writes goes to a `place`.
+"""
 
 import contextlib
 import functools

@@ -22,7 +22,7 @@ from maxramp.config.load import dump_config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.corpus import DataIdentity
 from maxramp.data.keys import HELD_OUT, TASKS
-from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, Stopped, is_expected, report
+from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, Stopped, report
 from maxramp.files.place import Place, place
 from maxramp.handover.export import export_run
 from maxramp.parallel import mesh as mesh_lib
@@ -62,8 +62,6 @@ def run(
                 begun.say("stopped by a signal; start again to continue")
                 return EXIT_PREEMPTED
     except Exception as error:
-        if not is_expected(error):
-            raise
         return report(error)
 
 

@@ -17,12 +17,12 @@ import time
 from typing import IO
 
 from maxramp.commandline import count, shell_quote
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.errors import EXIT_CONFIG, EXIT_STAGE_END
 from maxramp.launch.jobs import Run
 from maxramp.processes.bound import bind
+from maxramp.processes.lifeline import ORDERLY
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
-_ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # the exit statuses of a trainer that has saved
 _FAKE_DEVICES = r"--xla_force_host_platform_device_count=\d+"
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
@@ -57,7 +57,7 @@ def run(launch: Run, dry_run: bool = False) -> int:
         if status == EXIT_STAGE_END:
             nodes = json.loads((launch.folder / "next_stage.json").read_bytes())["nodes"]
         failures = 0 if done > before else failures
-        if done > before and status in _ORDERLY:
+        if done > before and status in ORDERLY:
             continue
         if failures == most:
             _say(
@@ -111,7 +111,7 @@ def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> 
     while len(ended) < len(processes):
         for process in [p for p in processes if p not in ended and p.poll() is not None]:
             ended.append(process)
-            patience = grace if process.returncode in _ORDERLY else _CRASH_GRACE
+            patience = grace if process.returncode in ORDERLY else _CRASH_GRACE
             deadline = min(deadline, time.monotonic() + patience)
         if len(asked) > passed_on:
             passed_on = len(asked)
@@ -124,7 +124,7 @@ def _wait(processes: list[subprocess.Popen], grace: float, asked: list[int]) -> 
     # As a shell says that a signal ended a process.
     codes = [128 - p.returncode if p.returncode < 0 else p.returncode for p in ended]
     codes += [128 + signal.SIGKILL] * (len(processes) - len(ended))
-    return next((code for code in codes if code not in _ORDERLY), max(codes))
+    return next((code for code in codes if code not in ORDERLY), max(codes))
 
 
 def _environment(launch: Run, nodes: int, place: int, port: int) -> dict[str, str]:

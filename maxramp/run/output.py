@@ -248,45 +248,35 @@ class Output:
         self, corpus: Corpus, state: TrainState, recipe: Recipe, span: Span, changes: Sequence[str]
     ) -> None:
         """Says what is about to run, and what changed since its checkpoint."""
-        ramp, mesh, keys = span.ramp, mesh_of(state), recipe.model
-        kind = mesh.devices.flat[0].device_kind
+        ramp, mesh = span.ramp, mesh_of(state)
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
-        self.say(f"data     {corpus.description} (hash {corpus.hash})")
-        held, used = keys.weight_dtype, keys.dtype
-        dtype = f", {used}" if held == used else f" in {held}, computed in {used}"
-        weights = f"{num_parameters(without_adapters(state.model)):,} weights{dtype}"
-        trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
-        if trained < num_parameters(state.model):
-            weights += f"; {trained:,} of {'adapters' if keys.lora_rank else 'them'} train"
-        self.say(
-            f"model    {self._keys.model_name}: {weights}, on "
-            f"{count(mesh.size, f'{kind} device')}"
-            + (f" (mesh {format_sizes(mesh.shape)})" if mesh.size > 1 else "")
-        )
-        self.say(
+        lines = [
+            f"data     {corpus.description} (hash {corpus.hash})",
+            f"model    {self._keys.model_name}: {_describe_weights(state, recipe)}, on "
+            f"{count(mesh.size, f'{mesh.devices.flat[0].device_kind} device')}"
+            + (f" (mesh {format_sizes(mesh.shape)})" if mesh.size > 1 else ""),
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
-            f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}"
-        )
+            f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}",
+        ]
         platform = mesh.devices.flat[0].platform
         lengths = {stage.spec.row_length for stage in span.stages}
-        of_rows = (dataclasses.replace(keys, max_target_length=length) for length in lengths)
+        of_rows = (dataclasses.replace(recipe.model, max_target_length=n) for n in lengths)
         kernels = {select_for(of_length, platform) for of_length in of_rows}
-        for kernel in sorted(kernels) if corpus.packed else ():
-            if cost := cost_of_packing(kernel):
-                self.say(f"packing  {cost}")
+        costs = map(cost_of_packing, sorted(kernels) if corpus.packed else ())
+        lines += [f"packing  {cost}" for cost in costs if cost]
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
-            self.say(f"ramp     decided while the run trains: batch {rungs}")
-        for line in ramp.warnings:
-            self.say(f"ramp     {line}")
+            lines.append(f"ramp     decided while the run trains: batch {rungs}")
+        lines += [f"ramp     {line}" for line in ramp.warnings]
         if step := span.first_step:
-            self.say(f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed")
-        for line in changes:
+            lines.append(
+                f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed"
+            )
+        lines += [*changes, *([f"change   {span.change}"] if span.change else [])]
+        for line in lines:
             self.say(line)
-        if span.change:
-            self.say(f"change   {span.change}")
 
     def say_stopped(self, step: int | None) -> None:
         """Says that a signal ended the run after a step; None if this start did none."""
@@ -325,6 +315,16 @@ class Output:
     def _draw(self) -> None:
         records = read_records(self.here / "metrics.jsonl")
         draw_run(records, self.here / "ramp.png", self._keys.run_name)
+
+
+def _describe_weights(state: TrainState, recipe: Recipe) -> str:
+    kept, used = recipe.model.weight_dtype, recipe.model.dtype
+    text = f"{num_parameters(without_adapters(state.model)):,} weights"
+    text += f", {used}" if kept == used else f" in {kept}, computed in {used}"
+    trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
+    if trained < num_parameters(state.model):
+        text += f"; {trained:,} of {'adapters' if recipe.model.lora_rank else 'them'} train"
+    return text
 
 
 def _is_our_config(folder: pathlib.Path) -> bool:
